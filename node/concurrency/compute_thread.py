@@ -42,7 +42,8 @@ class ComputeThread:
         self._set_up = set_up
         self._settle = settle
         self._queue = ComputeQueue(limit)
-        """Jobs come and go under the lock; idle work is only touched on the thread."""
+        """Jobs come and go under the lock; idle work is only touched on the thread; what is expected is replaced as a
+        whole."""
         self._wake = threading.Condition()
         self._stopping = False
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
@@ -114,6 +115,10 @@ class ComputeThread:
         """
         return self._queue.submit(chunks, name)
 
+    def expect(self, jobs: tuple[float, ...]) -> None:
+        """Sets when jobs are expected, by `time.monotonic`: no idle work is begun that would last longer."""
+        self._queue.expected = jobs
+
     def give_up_idle_work(self) -> None:
         """Cancels what was submitted, because nobody will need it any more. To be called on the thread, in a job."""
         self._queue.give_up_idle_work()
@@ -143,8 +148,9 @@ class ComputeThread:
         """Waits until there is something to do; None when the thread is to stop."""
         with self._wake:
             while not self._stopping:
-                turn = self._queue.take()
+                now = time.monotonic()
+                turn = self._queue.take(now)
                 if turn is not None:
                     return turn
-                self._wake.wait()
+                self._wake.wait(self._queue.rest_s(now))
         return None

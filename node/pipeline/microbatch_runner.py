@@ -18,7 +18,7 @@ from node.observability.failpoints import crash_point
 from node.pipeline.admission import Admission
 from node.pipeline.codec_selection import LinkCodecs
 from node.pipeline.interfaces import Host, Job, Output, PathEnds
-from node.pipeline.tensor_store import Load, TensorStore
+from node.pipeline.tensor_store import Load, TensorStore, place_of
 from node.pipeline.worker_thread import WorkerThread
 from protocol.codecs import Encoded
 from protocol.interfaces.clock import Clock
@@ -26,6 +26,7 @@ from protocol.interfaces.tensor_spec import TensorSpec
 from protocol.interfaces.transport import Refusal, Transport
 from protocol.transport.buffer_pool import BufferPool
 from swarm.compression.microbatch_codecs import Traffic
+from swarm.pipeline.arrival_forecast import ArrivalForecast
 from swarm.pipeline.custody import Custody
 from swarm.pipeline.custody_states import (
     Action,
@@ -108,6 +109,7 @@ class MicrobatchRunner(MachineRunner[Event, Action]):
         # A data node's own are held besides the slots.
         self._pool = BufferPool(worker.tensor.raw_bytes, BUFFERS_A_SLOT * custody.slots + 64)
         self._loads = TensorStore()
+        self._forecast = ArrivalForecast()
 
     # ---- running -------------------------------------------------------------------------------------------------
 
@@ -159,10 +161,13 @@ class MicrobatchRunner(MachineRunner[Event, Action]):
         if refusal is not None:
             return refusal
         try:
-            return self._pool.take()[: tensor.byte_length]
+            buffer = self._pool.take()[: tensor.byte_length]
         except ResourceExhausted as error:
             self.handle(BrokenOff(message))
             return Refusal(True, str(error), BUSY_RETRY_S)
+        self._forecast.announced(sender, place_of(message), tensor.byte_length, self.clock.monotonic())
+        self._worker.expect(self._forecast.expected)
+        return buffer
 
     def _refusal(self, message: MicrobatchTensor) -> Refusal | None:
         """Why it is not taken; None when a place for it has been reserved."""
@@ -188,6 +193,8 @@ class MicrobatchRunner(MachineRunner[Event, Action]):
 
     def received(self, sender: PeerId, message: MicrobatchTensor, tensor: TensorSpec, buffer: memoryview) -> None:
         crash_point("arrived")
+        self._forecast.arrived(sender, place_of(message), self.clock.monotonic())
+        self._worker.expect(self._forecast.expected)
         self._loads.arrived(message, Encoded(tensor, buffer))
         self.handle(TensorArrived(message))
         unused = self._loads.reject(message)
@@ -196,6 +203,8 @@ class MicrobatchRunner(MachineRunner[Event, Action]):
 
     def broken_off(self, sender: PeerId, message: MicrobatchTensor, buffer: memoryview) -> None:
         self._pool.give_back(buffer)
+        self._forecast.broken_off(sender, place_of(message))
+        self._worker.expect(self._forecast.expected)
         self.handle(BrokenOff(message))
 
     def receive(self, sender: PeerId, message: MicrobatchControl) -> None:

@@ -62,7 +62,7 @@ class TensorStore:
 
     def arrived(self, message: MicrobatchTensor, tensor: Encoded) -> None:
         """Keeps the tensor of a message of which custody hears next."""
-        self._arrived[_place(message)] = tensor
+        self._arrived[place_of(message)] = tensor
 
     def take_input(self, key: Key) -> Load:
         """The holding's load, with the input that has just arrived, if one has."""
@@ -80,7 +80,7 @@ class TensorStore:
         """Gives back the tensor of the message, if no load has taken it: a second copy, or of a holding that is
         gone.
         """
-        return self._arrived.pop(_place(message), None)
+        return self._arrived.pop(place_of(message), None)
 
     def forget(self, key: Key) -> Load | None:
         """Removes and returns a holding's load; None when the holding had no tensors."""
@@ -90,5 +90,6 @@ class TensorStore:
         return load
 
 
-def _place(message: MicrobatchTensor) -> tuple[Key, type[MicrobatchTensor]]:
+def place_of(message: MicrobatchTensor) -> tuple[Key, type[MicrobatchTensor]]:
+    """The holding that the tensor of a message is for, and whether it is its input or its gradient."""
     return Key(message.microbatch, message.position), type(message)

@@ -38,6 +38,10 @@ class WorkerThread:
         """The specification of the hidden states and their gradients."""
         return self._worker.tensor
 
+    def expect(self, jobs: tuple[float, ...]) -> None:
+        """Sets when jobs are expected; see `ComputeThread.expect`."""
+        self._compute.expect(jobs)
+
     async def compute(self, job: Job) -> tuple[Output, float]:
         """Computes a job; returns the output, and the seconds that it took on the thread."""
 

@@ -6,8 +6,8 @@ priority, as in PipeFisher, Osawa et al. 2022, arXiv:2211.14133, but without a s
 send). It is computed in the order in which it came, so that what has its deadline first is done first. What the idle
 time was too short for is computed at the deadline, in the job that needs it.
 
-Headers of tensors under way announce jobs, too, but only as long before as the tensor takes on its link: where a chunk
-matters that is less than a chunk. So they are not looked at.
+Where the headers of tensors under way say that a job is about to come (`swarm.pipeline.arrival_forecast`), no chunk
+begins that would last longer: docs/BENCHMARKS.md has what that is worth.
 """
 
 from __future__ import annotations
@@ -114,6 +114,8 @@ class ComputeQueue:
         self._numbers = itertools.count()
         self._idle: dict[IdleWork, None] = {}
         """In order of arrival."""
+        self.expected: tuple[float, ...] = ()
+        """When jobs will come, in seconds of the clock of `take`. What has not come CHUNK_S later is not waited for."""
 
     @property
     def idle_waiting(self) -> int:
@@ -140,13 +142,24 @@ class ComputeQueue:
         self._idle[work] = None
         return work
 
-    def take(self) -> Job | IdleWork | None:
-        """What is to be done next: the most urgent job, which leaves the queue; only where none waits the oldest idle
-        work, of which one chunk is to be computed; None where there is nothing to do."""
+    def take(self, now: float) -> Job | IdleWork | None:
+        """What is to be done now: the most urgent job, which leaves the queue; only where none waits, and none is
+        expected within a chunk, the oldest idle work, of which one chunk is to be computed; else None."""
         if self._jobs:
             *_, job = heapq.heappop(self._jobs)
             return job
-        return next(iter(self._idle), None)
+        return next(iter(self._idle), None) if self._free_from(now) <= now else None
+
+    def rest_s(self, now: float) -> float | None:
+        """The seconds until `take` has idle work again, if no job comes before; None where none waits."""
+        return max(0.0, self._free_from(now) - now) if self._idle else None
+
+    def _free_from(self, now: float) -> float:
+        """The first moment from now on in which no job is expected within a chunk."""
+        for at in sorted(self.expected):
+            if at - CHUNK_S < now < at + CHUNK_S:
+                now = at + CHUNK_S
+        return now
 
     def give_up_idle_work(self) -> None:
         """Cancels all work for idle time."""

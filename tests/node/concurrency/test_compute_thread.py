@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 
@@ -195,3 +196,20 @@ async def test_work_is_finished_in_the_job_that_needs_it_and_given_up_by_another
         await compute.run(Priority.UPKEEP, job)
         await compute.run(Priority.TRAIN, lambda: None)
     assert done == [0]
+
+
+async def test_no_chunk_begins_before_what_is_expected_and_what_does_not_come_is_not_waited_for() -> None:
+    done: list[str] = []
+    ended = threading.Event()
+
+    def chunks() -> Iterator[None]:
+        done.append("chunk")
+        ended.set()
+        yield
+
+    with ComputeThread() as compute:
+        compute.expect((time.monotonic() + 3600,))
+        await compute.run(Priority.TRAIN, lambda: compute.expect((time.monotonic(),)))
+        await compute.run(Priority.TRAIN, lambda: (compute.submit(chunks(), "work"), done.append("job")))
+        assert await asyncio.to_thread(ended.wait, PATIENCE_S)
+    assert done == ["job", "chunk"]

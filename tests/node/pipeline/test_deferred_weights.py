@@ -76,7 +76,7 @@ class Peer:
         """Computes so many chunks, or all; returns how many there were."""
         count = 0
         while chunks is None or count < chunks:
-            turn = self.queue.take()
+            turn = self.queue.take(0.0)
             if turn is None:
                 break
             assert isinstance(turn, IdleWork)

@@ -55,6 +55,7 @@ def hop(swarm: SmallSwarm, peer: PeerId) -> HopWorker:
 
 
 def mean_gradients(worker: HopWorker) -> list[torch.Tensor]:
+    worker.deferred.finish()
     worker._accumulator.hand_over_mean()
     return [parameter.grad for parameter in worker.part.parameters() if parameter.grad is not None]
 

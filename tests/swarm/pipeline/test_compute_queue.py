@@ -11,11 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.pipeline.compute_queue import GIVEN_WAY, ComputeQueue, IdleWork, Priority
+from swarm.pipeline.compute_queue import CHUNK_S, GIVEN_WAY, ComputeQueue, IdleWork, Priority
 from swarm.vocabulary.errors import ResourceExhausted
 
 MOST_WORK = 3
-LONGEST_CHUNK_S = 0.005
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,18 +35,24 @@ class Planned:
     takes_s: float
     priority: Priority
     work: tuple[Submitted, ...]
+    announced: bool = False
+    """Whether it is known when it comes."""
 
 
 SECONDS = st.sampled_from([0.0, 0.001, 0.004, 0.02, 0.3])
 WORK = st.builds(
     Submitted,
-    chunks=st.lists(st.sampled_from([0.001, 0.003, LONGEST_CHUNK_S]), max_size=6).map(tuple),
+    chunks=st.lists(st.sampled_from([0.001, 0.003, CHUNK_S]), max_size=6).map(tuple),
     ended_after=st.none() | st.integers(1, 3),
     finished=st.booleans(),
 )
 JOBS = st.lists(
-    st.builds(Planned, SECONDS, SECONDS, st.sampled_from(Priority), st.lists(WORK, max_size=2).map(tuple)), max_size=12
+    st.builds(
+        Planned, SECONDS, SECONDS, st.sampled_from(Priority), st.lists(WORK, max_size=2).map(tuple), st.booleans()
+    ),
+    max_size=12,
 )
+FALSE_ALARMS = st.lists(st.floats(0, 1), max_size=4).map(tuple)
 
 
 @dataclass(slots=True, eq=False)
@@ -73,7 +78,7 @@ class Piece:
 class Device:
     """A compute device in virtual time, with what it did."""
 
-    def __init__(self, planned: list[Planned]) -> None:
+    def __init__(self, planned: list[Planned], false_alarms: tuple[float, ...] = ()) -> None:
         self.now = 0.0
         self.queue = ComputeQueue(limit=len(planned) + 1, idle_limit=MOST_WORK)
         self.pieces: list[Piece] = []
@@ -92,18 +97,23 @@ class Device:
         for job in planned:
             at += job.after_s
             self._coming.append((at, job))
+        self.announced = [at for at, job in self._coming if job.announced]
+        self.queue.expected = (*self.announced, *false_alarms)
 
     def run(self) -> None:
         """Until nothing is left to do."""
         while True:
             self._arrivals()
-            turn = self.queue.take()
-            if turn is None and not self._coming:
-                return
+            turn = self.queue.take(self.now)
             if turn is None:
-                self.now = max(self.now, self._coming[0][0])
+                rest_s = self.queue.rest_s(self.now)
+                until = [at for at, _ in self._coming[:1]] + ([] if rest_s is None else [self.now + rest_s])
+                if not until:
+                    return
+                self.now = max(self.now, min(until))
             elif isinstance(turn, IdleWork):
                 assert self._waiting == 0, "a chunk begins while a job waits"
+                assert not any(self.now < at < self.now + CHUNK_S for at in self.announced), "a job is about to come"
                 piece = next(piece for piece in self.pieces if piece.handle is turn)
                 self.in_idle_time.append(piece.number)
                 turn.compute_chunk()
@@ -146,9 +156,11 @@ class Device:
             piece.cancelled = True
 
 
-@given(JOBS)
-def test_no_chunk_begins_while_a_job_waits_and_no_work_is_lost(planned: list[Planned]) -> None:
-    device = Device(planned)
+@given(JOBS, FALSE_ALARMS)
+def test_no_chunk_begins_while_a_job_waits_or_is_about_to_come_and_no_work_is_lost(
+    planned: list[Planned], false_alarms: tuple[float, ...]
+) -> None:
+    device = Device(planned, false_alarms)
     device.run()
     assert device.queue.idle_waiting == 0
     assert len(device.pieces) + device.refused == sum(len(job.work) for job in planned)
@@ -156,7 +168,7 @@ def test_no_chunk_begins_while_a_job_waits_and_no_work_is_lost(planned: list[Pla
         whole = list(range(len(piece.planned.chunks)))
         assert piece.done == (whole[: len(piece.done)] if piece.cancelled else whole)
     assert len(set(device.computed)) == len(device.computed)
-    assert all(wait <= LONGEST_CHUNK_S + 1e-9 for wait in device.waited)
+    assert all(wait <= CHUNK_S + 1e-9 for wait in device.waited)
 
 
 @given(JOBS)
@@ -181,7 +193,21 @@ def test_idle_work_delays_a_job_by_one_chunk_at_most(planned: list[Planned]) -> 
     filled.run()
     empty.run()
     for late, prompt in zip(filled.waited, empty.waited, strict=True):
-        assert late <= prompt + LONGEST_CHUNK_S + 1e-9
+        assert late <= prompt + CHUNK_S + 1e-9
+
+
+@given(st.lists(st.floats(0, 10), max_size=6), st.floats(0, 10))
+def test_idle_work_rests_around_what_is_expected_and_no_longer(expected: list[float], now: float) -> None:
+    queue = ComputeQueue(limit=1)
+    assert queue.rest_s(now) is None
+    work = queue.submit(iter([None]), "work")
+    queue.expected = tuple(expected)
+    rest_s = queue.rest_s(now)
+    assert rest_s is not None
+    assert 0 <= rest_s <= 2 * CHUNK_S * len(expected)
+    assert (queue.take(now) is work) == (rest_s == 0)
+    assert queue.take(now + rest_s) is work or rest_s < 1e-9
+    assert (rest_s > 0) == any(at - CHUNK_S < now < at + CHUNK_S for at in expected)
 
 
 def test_work_that_fails_tells_whoever_needs_it_and_nobody_else() -> None:
@@ -191,7 +217,7 @@ def test_work_that_fails_tells_whoever_needs_it_and_nobody_else() -> None:
 
     queue = ComputeQueue(limit=1)
     work, other = queue.submit(failing(), "failing"), queue.submit(iter([None]), "other")
-    while (turn := queue.take()) is not None:
+    while (turn := queue.take(0.0)) is not None:
         assert isinstance(turn, IdleWork)
         turn.compute_chunk()
     with pytest.raises(MemoryError, match="no room"):
@@ -213,7 +239,7 @@ def test_what_is_finished_twice_or_cancelled_afterwards_is_computed_once() -> No
     work.finish()
     work.cancel()
     assert done == [0, 1, 2]
-    assert queue.take() is None
+    assert queue.take(0.0) is None
 
 
 def test_the_most_urgent_job_goes_first_and_an_evaluation_gives_way_to_so_many() -> None:
@@ -221,7 +247,7 @@ def test_the_most_urgent_job_goes_first_and_an_evaluation_gives_way_to_so_many()
     for name in ("before", "evaluation", *(f"later {n}" for n in range(GIVEN_WAY + 2)), "upkeep"):
         kinds = {"evaluation": Priority.EVALUATE, "upkeep": Priority.UPKEEP}
         queue.put(kinds.get(name, Priority.TRAIN), partial(done.append, name))
-    while (turn := queue.take()) is not None:
+    while (turn := queue.take(0.0)) is not None:
         assert not isinstance(turn, IdleWork)
         turn()
     assert done[:2] == ["upkeep", "before"]
@@ -238,5 +264,5 @@ def test_what_is_given_up_leaves_jobs_to_be_told() -> None:
     for job in queue.clear():
         job()
     assert done == ["upkeep", "train"]
-    assert queue.take() is None
+    assert queue.take(0.0) is None
     work.finish()
