@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
@@ -42,6 +42,10 @@ class BlockVisit(Visit):
     documents: tuple[int, ...]
     inputs: tuple[Tensor, ...]
     graphs: tuple[SplitVisit | None, ...]
+
+    def kept(self) -> BlockVisit:
+        """What of it backward needs: all but the result."""
+        return replace(self, result=self.result.new_empty(0))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -3,6 +3,8 @@ blocks."""
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -33,19 +35,26 @@ class GraphBudget:
         tokens = source.shape[0] * source.shape[1]
         if self._of_one is None:
             self._of_one = _graph_bytes(passes, source, documents) / tokens
-        if self.take(tokens):
-            return self._visited(passes.forward(source, documents), tokens)
         if isinstance(passes, BlockByBlock):
-            of_block = tokens / passes.blocks
-            inputs = passes.blocks * source.nbytes / self._of_one
-            graphs = int((self._budget / self._of_one - self._kept - inputs) / of_block)
-            share = inputs + max(0, graphs) * of_block
-            if graphs >= 0 and self.take(share):
-                return self._visited(passes.forward(source, documents, graphs=min(graphs, passes.blocks)), share)
+            return self._blocks(passes, source, documents)
+        if self.take(tokens):
+            visit = passes.forward(source, documents)
+            return visit.result, visit, tokens
         return passes.evaluate(source, documents), None, 0.0
 
-    def _visited(self, visit: Visit, share: float) -> tuple[Tensor, Visit | None, float]:
-        return visit.result, visit, share
+    def _blocks(
+        self, passes: BlockByBlock, source: Tensor, documents: tuple[int, ...]
+    ) -> tuple[Tensor, Visit | None, float]:
+        """The same, block by block."""
+        assert self._of_one is not None
+        of_block = source.shape[0] * source.shape[1] / passes.blocks
+        inputs = passes.blocks * source.nbytes / self._of_one
+        graphs = min(passes.blocks, math.floor((self._budget / self._of_one - self._kept - inputs) / of_block))
+        share = inputs + graphs * of_block
+        if graphs < 0 or not self.take(share):
+            return passes.evaluate(source, documents), None, 0.0
+        visit = passes.forward(source, documents, graphs=graphs)
+        return visit.result, visit.kept(), share
 
     def take(self, tokens: float) -> bool:
         """Takes room for the graph of so many tokens if it fits; then it is counted until `release`."""

@@ -23,6 +23,7 @@ from torch import Tensor
 from node.averaging.anchor.module_vector import LocalReplica
 from node.checkpoint.replica import capture_module, restore_module
 from node.model.initialization import parameters_of
+from node.pipeline.block_passes import BlockByBlock
 from node.pipeline.data_worker import DataWorker, host_stage_zero
 from node.pipeline.interfaces import Job, Output
 from node.pipeline.stage_worker import measure_speed
@@ -31,7 +32,7 @@ from protocol.manifest.manifest import Manifest
 from swarm.pipeline.custody_states import Key, Work
 from swarm.vocabulary.pipeline_messages import Purpose
 from swarm.vocabulary.types import Codec, MicrobatchId, PeerId
-from tests.node.device.hop_messages import Hop, sent
+from tests.node.device.hop_messages import Hop, sent, source_of
 from tests.node.device.pretend import DEVICE, METER, pretended
 from tests.node.network.small_swarm import text_of
 from tests.node.small_manifest import small_manifest
@@ -190,6 +191,36 @@ def parameter_bytes() -> dict[str, float]:
     return found
 
 
+def graph_bytes() -> dict[str, float]:
+    """Bytes of the device that a kept visit holds for each token, block and unit of width, by how many of the four
+    blocks have their graphs kept."""
+    manifest = small_manifest(model={**small_table(), "dtype": "bfloat16"}, stages={"blocks": [1, 4]})
+    passes = Hop(manifest, DEVICE, Codec.NONE).worker.passes
+    assert isinstance(passes, BlockByBlock)
+    source = source_of(manifest, 1).to(DEVICE)
+    passes.forward(source, ())  # what is made once, is
+    found: dict[str, float] = {}
+    for graphs in range(passes.blocks + 1):
+        gc.collect()
+        before = METER.live
+        visit = passes.forward(source, (), graphs=graphs).kept()
+        gc.collect()
+        found[str(graphs)] = (METER.live + source.nbytes - before) / (source.numel() * passes.blocks)
+        del visit
+    return found
+
+
+def dropped_graph_bytes() -> int:
+    """Bytes of the device that are left of a first visit, whose graph was measured, when it has been forgotten."""
+    hop = Hop(small_manifest(model__dtype="bfloat16"), DEVICE, Codec.NONE, NO_GRAPHS)
+    gc.collect()
+    before = METER.live
+    hop.compute(0, Work.FORWARD)
+    hop.worker.forget(0)
+    gc.collect()
+    return METER.live - before
+
+
 def main() -> None:
     answer: dict[str, Any] = {}
     for dtype in ("float32", "bfloat16"):
@@ -207,6 +238,8 @@ def main() -> None:
         }
     with pretended():
         answer["bytes"] = parameter_bytes()
+        answer["graph"] = graph_bytes()
+        answer["dropped"] = dropped_graph_bytes()
     print(json.dumps(answer))
 
 
