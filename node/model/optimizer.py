@@ -171,8 +171,15 @@ class Accumulator:
         embeddings are tied; without visits there is none."""
         if self.tokens <= 0:
             return
-        for parameter, total in zip(self.parameters, self.sums, strict=True):
-            mean = total.div_(self.tokens).to(parameter.dtype)
+        # Sums as wide as the parameters become the gradients; beside others there must be room before any is divided.
+        means = [
+            total if total.dtype is parameter.dtype else torch.empty_like(parameter, requires_grad=False)
+            for parameter, total in zip(self.parameters, self.sums, strict=True)
+        ]
+        for parameter, total, mean in zip(self.parameters, self.sums, means, strict=True):
+            total.div_(self.tokens)
+            if mean is not total:
+                mean.copy_(total)
             parameter.grad = mean if parameter.grad is None else parameter.grad.add_(mean)
 
     def start_over(self) -> None:
