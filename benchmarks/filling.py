@@ -6,7 +6,7 @@ Devices and links are emulated in virtual time, so that other work on this machi
 node's own: custody, flights, planner (`swarm.simulation.pipeline_world`) and the queue before the compute device
 (`swarm.pipeline.compute_queue`). A data node and four stages of one peer each, which are 0.8 to 1.2 times as fast as
 others; forward, the input's gradient and the weights' gradients take 30 ms each, the head 10 ms; links so many ms one
-way, with a log-normal jitter of 0.3, and 2 ms more for a tensor's body.
+way, and 2 ms more for a tensor's body, both with a log-normal jitter of 0.3.
 
 `put_off`: steps of 8 microbatches wait for each other (staleness 0). `ratio` is the pace with weight gradients put off
 over that with all computed at once, of the same ground; `held` the most bytes of graphs and of what is kept for weight
@@ -15,14 +15,15 @@ gradients at the stage with the most, as a ratio of the two.
 `running_freely`: staleness 2, windows of 4 and 6 at once and put off: which of them idle time is better used for.
 
 `filling`: staleness 2 and a window that leaves the devices idle half of the time, and work without end for idle time in
-chunks of 5 ms. `foreground` is the pace with it over that without; `busy` the share of the time that devices compute,
-idle work included, and `base` without; `wait_ms` by how much the 99th percentile of a job's waiting grows. Once as the
-node does it, and once with a gate that knows exactly when the bodies of admitted tensors will be there, and begins no
-chunk that would last longer (`gated`), for tensors that take 2, 20 and 170 ms on their link.
+chunks of `chunk_ms`, for tensors that take `body_ms` on their link after their header. `foreground` is the pace with
+idle work over that without; `busy` the share of the time that devices compute, idle work included, and `base` without;
+`wait_ms` by how much the 99th percentile of a job's waiting grows. `headers`: as the node does it, which expects a
+tensor when it has its header; `deaf`: without that. `summary` has the medians, and the worst, over all such settings.
 
 `stage`: a real stage of two blocks of 256 on one core of this machine, in processor seconds: `kept`, the bytes that are
-kept for the weights' gradients over those of the graph; `time`, of both halves over a whole backward; `chunk_ms`, the
-99th percentile of a chunk.
+kept for the weights' gradients over those of the graph; `time`, of both halves over a whole backward, and `first`, of
+the first half over it, all with adding the gradients to their sums; `chunk_ms`, the 99th percentile of a chunk, and
+`longest_chunk_ms`.
 
 Prints one JSON object; progress goes to stderr.
 """
@@ -37,13 +38,15 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from node.pipeline.tensor_store import place_of
+from swarm.pipeline.arrival_forecast import ArrivalForecast
 from swarm.pipeline.compute_queue import ComputeQueue, IdleWork, Priority
 from swarm.pipeline.custody_states import Work
 from swarm.pipeline.in_flight import FlightRules
@@ -52,7 +55,7 @@ from swarm.routing.path_rules import PathRules
 from swarm.simulation.pipeline_peer import Peer
 from swarm.simulation.pipeline_world import Ledger, World
 from swarm.vocabulary.pipeline_messages import MicrobatchTensor, Receipt
-from swarm.vocabulary.types import ModuleId, PeerId
+from swarm.vocabulary.types import MicrobatchId, ModuleId, PeerId, Reasoned
 
 STAGES: Final = 4
 """After stage 0."""
@@ -62,7 +65,8 @@ PART_S: Final = 0.030
 HEAD_S: Final = 0.010
 EMBEDDING_S: Final = 0.001
 STEP_S: Final = 0.005
-CHUNK_S: Final = 0.005
+CHUNKS_S: Final = (0.002, 0.005)
+BODIES_S: Final = (0.002, 0.020, 0.170)
 BODY_S: Final = 0.002
 JITTER: Final = 0.3
 WARM_S: Final = 5.0
@@ -80,8 +84,10 @@ class Setting:
     window: int = PER_STEP
     puts_off: bool = False
     fills: bool = False
-    gated: bool = False
+    hears: bool = True
+    """Whether headers are heeded."""
     body_s: float = BODY_S
+    chunk_s: float = CHUNKS_S[0]
 
 
 class EmulatedGround:
@@ -117,7 +123,7 @@ class EmulatedGround:
         return self.setting.one_way_s * self._links.lognormvariate(0, JITTER)
 
     def body_s(self, here: PeerId, there: PeerId) -> float:
-        return self.setting.body_s
+        return self.setting.body_s * self._links.lognormvariate(0, JITTER)
 
     def silence_s(self) -> float:
         return math.inf
@@ -155,7 +161,7 @@ class FillingPeer(Peer):
         self._computing = False
         self._spent_s = 0.0
         self._ended: Callable[[], None] = lambda: None
-        self._arrivals: list[float] = []
+        self._forecast = ArrivalForecast()
         self._pending: list[IdleWork] = []
         self._added = 0
         super().__init__(world, own, module, incarnation)
@@ -165,8 +171,18 @@ class FillingPeer(Peer):
     def refusal(self, message: MicrobatchTensor) -> Receipt | None:
         refusal = super().refusal(message)
         if refusal is None:
-            self._arrivals.append(self.world.time.now + self.setting.body_s)
+            self._forecast.announced(way_of(message), place_of(message), 1, self.world.time.now)
+            self._expect()
         return refusal
+
+    def received(self, message: MicrobatchTensor) -> None:
+        self._forecast.arrived(way_of(message), place_of(message), self.world.time.now)
+        self._expect()
+        super().received(message)
+
+    def _expect(self) -> None:
+        if self.setting.hears:
+            self.queue.expected = self._forecast.expected
 
     def later(self, work: Work, done: Callable[[float], None]) -> None:
         self._put(Priority.TRAIN, partial(self._job, work, done))
@@ -206,7 +222,7 @@ class FillingPeer(Peer):
 
     def _weights(self) -> Iterator[None]:
         whole = self._ground.part_s(self.id)
-        count = math.ceil(whole / CHUNK_S)
+        count = math.ceil(whole / self.setting.chunk_s)
         for number in range(count):
             self._spent_s += whole / count
             if number == count - 1:
@@ -221,21 +237,22 @@ class FillingPeer(Peer):
 
     def _without_end(self) -> Iterator[None]:
         while True:
-            self._spent_s += CHUNK_S
+            self._spent_s += self.setting.chunk_s
             yield
 
     def _next(self) -> None:
         """What the compute thread does between two jobs."""
         if self._computing:
             return
-        now, turn = self.world.time.now, self.queue.take()
+        now = self.world.time.now
+        turn = self.queue.take(now)
         if turn is None:
+            rest_s = self.queue.rest_s(now)
+            if rest_s is not None:
+                self.world.time.after(rest_s, self._next)
             return
         spans = self.account.busy
         if isinstance(turn, IdleWork):
-            self._arrivals = [at for at in self._arrivals if at > now]
-            if self.setting.gated and self._arrivals and min(self._arrivals) < now + CHUNK_S:
-                return  # what is about to come brings the next turn
             spans = self.account.idle_work
             turn.compute_chunk()
         else:
@@ -265,6 +282,11 @@ class FillingWorld(World):
 
     def new_peer(self, own: PeerId, module: ModuleId, incarnation: int) -> Peer:
         return FillingPeer(self, own, module, incarnation)
+
+
+def way_of(message: MicrobatchTensor) -> PeerId:
+    """Of whom it comes: each peer has one before it and one after it."""
+    return PeerId(type(message).__name__)
 
 
 def stage_peer(stage: int) -> PeerId:
@@ -343,33 +365,49 @@ def running_freely(latencies: Sequence[int], seeds: Sequence[int], seconds: floa
     return found
 
 
-def filling(latencies: Sequence[int], seeds: Sequence[int], seconds: float) -> list[dict[str, Any]]:
-    """Arms with and without work for idle time, with and without the gate."""
-    found = []
+def filling(latencies: Sequence[int], seeds: Sequence[int], seconds: float) -> dict[str, Any]:
+    """Arms with and without work for idle time, which heed headers or do not."""
+    found: list[dict[str, Any]] = []
     for one_way_ms in latencies:
         for window in (2, 3, 4, 6):
-            for body_s in (0.002, 0.020, 0.170):
-                bare_of = [Setting(one_way_ms / 1e3, seed, 2, window, body_s=body_s) for seed in seeds]
-                bare = [run(setting, seconds, 1.0) for setting in bare_of]
+            for body_s in BODIES_S:
+                plain = [Setting(one_way_ms / 1e3, seed, 2, window, body_s=body_s) for seed in seeds]
+                bare = [run(setting, seconds, 1.0) for setting in plain]
                 base = statistics.median(each.busy for each in bare)
                 if not 0.35 <= base <= 0.65:
                     continue
-                row: dict[str, Any] = {
-                    "one_way_ms": one_way_ms, "window": window, "body_ms": round(1e3 * body_s), "base": base
-                }  # fmt: skip
-                for name, gated in (("plain", False), ("gated", True)):
-                    filled = [
-                        run(Setting(one_way_ms / 1e3, seed, 2, window, False, True, gated, body_s), seconds, 1.0)
-                        for seed in seeds
-                    ]
-                    pairs = list(zip(filled, bare, strict=True))
-                    row[name] = {
-                        "foreground": statistics.median(each.pace / without.pace for each, without in pairs),
-                        "busy": statistics.median(each.busy + each.idle_work for each in filled),
-                        "wait_ms": 1e3 * statistics.median(each.wait_s - without.wait_s for each, without in pairs),
-                    }
-                found.append(row)
-                tell(f"filling: {row}")
+                row = {"one_way_ms": one_way_ms, "window": window, "body_ms": round(1e3 * body_s), "base": base}
+                for chunk_s in CHUNKS_S:
+                    for name, hears in (("headers", True), ("deaf", False)):
+                        arm = {"fills": True, "hears": hears, "chunk_s": chunk_s}
+                        filled = [run(replace(setting, **arm), seconds, 1.0) for setting in plain]
+                        given = {"arm": name, "chunk_ms": round(1e3 * chunk_s)}
+                        found.append(row | given | compared(filled, bare))
+                        tell(f"filling: {found[-1]}")
+    return {"runs": found, "summary": summary(found)}
+
+
+def compared(filled: Sequence[Seen], bare: Sequence[Seen]) -> dict[str, float]:
+    """An arm with idle work against the one without, on the same grounds."""
+    pairs = list(zip(filled, bare, strict=True))
+    return {
+        "foreground": statistics.median(each.pace / without.pace for each, without in pairs),
+        "busy": statistics.median(each.busy + each.idle_work for each in filled),
+        "wait_ms": 1e3 * statistics.median(each.wait_s - without.wait_s for each, without in pairs),
+    }
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For each arm, chunk and body: the median of all settings, and the worst."""
+    keys = ("arm", "chunk_ms", "body_ms")
+    found = []
+    for kind in dict.fromkeys(tuple(row[key] for key in keys) for row in rows):
+        own = [row for row in rows if tuple(row[key] for key in keys) == kind]
+        figures = {
+            name: [statistics.median(row[name] for row in own), worst(row[name] for row in own)]
+            for name, worst in (("foreground", min), ("busy", min), ("wait_ms", max))
+        }
+        found.append(dict(zip(keys, kind, strict=True)) | {"settings": len(own)} | figures)
     return found
 
 
@@ -377,8 +415,9 @@ def stage() -> dict[str, float]:
     """A real stage: what is kept, what the split costs, how long chunks are."""
     import torch
 
+    from node.model.optimizer import Accumulator
     from node.model.parts import build_block_stack
-    from node.pipeline.deferred_weights import SplitDevice
+    from node.pipeline.deferred_weights import DeferredWeights, SplitDevice
     from node.pipeline.stage_worker import GraphBudget
     from protocol.manifest.manifest import manifest_from_table
 
@@ -388,32 +427,35 @@ def stage() -> dict[str, float]:
     }  # fmt: skip
     table = {"protocol": 2, "name": "stage", "seed": 1, "model": model, "stages": {"blocks": [0, 2]}}
     manifest = manifest_from_table(table | {"training": {"rows": 4, "inner_tokens": 8192}})
-    split = SplitDevice(build_block_stack(manifest, ModuleId(1)))
-    source, graphs = torch.randn(manifest.hidden_shape), GraphBudget(2**40)
+    part = build_block_stack(manifest, ModuleId(1))
+    split, sums, queue = SplitDevice(part), Accumulator(part), ComputeQueue(limit=1)
+    later = DeferredWeights(Reasoned(True, "measured"), split, sums, queue.submit)
+    tokens, source, graphs = manifest.microbatch_tokens, torch.randn(manifest.hidden_shape), GraphBudget(2**40)
     graphs.measure(split, source, ())
     assert graphs._of_one is not None
-    whole, halves, chunks, held = [], [], [], 0
-    for _ in range(15):
+    whole, halves, firsts, chunks = [], [], [], []
+    for number in range(15):
         visit = split.forward(source, ())
         begun = time.thread_time()
-        split.backward(visit, source)
+        sums.add(MicrobatchId(stage_peer(0), 2 * number), tokens, split.backward(visit, source).parameters)
         whole.append(time.thread_time() - begun)
         visit = split.forward(source, ())
         begun = time.thread_time()
-        half = split.first_half(visit, source)
-        half.are_finite()
-        held = half.held_bytes
-        for product in half.products:
-            sums = torch.zeros(product.gradients.shape[1], product.values.shape[1])
-            for tokens, rows in product.pieces():
-                at = time.thread_time()
-                sums[rows] += product.gradients[tokens, rows].T @ product.values[tokens]
-                chunks.append(time.thread_time() - at)
+        half = later.first_half(visit, source)
+        later.put_off(MicrobatchId(stage_peer(0), 2 * number + 1), tokens, half, lambda seconds: None)
+        firsts.append(time.thread_time() - begun)
+        del half
+        while isinstance(turn := queue.take(0.0), IdleWork):
+            at = time.thread_time()
+            turn.compute_chunk()
+            chunks.append(time.thread_time() - at)
         halves.append(time.thread_time() - begun)
     return {
-        "kept": held / (graphs._of_one * manifest.microbatch_tokens),
+        "kept": later.peak_bytes / (graphs._of_one * tokens),
         "time": statistics.median(halves) / statistics.median(whole),
+        "first": statistics.median(firsts) / statistics.median(whole),
         "chunk_ms": 1e3 * sorted(chunks)[int(0.99 * (len(chunks) - 1))],
+        "longest_chunk_ms": 1e3 * max(chunks),
     }
 
 

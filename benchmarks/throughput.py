@@ -106,10 +106,9 @@ async def swarm(manifest: Manifest, steps: int) -> Measured:
 def _split(summaries: list[NodeSummary]) -> dict[str, float]:
     """Of the peers that compute blocks: sending overlaps with computing, so the shares may add up to more than 1."""
     busy = [summary.busy_s for summary in summaries if summary.module != "0.0"]
-    whole = sum(b.compute + b.wait for b in busy)
-    return {
-        kind: round(sum(getattr(b, kind) for b in busy) / whole, 4) for kind in ("compute", "codec", "wire", "wait")
-    }
+    whole = sum(b.compute + b.idle_work + b.wait for b in busy)
+    kinds = ("compute", "idle_work", "codec", "wire", "wait")
+    return {kind: round(sum(getattr(b, kind) for b in busy) / whole, 4) for kind in kinds}
 
 
 def main() -> None:

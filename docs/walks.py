@@ -161,14 +161,25 @@ MICROBATCH: Final[Way] = {
         node/pipeline/microbatch_runner.py: received
         swarm/pipeline/custody.py: _tensor_arrived
         swarm/pipeline/arrival.py: backward
-        node/pipeline/stage_worker.py: _backward
-        node/model/passes.py: backward
-        node/model/optimizer.py: add
+        node/pipeline/stage_worker.py: _backward, _half_backward
+        node/pipeline/deferred_weights.py: first_half
+        node/model/passes.py: gradients_of
+        node/pipeline/tensor_io.py: output
+        node/pipeline/deferred_weights.py: put_off
+        node/model/optimizer.py: promise
+        swarm/pipeline/compute_queue.py: submit
+    """,
+    "weights' gradients, in idle time": """
+        node/concurrency/compute_thread.py: _next_turn
+        swarm/pipeline/compute_queue.py: take, compute_chunk
+        node/pipeline/deferred_weights.py: _chunks
+        node/model/optimizer.py: add_to
     """,
     "inner step": """
         node/pipeline/microbatch_runner.py: _step
         node/pipeline/worker_thread.py: step
         node/pipeline/stage_worker.py: step
+        node/pipeline/deferred_weights.py: finish
         node/model/optimizer.py: step, learning_rate
         node/model/optimizers/adamw.py: step
         node/averaging/round_runner.py: after_inner_step

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -216,11 +216,14 @@ class _PutOff:
 
     microbatch: MicrobatchId
     tokens: int
-    others: Sequence[tuple[int, Tensor]]
-    products: deque[_Product]
+    others: deque[tuple[int, Tensor]]
+    """What is computed already, but not added."""
+    pieces: deque[tuple[_Product, slice, slice]]
+    """What is not, each with its tokens and rows."""
     held_bytes: int
     ended: Callable[[float | None], None]
     begun: bool = False
+    """Whether something of it has been added."""
     seconds: float = 0.0
     work: Deferred | None = None
 
@@ -271,7 +274,8 @@ class DeferredWeights:
         if self._sums.has(microbatch):
             return Addition.DUPLICATE
         self._sums.promise(microbatch, tokens)
-        waiting = _PutOff(microbatch, tokens, half.others, deque(half.products), half.held_bytes, ended)
+        pieces = deque((product, *piece) for product in half.products for piece in product.pieces())
+        waiting = _PutOff(microbatch, tokens, deque(half.others), pieces, half.held_bytes, ended)
         self._waiting[microbatch] = waiting
         self.visits += 1
         self.held_bytes += waiting.held_bytes
@@ -284,12 +288,17 @@ class DeferredWeights:
         return Addition.ADDED
 
     def finish(self) -> None:
-        """Computes all that was put off. Raises ResourceExhausted when there is no memory for it."""
+        """Computes all that was put off.
+
+        Raises:
+            ResourceExhausted: there is no memory for it; what has not been added is kept.
+        """
         for waiting in list(self._waiting.values()):
             self._finish(waiting)
 
     def cancel(self, microbatch: MicrobatchId) -> bool:
-        """Takes a promise back, if nothing of it has been added yet; else keeps it, and says False."""
+        """Takes a promise back, if nothing of it has been added yet; else keeps it entirely, and says False. Errors as
+        `finish`."""
         waiting = self._waiting.get(microbatch)
         if waiting is None:
             return False
@@ -303,28 +312,36 @@ class DeferredWeights:
         return True
 
     def _finish(self, waiting: _PutOff) -> None:
+        """Whatever became of it in idle time: a chunk that found no memory there is tried again."""
         assert waiting.work is not None
-        waiting.work.finish()
+        waiting.work.cancel()
+        deque(self._chunks(waiting), maxlen=0)
 
     def _chunks(self, waiting: _PutOff) -> Iterator[None]:
-        """The work of one microbatch. What has been added lets go of its memory."""
-        waiting.begun = True
-        for place, gradient in waiting.others:
-            self._sums.add_to(place, slice(None), gradient, waiting.tokens)
-        waiting.others = ()
-        while waiting.products:
-            product = waiting.products.popleft()
-            for tokens, rows in product.pieces():
-                begun = time.perf_counter()
-                with torch.no_grad(), device_errors():
-                    gradient = product.gradients[tokens, rows].T @ product.values[tokens]
-                    self._sums.add_to(product.weight, rows, gradient, waiting.tokens)
-                waiting.seconds += time.perf_counter() - begun
-                yield
+        """Goes on with the work of one microbatch. What has been added lets go of its memory."""
+        while waiting.others:
+            place, gradient = waiting.others[0]
+            self._add(waiting, place, slice(None), gradient)
+            waiting.others.popleft()
+        while waiting.pieces:
+            begun = time.perf_counter()
+            product, tokens, rows = waiting.pieces[0]
+            with torch.no_grad(), device_errors():
+                gradient = product.gradients[tokens, rows].T @ product.values[tokens]
+            self._add(waiting, product.weight, rows, gradient)
+            waiting.pieces.popleft()
+            waiting.seconds += time.perf_counter() - begun
+            yield
         self._end(waiting, waiting.seconds)
+
+    def _add(self, waiting: _PutOff, place: int, rows: slice, gradient: Tensor) -> None:
+        with device_errors():
+            self._sums.add_to(place, rows, gradient, waiting.tokens)
+        waiting.begun = True
 
     def _end(self, waiting: _PutOff, seconds: float | None) -> None:
         del self._waiting[waiting.microbatch]
         self.held_bytes -= waiting.held_bytes
-        waiting.products.clear()
+        waiting.others.clear()
+        waiting.pieces.clear()
         waiting.ended(seconds)

@@ -10,19 +10,23 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import node.pipeline.stage_worker
 import node.runtime.stage_role
 from node.__main__ import main
 from node.pipeline.codec_selection import LinkCodecs
 from node.pipeline.data_worker import DataWorker
+from node.pipeline.deferred_weights import DeferredWeights
 from node.pipeline.interfaces import Job, Output
 from node.pipeline.stage_worker import HopWorker
 from protocol.frames.frames import Hello
@@ -32,13 +36,14 @@ from protocol.transport.grpc_transport import GrpcTransport
 from swarm.pipeline.custody_states import Work
 from swarm.vocabulary.announcement import Speed
 from swarm.vocabulary.errors import ConfigError
-from swarm.vocabulary.types import Codec, PeerId
+from swarm.vocabulary.types import Codec, MicrobatchId, PeerId, Reasoned
 from swarm.workload.microbatch_sizes import Size
 from swarm.workload.visit_cost import VisitCost
 from tests.e2e.emulated_paths import OURS, emulate_data_node
 from tests.e2e.late_frames import LateFrames
 
 WRITE_EVERY_S = 0.1
+EMULATED_CHUNK_S = 0.002
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +57,10 @@ class Spec:
     """A way back takes so many times as long as a way out. The same whether or not the graph was kept."""
     bytes_per_s: float | None = None
     """Of each link; None for no limit."""
+    weights_factor: float = 0.0
+    """So many of these ways out are for the weights' gradients, which a stage peer may put off."""
+    puts_off: bool | None = None
+    """Whether it does; None for the node's own choice."""
     rule: str = OURS
     """By which a data node chooses peers: one of `tests.e2e.emulated_paths.RULES`."""
     window: int | None = None
@@ -129,8 +138,16 @@ def slow_computing(spec: Spec) -> None:
         Work.REPLAY: 1.0 + spec.backward_factor,
         Work.LOSS: 1.0 + spec.backward_factor,
     }
+    if spec.puts_off is not None:
+        chosen = Reasoned(spec.puts_off, "as the specification says")
+        node.pipeline.stage_worker.puts_weights_off = lambda staleness, devices: chosen
+    weights_s = _slow_weights(spec)
+
+    def seconds_of(job: Job, put_off: int) -> float:
+        return factors[job.work] * spec.forward_s * spec.slower_by() - put_off * weights_s()
+
     for kind in (HopWorker, DataWorker):
-        kind.compute = _lasting(kind.compute, lambda job: factors[job.work] * spec.forward_s * spec.slower_by())  # type: ignore[method-assign]
+        kind.compute = _lasting(kind.compute, seconds_of)  # type: ignore[method-assign]
 
     def announced(tokens: int) -> float:
         return spec.announced_factor * tokens / (spec.slower_by() * spec.visit_s)
@@ -147,15 +164,44 @@ def slow_computing(spec: Spec) -> None:
 
 
 def _lasting(
-    honestly: Callable[[Any, Job], Output], seconds_of: Callable[[Job], float]
+    honestly: Callable[[Any, Job], Output], seconds_of: Callable[[Job, int], float]
 ) -> Callable[[Any, Job], Output]:
+    """Args: seconds_of: of a job, and how many visits' weight gradients were put off in it (0 or 1)."""
+
+    def put_off(worker: object) -> int:
+        return worker.deferred.visits if isinstance(worker, HopWorker) else 0
+
     def compute(self: object, job: Job) -> Output:
-        begun = time.perf_counter()
+        begun, before = time.perf_counter(), put_off(self)
         output = honestly(self, job)
-        time.sleep(max(0.0, begun + seconds_of(job) - time.perf_counter()))
+        time.sleep(max(0.0, begun + seconds_of(job, put_off(self) - before) - time.perf_counter()))
         return output
 
     return compute
+
+
+def _slow_weights(spec: Spec) -> Callable[[], float]:
+    """Weight gradients that were put off take their emulated time, too, in chunks. Returns how long."""
+    honestly = DeferredWeights._chunks
+    slept: Counter[MicrobatchId] = Counter()
+    """Chunks. What was begun in idle time is gone on with in the step."""
+
+    def weights_s() -> float:
+        return spec.weights_factor * spec.forward_s * spec.slower_by()
+
+    def chunks(self: DeferredWeights, waiting: Any) -> Iterator[None]:
+        whole_s = weights_s()
+        count = math.ceil(whole_s / EMULATED_CHUNK_S)
+        while slept[waiting.microbatch] < count:
+            time.sleep(whole_s / count)
+            slept[waiting.microbatch] += 1
+            yield
+        for _ in honestly(self, waiting):
+            pass
+        del slept[waiting.microbatch]
+
+    DeferredWeights._chunks = chunks  # type: ignore[method-assign]
+    return weights_s
 
 
 # ---- links -----------------------------------------------------------------------------------------------------------

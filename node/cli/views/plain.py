@@ -150,7 +150,8 @@ def _last_peer_line(event: LastPeer) -> str:
 def _node_summary_line(event: NodeSummary) -> str:
     busy = event.busy_s
     loss = "" if event.loss_last is None else f"  loss {loss_text(event.loss_first)} -> {loss_text(event.loss_last)}"
-    times = f"compute {duration(busy.compute)}, codec {duration(busy.codec)}, wire {duration(busy.wire)}"
+    times = f"compute {duration(busy.compute)}, in idle time {duration(busy.idle_work)}"
+    times = f"{times}, codec {duration(busy.codec)}, wire {duration(busy.wire)}"
     return (
         f"{harmless(event.module or '-')} {peer_name(event.peer)}  {event.steps} inner steps"
         f"  {event.accumulated} gradients{loss}  {count(event.tokens)} tokens  ({times}, wait {duration(busy.wait)})"

@@ -135,12 +135,13 @@ def capacity_of(speeds: Iterable[tuple[int, float]], manifest: Manifest) -> Capa
 
 
 def utilization_of(progress: SwarmProgress) -> float | None:
-    """The utilization of the peers after stage 0 that left an account: their computing over their computing and
-    waiting.
+    """The utilization of the peers after stage 0 that left an account: their computing, in idle time too, over that and
+    their waiting.
     """
     busy = [peer.summary.busy_s for peer in progress.peers.values() if peer.summary is not None and peer.stage > 0]
-    lived_s = sum(each.compute + each.wait for each in busy)
-    return sum(each.compute for each in busy) / lived_s if lived_s else None
+    computed_s = sum(each.compute + each.idle_work for each in busy)
+    lived_s = computed_s + sum(each.wait for each in busy)
+    return computed_s / lived_s if lived_s else None
 
 
 def last_loss(rows: Sequence[Row]) -> float | None:

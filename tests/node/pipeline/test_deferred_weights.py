@@ -21,7 +21,7 @@ from protocol.codecs import Encoded, encode
 from protocol.manifest.manifest import Manifest
 from swarm.pipeline.compute_queue import ComputeQueue, IdleWork, puts_weights_off
 from swarm.pipeline.custody_states import Key, Work
-from swarm.vocabulary.errors import ProtocolViolation
+from swarm.vocabulary.errors import ProtocolViolation, ResourceExhausted
 from swarm.vocabulary.pipeline_messages import Purpose
 from swarm.vocabulary.types import Codec, MicrobatchId, ModuleId, PeerId, Reasoned
 from tests.node.network.small_swarm import CPU
@@ -200,6 +200,35 @@ def test_buffers_may_be_written_again_and_parameters_may_change_before_it_is_com
     peer.worker.parameters_changed()
     peer.idle_time()
     assert_same(peer.sums(), other.sums(), 1e-5)
+
+
+@pytest.mark.parametrize("when", ["in idle time", "in the step"])
+def test_where_there_is_no_memory_nothing_is_lost_or_added_twice(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    peer, other = Peer(), inline()
+    for number in (1, 2):
+        for each in (peer, other):
+            each.forward(number)
+            each.backward(number)
+    peer.idle_time(2)
+    add_to, calls = peer.worker.unapplied.add_to, []
+
+    def failing(*given: Any) -> None:
+        calls.append(given)
+        if len(calls) == 3:
+            raise torch.OutOfMemoryError("no room")
+        add_to(*given)
+
+    monkeypatch.setattr(peer.worker.unapplied, "add_to", failing)
+    if when == "in idle time":
+        peer.idle_time()
+        assert peer.worker.deferred.waiting == 1, "the other one was not hindered"
+    else:
+        with pytest.raises(ResourceExhausted):
+            peer.worker.step()
+    peer.worker.deferred.finish()
+    assert_same(peer.sums(), other.sums(), 1e-5)
+    assert peer.worker.step() is not None
+    assert peer.worker.deferred.waiting == peer.worker._graphs._kept == 0
 
 
 def test_a_microbatch_that_comes_twice_counts_once_computed_or_not() -> None:
