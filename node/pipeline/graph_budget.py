@@ -4,6 +4,8 @@ blocks."""
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -32,22 +34,26 @@ class GraphBudget:
         Returns:
             The result, the visit if anything is kept of it, and what was taken of the budget for it, until `release`.
         """
-        tokens = source.shape[0] * source.shape[1]
-        if self._of_one is None:
-            self._of_one = _graph_bytes(passes, source, documents) / tokens
+        tokens = of_tokens(source)
         if isinstance(passes, BlockByBlock):
             return self._blocks(passes, source, documents)
+        visit = None
+        if self._of_one is None:
+            visit, size = _measured(passes, source, documents)
+            self._of_one = size / tokens
         if self.take(tokens):
-            visit = passes.forward(source, documents)
+            visit = visit or passes.forward(source, documents)
             return visit.result, visit, tokens
-        return passes.evaluate(source, documents), None, 0.0
+        return visit.result.detach() if visit else passes.evaluate(source, documents), None, 0.0
 
     def _blocks(
         self, passes: BlockByBlock, source: Tensor, documents: tuple[int, ...]
     ) -> tuple[Tensor, Visit | None, float]:
-        """The same, block by block."""
-        assert self._of_one is not None
-        of_block = source.shape[0] * source.shape[1] / passes.blocks
+        """The same, block by block. One block is enough to measure: all are alike."""
+        if self._of_one is None:
+            one_graph = partial(passes.forward, graphs=1)
+            self._of_one = _measured(passes, source, documents, one_graph)[1] * passes.blocks / of_tokens(source)
+        of_block = of_tokens(source) / passes.blocks
         inputs = passes.blocks * source.nbytes / self._of_one
         graphs = min(passes.blocks, math.floor((self._budget / self._of_one - self._kept - inputs) / of_block))
         share = inputs + graphs * of_block
@@ -66,10 +72,16 @@ class GraphBudget:
         self._kept -= tokens
 
 
-def _graph_bytes(passes: Passes, source: Tensor, documents: tuple[int, ...]) -> int:
-    """The bytes of all tensors that a visit's graph holds on to, the parameters not counted. Of a stack that is
-    computed block by block one block is enough: all are alike.
-    """
+def of_tokens(hidden: Tensor) -> int:
+    """The number of tokens in [rows, tokens, hidden]."""
+    return hidden.shape[0] * hidden.shape[1]
+
+
+def _measured(
+    passes: Passes, source: Tensor, documents: tuple[int, ...], forward: Callable[..., Visit] | None = None
+) -> tuple[Visit, int]:
+    """A visit, and the bytes of all tensors that its graph holds on to, the parameters not counted. `forward` for
+    another than that of the passes."""
     own = passes.storages()
     seen: dict[int, int] = {}
 
@@ -82,8 +94,5 @@ def _graph_bytes(passes: Passes, source: Tensor, documents: tuple[int, ...]) -> 
     def noted() -> torch.autograd.graph.saved_tensors_hooks:
         return torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor)
 
-    if isinstance(passes, BlockByBlock):
-        passes.forward(source, documents, noted, graphs=1)
-        return sum(seen.values()) * passes.blocks
-    passes.forward(source, documents, noted)
-    return sum(seen.values())
+    visit = (forward or passes.forward)(source, documents, noted)
+    return visit, sum(seen.values())

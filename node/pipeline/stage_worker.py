@@ -23,7 +23,7 @@ from node.observability.failpoints import crash_point
 from node.pipeline.admission import hidden_tensor
 from node.pipeline.block_passes import BlockByBlock
 from node.pipeline.deferred_weights import DeferredWeights, SplitDevice
-from node.pipeline.graph_budget import GraphBudget
+from node.pipeline.graph_budget import GraphBudget, of_tokens
 from node.pipeline.interfaces import Job, Output
 from node.pipeline.several_devices import body_passes
 from node.pipeline.tensor_io import Wire
@@ -139,7 +139,7 @@ class HopWorker:
         self.wire.start()
         with device_errors():
             source = self.wire.received(job.input)
-            tokens, taken_back = _tokens(source), self.deferred.cancel(job.key.microbatch)
+            tokens, taken_back = of_tokens(source), self.deferred.cancel(job.key.microbatch)
             if not taken_back:
                 visit = self.passes.forward(source, job.documents)
                 gradients = self.passes.backward(visit, self.wire.received(job.gradient, before_use=True)).parameters
@@ -191,7 +191,7 @@ class HopWorker:
             kept = replace(kept, visit=None)
             visit = self._again(kept.source, job.documents)
             self.recomputed += 1
-        size, begun = Size(_tokens(kept.source), job.documents), begun - kept.forward_s
+        size, begun = Size(of_tokens(kept.source), job.documents), begun - kept.forward_s
         if self.deferred.chosen.value and self._graphs.take(size.tokens):
             output = self._half_backward(job, visit, gradient, size, begun)
         elif isinstance(self.passes, BlockByBlock):
@@ -322,8 +322,3 @@ def measure_speed(passes: Passes, manifest: Manifest, device: torch.device) -> S
             gradients.source.sum().item()  # waits for a device that works asynchronously
             fastest = min(fastest, time.perf_counter() - begun)
     return Speed((tokens + share * Size(tokens, documents).squares) / fastest, share)
-
-
-def _tokens(hidden: Tensor) -> int:
-    """The number of tokens in [rows, tokens, hidden]."""
-    return hidden.shape[0] * hidden.shape[1]
