@@ -134,7 +134,8 @@ class HopWorker:
 
     def retract(self, job: Job) -> bool:
         """Takes a gradient back; see `node.pipeline.interfaces.Worker`. What is taken back is computed with the
-        parameters of now: exactly what was added if they have not changed since.
+        parameters of now: exactly what was added if they have not changed since. Of what was put off and has not been
+        added yet, the promise is withdrawn.
         """
         self.wire.start()
         with device_errors():

@@ -218,7 +218,8 @@ def compute_tables(status: SwarmStatus) -> Iterator[RenderableType]:
     rows = [(peer, said) for peer in status.peers if (said := peer.said.compute) is not None]
     if not any(said.idle_work_s > 0 for _, said in rows):
         return
-    reasons = dict.fromkeys(harmless(said.reason, 120) for peer, _ in rows if (said := peer.said.weights) is not None)
+    weights_of = [peer.said.weights for peer, _ in rows]
+    reasons = dict.fromkeys(harmless(weights.reason, 120) for weights in weights_of if weights is not None)
     yield Text("\nshares of the time on the compute device", style="dim")
     table = plain_table("module", "peer", right=("computing", "put-off work", "idle", "weights put off"))
     for peer, said in rows[:MOST_ROWS]:
