@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from node.model.head_loss import HeadSum, loss_and_gradient
+from node.model.narrow_copy import NarrowCopy
 from node.model.parts import HeadPart
 
 FAR_FROM_OVERFLOW: Final = 1e30
@@ -141,7 +142,9 @@ class OneHead:
             return None
         head, count = self._head, labels.numel()
         visit = forward(head.norm, hidden)
-        normed, matrix = visit.result.detach().flatten(0, -2), head.lm_head.weight.detach().to(hidden.dtype)
+        if head.lm_head.narrow is None and hidden.dtype is not head.lm_head.weight.dtype:
+            head.lm_head.narrow = NarrowCopy(head.lm_head.weight, hidden.dtype)
+        normed, matrix = visit.result.detach().flatten(0, -2), head.lm_head.matrix(hidden.dtype).detach()
         wanted = labels.flatten()
 
         def added(factor: float) -> tuple[Tensor, Tensor]:
@@ -168,6 +171,8 @@ class OneHead:
 
     def parameters_changed(self) -> None:
         self._is_bounded = None
+        if self._head.lm_head.narrow is not None:
+            self._head.lm_head.narrow.changed()
 
     def _bounded(self) -> bool:
         """Whether logits and gradients of whatever finite hidden states are far from overflowing: an element of what

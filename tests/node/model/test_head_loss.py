@@ -154,3 +154,20 @@ def test_a_head_that_may_overflow_adds_nothing(value: float) -> None:
     passes.parameters_changed()
     assert passes.loss_into(hidden, labels, sums, 10) is not None
     assert all(total.any() for total in sums)
+
+
+def test_a_bfloat16_head_follows_its_matrix() -> None:
+    manifest = small_manifest(model__dtype="bfloat16")
+    head = build_head(manifest)
+    passes = OneHead(head)
+    hidden = torch.randn(*manifest.hidden_shape, generator=torch.Generator().manual_seed(4)).to(torch.bfloat16)
+    labels = torch.zeros(hidden.shape[:2], dtype=torch.int64)
+    before = passes.loss_into(hidden, labels, (), 1)
+    for parameter in head.parameters():
+        parameter.data.mul_(1.5)  # which torch does not count, as a fused optimizer's writes
+    passes.parameters_changed()
+    after, fresh = passes.loss_into(hidden, labels, (), 1), passes.loss(hidden, labels)
+    assert before is not None
+    assert after is not None
+    assert after.loss == pytest.approx(fresh, rel=1e-6)
+    assert after.loss != pytest.approx(before.loss, rel=1e-6)
