@@ -418,7 +418,7 @@ def stage() -> dict[str, float]:
     from node.model.optimizer import Accumulator
     from node.model.parts import build_block_stack
     from node.pipeline.deferred_weights import DeferredWeights, SplitDevice
-    from node.pipeline.stage_worker import GraphBudget
+    from node.pipeline.graph_budget import GraphBudget
     from protocol.manifest.manifest import manifest_from_table
 
     torch.set_num_threads(1)
@@ -431,7 +431,7 @@ def stage() -> dict[str, float]:
     split, sums, queue = SplitDevice(part), Accumulator(part), ComputeQueue(limit=1)
     later = DeferredWeights(Reasoned(True, "measured"), split, sums, queue.submit)
     tokens, source, graphs = manifest.microbatch_tokens, torch.randn(manifest.hidden_shape), GraphBudget(2**40)
-    graphs.measure(split, source, ())
+    graphs.forward(split, source, ())
     assert graphs._of_one is not None
     whole, halves, firsts, chunks = [], [], [], []
     for number in range(15):
@@ -442,6 +442,7 @@ def stage() -> dict[str, float]:
         visit = split.forward(source, ())
         begun = time.thread_time()
         half = later.first_half(visit, source)
+        assert half.is_bounded()
         later.put_off(MicrobatchId(stage_peer(0), 2 * number + 1), tokens, half, lambda seconds: None)
         firsts.append(time.thread_time() - begun)
         del half

@@ -113,7 +113,7 @@ MICROBATCH: Final[Way] = {
         node/pipeline/stage_worker.py: compute, _forward
         node/pipeline/tensor_io.py: received
         protocol/codecs/__init__.py: decode
-        node/pipeline/stage_worker.py: measure
+        node/pipeline/graph_budget.py: forward
         node/model/passes.py: forward
         node/model/parts.py: BlockStack
         node/model/blocks.py: Block
@@ -145,8 +145,9 @@ MICROBATCH: Final[Way] = {
         swarm/pipeline/custody.py: _tensor_arrived
         swarm/pipeline/arrival.py: _take
         node/pipeline/data_worker.py: _loss
-        node/model/passes.py: backward
-        node/model/optimizer.py: add
+        node/model/passes.py: loss_into
+        node/model/head_loss.py: loss_and_gradient
+        node/model/optimizer.py: promise
         node/pipeline/microbatch_runner.py: _computed
         node/routing/launcher.py: loss_known
         swarm/pipeline/in_flight.py: returned

@@ -13,7 +13,7 @@ from random import SystemRandom
 
 import torch
 
-from node.averaging.anchor.anchor import Anchor, anchor_state, restored_anchor
+from node.averaging.anchor.anchor import Anchor, restored_anchor
 from node.averaging.anchor.anchor_store import AnchorStore
 from node.averaging.anchor.layout import Layout
 from node.averaging.anchor.lone_replica import anchor_of
@@ -177,7 +177,7 @@ class ModuleRounds:
     def agreed(self) -> Agreed:
         """The anchor and the work since, for a checkpoint; on the compute thread."""
         since = self._replica_sync.since_anchor
-        return Agreed(anchor_state(self._store.current), since.steps, since.tokens)
+        return Agreed(self._store.saved(), since.steps, since.tokens)
 
     async def finish_round(self) -> None:
         """Finishes the round under way before leaving: what we have worked since our anchor is in it."""

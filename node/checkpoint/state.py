@@ -29,7 +29,7 @@ class Resumed:
     """Let go of once the module has been made from it: it is several times the module's size."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class AnchorState:
     """The last agreed parameters and the outer momentum."""
 

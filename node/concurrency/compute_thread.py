@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from node.model.device import flush_denormals
+from node.model.device import device_errors, flush_denormals
 from swarm.pipeline.compute_queue import GIVEN_WAY, ComputeQueue, IdleWork, Priority
 from swarm.vocabulary.errors import StateError
 
@@ -79,7 +79,7 @@ class ComputeThread:
         A caller that is cancelled does not stop a job that has begun.
 
         Raises:
-            ResourceExhausted: too many jobs wait already.
+            ResourceExhausted: too many jobs wait already, or the device has no memory for this one.
             StateError: the thread has been stopped, before or while the job waited.
         """
         loop = asyncio.get_running_loop()
@@ -94,7 +94,8 @@ class ComputeThread:
                 return
             try:
                 self._check_running()
-                result = job()
+                with device_errors():
+                    result = job()
             except Exception as error:  # handed to whoever waits
                 loop.call_soon_threadsafe(settle, future.set_exception, error)
             else:

@@ -74,7 +74,8 @@ class FileTokenizer:
         cut the text.
         """
         with _panics_told():
-            encoding = self._tokenizer.encode(text.decode(errors="replace"), add_special_tokens=False)
+            # A batch of one: unlike `encode` it lets the interpreter go, and pings are answered meanwhile.
+            [encoding] = self._tokenizer.encode_batch([text.decode(errors="replace")], add_special_tokens=False)
         return np.asarray(encoding.ids, dtype=np.int64)
 
     def text_stream(self) -> TextStream:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from node.model.cut_documents import CutDocuments
 from node.model.document_attention import document_attention
+from node.model.narrow_copy import NarrowCopy
 from protocol.manifest.model import ModelSection
 
 Documents = tuple[int, ...] | CutDocuments
@@ -35,9 +36,17 @@ class Linear(nn.Module):
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(outputs, inputs))
+        self.narrow: NarrowCopy | None = None
+        """Of the weight, for who says when that changes. Gradients are then the copy's and not the weight's."""
 
     def forward(self, values: Tensor) -> Tensor:
-        return F.linear(values, self.weight.to(values.dtype))
+        return F.linear(values, self.matrix(values.dtype))
+
+    def matrix(self, dtype: torch.dtype) -> Tensor:
+        """The weight in the element type of a product."""
+        if self.narrow is not None and self.narrow.dtype is dtype:
+            return self.narrow.fresh()
+        return self.weight.to(dtype)
 
 
 class BiasedLinear(Linear):

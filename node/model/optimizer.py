@@ -86,9 +86,9 @@ class Addition(enum.Enum):
 class Accumulator:
     """The sum of one part's gradients since the last inner step, each microbatch at most once.
 
-    Kept in float64, so that the order in which microbatches come does not matter: in float32 the last bits of a sum
-    depend on it, and Adam divides small gradients by small numbers. A swarm, where they come in any order, and one
-    process then agree.
+    Kept in float64 on the CPU, so that the order in which microbatches come does not matter: in float32 the last bits
+    of a sum depend on it, and Adam divides small gradients by small numbers. A swarm, where they come in any order, and
+    one process then agree. On other devices the sums are float32, and become the gradients of the step where they lie.
     """
 
     def __init__(self, part: nn.Module) -> None:
@@ -98,9 +98,15 @@ class Accumulator:
         """Microbatches added since the last step, less those taken back."""
         self.tokens = 0
         """Tokens of these microbatches. Below 0 when more has been taken back since the last step than added."""
-        self._sums = tuple(torch.zeros_like(parameter, dtype=_sum_type(parameter)) for parameter in self.parameters)
+        self.sums = tuple(torch.zeros_like(parameter, dtype=_sum_type(parameter)) for parameter in self.parameters)
+        """In the order of the part's parameters."""
         self._current: set[MicrobatchId] = set()
         self._recent: deque[set[MicrobatchId]] = deque(maxlen=REMEMBERED_STEPS)
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether the sums have more digits than the parameters."""
+        return any(total.dtype is not p.dtype for total, p in zip(self.sums, self.parameters, strict=True))
 
     def has(self, microbatch: MicrobatchId) -> bool:
         """Whether the microbatch is in the current sum or went into one of the remembered steps."""
@@ -120,14 +126,14 @@ class Accumulator:
             return Addition.DUPLICATE
         if not are_finite(gradients):
             return Addition.NOT_FINITE
-        self._fold(gradients, tokens)
-        self._current.add(microbatch)
-        self.visits += 1
-        self.tokens += tokens
+        fold(self.sums, gradients, tokens)
+        self.promise(microbatch, tokens)
         return Addition.ADDED
 
     def promise(self, microbatch: MicrobatchId, tokens: int) -> None:
-        """Counts a microbatch that the accumulator has not, whose gradient follows by `add_to` before the next step."""
+        """Counts a microbatch that the accumulator has not, whose gradients whoever computes them adds to `sums`, so
+        many times, or by `add_to`, before the next step.
+        """
         self._current.add(microbatch)
         self.visits += 1
         self.tokens += tokens
@@ -140,7 +146,7 @@ class Accumulator:
 
     def add_to(self, place: int, rows: slice, gradient: Tensor, tokens: int) -> None:
         """Adds a part of a gradient that was promised: of some rows of one of the parameters, and finite."""
-        total = self._sums[place][rows]
+        total = self.sums[place][rows]
         total.add_(gradient.to(total.dtype), alpha=tokens)
 
     def retract(self, microbatch: MicrobatchId, tokens: int, gradients: Sequence[Tensor]) -> bool:
@@ -154,33 +160,31 @@ class Accumulator:
         added = next((ids for ids in (self._current, *self._recent) if microbatch in ids), None)
         if added is None or not are_finite(gradients):
             return False
-        self._fold(gradients, -tokens)
+        fold(self.sums, gradients, -tokens)
         added.remove(microbatch)
         self.visits -= 1
         self.tokens -= tokens
         return True
-
-    def _fold(self, gradients: Sequence[Tensor], weight: int) -> None:
-        """Into the sums, so many times. On the CPU torch makes a wider copy of each gradient for it: here room for all
-        is had before the first is added."""
-        largest = max((total.numel() for total in self._sums), default=0)
-        room = torch.empty(largest, dtype=self._sums[0].dtype, device=self._sums[0].device) if self._sums else None
-        for total, gradient in zip(self._sums, gradients, strict=True):
-            assert room is not None
-            total.add_(room[: total.numel()].view_as(total).copy_(gradient), alpha=weight)
 
     def hand_over_mean(self) -> None:
         """Adds the mean over the visits' tokens to the parameters' `.grad`, which another part has filled where its
         embeddings are tied; without visits there is none."""
         if self.tokens <= 0:
             return
-        for parameter, total in zip(self.parameters, self._sums, strict=True):
-            mean = total.div_(self.tokens).to(parameter.dtype)
+        # Sums as wide as the parameters become the gradients; beside others there must be room before any is divided.
+        means = [
+            total if total.dtype is parameter.dtype else torch.empty_like(parameter, requires_grad=False)
+            for parameter, total in zip(self.parameters, self.sums, strict=True)
+        ]
+        for parameter, total, mean in zip(self.parameters, self.sums, means, strict=True):
+            total.div_(self.tokens)
+            if mean is not total:
+                mean.copy_(total)
             parameter.grad = mean if parameter.grad is None else parameter.grad.add_(mean)
 
     def start_over(self) -> None:
         """Starts a new sum, and remembers the microbatches of the old one."""
-        for parameter, total in zip(self.parameters, self._sums, strict=True):
+        for parameter, total in zip(self.parameters, self.sums, strict=True):
             parameter.grad = None
             total.zero_()
         self._recent.append(self._current)
@@ -365,6 +369,22 @@ def inner_optimizer(
     )
 
 
+@torch.no_grad()
+def fold(sums: Sequence[Tensor], gradients: Sequence[Tensor], weight: int) -> None:
+    """Adds the gradients to the sums, so many times. On the CPU torch makes a wider copy of each gradient for it: here
+    room for all is had before the first is added.
+    """
+    if not sums:
+        return
+    if all(total.dtype is gradient.dtype for total, gradient in zip(sums, gradients, strict=True)):
+        for total, gradient in zip(sums, gradients, strict=True):
+            total.add_(gradient, alpha=weight)
+        return
+    room = sums[0].new_empty(max(total.numel() for total in sums))
+    for total, gradient in zip(sums, gradients, strict=True):
+        total.add_(room[: total.numel()].view_as(total).copy_(gradient), alpha=weight)
+
+
 def are_finite(gradients: Sequence[Tensor]) -> bool:
     """Whether every element is finite, with one look at one number: the norm of anything not finite is not finite
     either.
@@ -375,5 +395,8 @@ def are_finite(gradients: Sequence[Tensor]) -> bool:
 
 
 def _sum_type(parameter: Tensor) -> torch.dtype:
-    """Apple's GPUs have no float64; there the order of the microbatches shows in the last bits."""
-    return parameter.dtype if parameter.device.type == "mps" else torch.float64
+    """Float64 on the CPU, where results are compared with those of one process and memory is had in plenty. On a card
+    4 bytes a parameter are a fifth of all that training takes, its kernels add in no fixed order anyway, and a sum of n
+    visits in float32 is off by about the root of n times 6e-8: nothing beside bfloat16's products. (Apple's GPUs have
+    no float64.)"""
+    return torch.float64 if parameter.device.type == "cpu" else parameter.dtype

@@ -12,19 +12,18 @@ from __future__ import annotations
 from typing import Final
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from node.model.blocks import Block, Documents, Embedding, Linear, RMSNorm, Rotary
+from node.model.head_loss import SummedLoss
 from node.model.initialization import initialise
 from node.model.shapes import EMBEDDING
 from protocol.manifest.manifest import Manifest
 from protocol.manifest.model import ModelSection
 from swarm.vocabulary.types import ModuleId
 
-LOGITS_AT_ONCE: Final = 2**24
-"""Elements of the logits held at a time (64 MiB in float32): a large vocabulary must not need more than the blocks
+LOGITS_AT_ONCE: Final = 2**25
+"""Elements of the logits held at a time (128 MiB in float32): a large vocabulary must not need more than the blocks
 do."""
 
 HIDDEN_TYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -68,31 +67,28 @@ class HeadPart(nn.Module):
         super().__init__()
         self.model = nn.ModuleDict({"norm": RMSNorm(section.hidden, section.norm_epsilon)})
         self.lm_head = Linear(section.hidden, section.vocabulary)
-        self.positions_at_once = max(1, logits_at_once // section.vocabulary)
+        self.logits_at_once = logits_at_once
+
+    @property
+    def norm(self) -> RMSNorm:
+        """The final norm."""
+        norm = self.model["norm"]
+        assert isinstance(norm, RMSNorm)
+        return norm
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Maps [..., hidden] to float32 [..., vocabulary]."""
-        logits: Tensor = self.lm_head(self.model["norm"](hidden))
+        logits: Tensor = self.lm_head(self.norm(hidden))
         return logits.float()
 
     def forward(self, hidden: Tensor, labels: Tensor) -> Tensor:
         """The mean cross entropy in nats per token, a float32 scalar.
 
-        `hidden` is [rows, tokens, hidden], `labels` [rows, tokens] int64. When the logits are larger than what is held
-        at once, they are computed piece by piece, and again in the backward pass.
+        `hidden` is [rows, tokens, hidden], `labels` [rows, tokens] int64. Of the logits, `logits_at_once` are held.
         """
-        positions = torch.split(hidden.flatten(0, -2), self.positions_at_once)
-        wanted = torch.split(labels.flatten(), self.positions_at_once)
-        if len(positions) == 1:
-            return self._summed_loss(positions[0], wanted[0]) / labels.numel()
-        pieces = [
-            checkpoint(self._summed_loss, *piece, use_reentrant=False, preserve_rng_state=False)
-            for piece in zip(positions, wanted, strict=True)
-        ]
-        return torch.stack(pieces).sum() / labels.numel()
-
-    def _summed_loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(self.logits(hidden), labels, reduction="sum")
+        normed = self.norm(hidden).flatten(0, -2)
+        loss: Tensor = SummedLoss.apply(normed, self.lm_head.weight, labels.flatten(), self.logits_at_once)  # type: ignore[no-untyped-call]
+        return loss / labels.numel()
 
 
 def _layers(section: ModelSection, first: int, count: int) -> nn.ModuleDict:

@@ -6,14 +6,22 @@ network between them, in one process so that it computes exactly the same.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
+
+from node.model.head_loss import HeadSum, loss_and_gradient
+from node.model.narrow_copy import NarrowCopy
+from node.model.parts import HeadPart
+
+FAR_FROM_OVERFLOW: Final = 1e30
+"""Of float32 and bfloat16, whose largest numbers are 3e38."""
 
 Around = Callable[[], AbstractContextManager[object]]
 """What each thread that computes a forward pass is to do it within."""
@@ -93,8 +101,12 @@ class HeadPasses(Protocol):
         """Computes the mean loss in nats per token of `hidden` [rows, tokens, hidden], without a graph."""
         ...
 
-    def loss_and_gradients(self, hidden: Tensor, labels: Tensor) -> tuple[float, Gradients]:
-        """Computes the mean loss and its gradients."""
+    def loss_into(self, hidden: Tensor, labels: Tensor, sums: Sequence[Tensor], weight: int) -> HeadVisit | None:
+        """Computes the mean loss and its gradients, and adds those of the parameters, so many times, to `sums`: in the
+        order of the head's parameters, of float32 or wider; none where nothing is to be added.
+
+        None, and nothing has been added, when the gradients are not surely finite.
+        """
         ...
 
     def parameters_changed(self) -> None:
@@ -102,23 +114,77 @@ class HeadPasses(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class HeadVisit:
+    """The results of the head's two passes."""
+
+    loss: float
+    """Mean, in nats per token."""
+    source: Tensor
+    """The gradient of the hidden states."""
+    take_back: Callable[[], None]
+    """Takes what has been added out of the sums again, up to their rounding."""
+
+
 class OneHead:
     """The passes of the head on the device where it is."""
 
-    def __init__(self, head: nn.Module) -> None:
+    def __init__(self, head: HeadPart) -> None:
         self._head = head
+        self._is_bounded: bool | None = None
 
     def loss(self, hidden: Tensor, labels: Tensor) -> float:
         with torch.no_grad():
             return float(self._head(hidden, labels).item())
 
-    def loss_and_gradients(self, hidden: Tensor, labels: Tensor) -> tuple[float, Gradients]:
-        visit = forward(self._head, hidden, labels)
-        gradients = backward(self._head, visit)
-        return float(visit.result.item()), gradients
+    def loss_into(self, hidden: Tensor, labels: Tensor, sums: Sequence[Tensor], weight: int) -> HeadVisit | None:
+        if not self._bounded():
+            return None
+        head, count = self._head, labels.numel()
+        visit = forward(head.norm, hidden)
+        if head.lm_head.narrow is None and hidden.dtype is not head.lm_head.weight.dtype:
+            head.lm_head.narrow = NarrowCopy(head.lm_head.weight, hidden.dtype)
+        normed, matrix = visit.result.detach().flatten(0, -2), head.lm_head.matrix(hidden.dtype).detach()
+        wanted = labels.flatten()
+
+        def added(factor: float) -> tuple[Tensor, Tensor]:
+            into = HeadSum(sums[1], factor / count) if sums else None
+            return loss_and_gradient(normed, matrix, wanted, head.logits_at_once, into)
+
+        def take_back() -> None:
+            if sums:
+                added(-weight)
+                sums[0].sub_(of_norm.parameters[0], alpha=weight)
+
+        loss, gradient = added(weight)
+        try:
+            of_norm = backward(head.norm, visit, gradient.div_(count).view_as(visit.result))
+            assert of_norm.source is not None
+            found = HeadVisit(float(loss.item()) / count, of_norm.source, take_back)
+        except BaseException:
+            if sums:
+                added(-weight)
+            raise
+        if sums:
+            sums[0].add_(of_norm.parameters[0], alpha=weight)
+        return found
 
     def parameters_changed(self) -> None:
-        """Nothing is kept of them here."""
+        self._is_bounded = None
+        if self._head.lm_head.narrow is not None:
+            self._head.lm_head.narrow.changed()
+
+    def _bounded(self) -> bool:
+        """Whether logits and gradients of whatever finite hidden states are far from overflowing: an element of what
+        the norm gives is at most its weight times the root of the width, and a product at most that of the lengths
+        (Cauchy and Schwarz). Looked at once after each change of the parameters, and not at the gradients of each
+        visit, which are added as they are computed.
+        """
+        if self._is_bounded is None:
+            matrix, scale = self._head.lm_head.weight.detach(), self._head.norm.weight.detach()
+            length = torch.linalg.vector_norm(matrix) * torch.linalg.vector_norm(scale, ord=float("inf"))
+            self._is_bounded = float(length.item()) * math.sqrt(matrix.shape[1]) < FAR_FROM_OVERFLOW
+        return self._is_bounded
 
 
 def storages(part: nn.Module) -> set[int]:

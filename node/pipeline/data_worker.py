@@ -102,6 +102,7 @@ class DataWorker:
             ProtocolViolation: what came back is not finite.
             StateError: the microbatch has been given up meanwhile.
         """
+        self.wire.start()
         with device_errors():
             return self._compute(job)
 
@@ -152,18 +153,26 @@ class DataWorker:
         return self.wire.output(visit.result, job)
 
     def _loss(self, job: Job, text: Microbatch) -> Output:
-        hidden = self.wire.received(job.input)
+        hidden = self.wire.received(job.input, before_use=True)
         labels = text.labels.to(self.wire.device)
         if job.purpose is Purpose.EVALUATE:
             return Output(loss=self._head.loss(hidden, labels))
-        loss, gradients = self._head.loss_and_gradients(hidden, labels)
-        assert gradients.source is not None
-        output = self.wire.output(gradients.source, job, loss)  # before the gradient counts, as at a hop
-        self._add(self.stage.head_sum, job, text, gradients.parameters)
+        total, microbatch = self.stage.head_sum, job.key.microbatch
+        is_new = not total.has(microbatch)
+        found = self._head.loss_into(hidden, labels, total.sums if is_new else (), text.size)
+        if found is None:
+            raise ProtocolViolation(f"microbatch {microbatch}: {Addition.NOT_FINITE.value}")
+        try:
+            output = self.wire.output(found.source, job, found.loss)
+        except BaseException:
+            found.take_back()
+            raise
+        if is_new:
+            total.promise(microbatch, text.size)
         return output
 
     def _finish(self, job: Job, text: Microbatch) -> Output:
-        gradient = self.wire.received(job.gradient)
+        gradient = self.wire.received(job.gradient, before_use=True)
         kept = self._visits.pop(job.ticket, None)
         if kept is None:
             raise StateError(f"of microbatch {job.key.microbatch} nothing was kept to go back from")

@@ -8,14 +8,14 @@ meanwhile. The split is that of zero-bubble schedules (Qi et al. 2024, arXiv:240
 
 from __future__ import annotations
 
-import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Final
+from operator import itemgetter
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -24,9 +24,10 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from node.model import passes
 from node.model.blocks import Linear
 from node.model.device import device_errors
-from node.model.optimizer import Accumulator, Addition, are_finite
+from node.model.narrow_copy import NarrowCopy
+from node.model.optimizer import Accumulator, Addition
 from node.model.optimizers.inner_rule import AtDeadline, Deferred, Submit
-from node.model.passes import Around, OneDevice, Visit
+from node.model.passes import Around, Gradients, OneDevice, Visit
 from swarm.vocabulary.errors import ResourceExhausted
 from swarm.vocabulary.types import MicrobatchId, Reasoned
 
@@ -93,25 +94,57 @@ class SplitGradients:
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in kept}
         return sum(storages.values())
 
-    def are_finite(self) -> bool:
-        """Whether all gradients are, those that are to be computed included: an element of a product is at most the
-        product of the norms (Cauchy and Schwarz). What is so large that this exceeds float32 counts as not finite."""
-        if not are_finite([self.source, *(gradient for _, gradient in self.others)]):
-            return False
-        if not self.products:
-            return True
-        values = torch.nn.utils.get_total_norm([product.values for product in self.products]).item()
-        gradients = torch.nn.utils.get_total_norm([product.gradients for product in self.products]).item()
-        return math.isfinite(values) and math.isfinite(gradients) and values * gradients < _LARGEST
+    def is_bounded(self) -> Tensor:
+        """Whether all gradients are finite, those that are to be computed included, a bool on the device: an element of
+        a product is at most the product of the norms (Cauchy and Schwarz). What is so large that this exceeds float32
+        counts as not finite.
+        """
+        bound = _length([self.source, *(gradient for _, gradient in self.others)])
+        if self.products:
+            values = _length([product.values for product in self.products])
+            bound = bound + values * _length([product.gradients for product in self.products])
+        return bound < _LARGEST
+
+    @torch.no_grad()
+    def pieces(self) -> Iterator[tuple[int, slice, Tensor]]:
+        """The gradients of the parameters, of some rows each: which of the parameters, which rows, and a part of the
+        sum that is their gradient."""
+        for place, gradient in self.others:
+            yield place, slice(None), gradient
+        for product in self.products:
+            for tokens, rows in product.pieces():
+                yield product.weight, rows, product.gradients[tokens, rows].T @ product.values[tokens]
+
+
+def _length(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.nn.utils.get_total_norm(tensors).float()
+
+
+def moved(half: SplitGradients, places: int) -> SplitGradients:
+    """The same of a part whose parameters come so many places later."""
+    return SplitGradients(
+        half.source,
+        tuple((place + places, gradient) for place, gradient in half.others),
+        tuple(_Product(each.weight + places, each.values, each.gradients) for each in half.products),
+    )
+
+
+class Splitting(Protocol):
+    """Passes whose backward pass can leave the weights of linear layers out."""
+
+    def first_half(self, visit: Visit, gradient: Tensor) -> SplitGradients:
+        """Computes the gradients of the visit's input and of all parameters but the linear layers' weights."""
+        ...
 
 
 class SplitDevice(OneDevice):
     """The passes of a part on the device where it is, whose backward pass can leave the weights of linear layers out.
 
-    Made once for a part: it stays hooked to the part's linear layers.
+    Made once for a part: it stays hooked to the part's linear layers. With hidden states narrower than float32 these
+    share one narrow copy of their weights among all graphs.
     """
 
-    def __init__(self, part: nn.Module) -> None:
+    def __init__(self, part: nn.Module, hidden_type: torch.dtype = torch.float32) -> None:
         super().__init__(part)
         places = {parameter: place for place, parameter in enumerate(part.parameters())}
         linears = [module for module in part.modules() if isinstance(module, Linear)]
@@ -120,6 +153,9 @@ class SplitDevice(OneDevice):
         self._noted: list[_Noted] | None = None
         for linear in linears:
             linear.register_forward_hook(partial(self._note, places[linear.weight]))
+            if hidden_type is not linear.weight.dtype:
+                linear.narrow = NarrowCopy(linear.weight, hidden_type)
+        self._copies = [linear.narrow for linear in linears if linear.narrow is not None]
 
     def _note(self, weight: int, linear: nn.Module, values: tuple[Tensor, ...], output: Tensor) -> None:
         if self._noted is not None:
@@ -134,10 +170,27 @@ class SplitDevice(OneDevice):
             self._noted = None
         return SplitVisit(visit.source, visit.result, tuple(noted))
 
-    def first_half(self, visit: SplitVisit, gradient: Tensor) -> SplitGradients:
+    def backward(self, visit: Visit, gradient: Tensor) -> Gradients:
+        if not self._copies:
+            return super().backward(visit, gradient)
+        half = self.first_half(visit, gradient)
+        found = dict(half.others)
+        for product in half.products:
+            found[product.weight] = (product.gradients.T @ product.values).float()
+        return Gradients(half.source, tuple(gradient for _, gradient in sorted(found.items(), key=itemgetter(0))))
+
+    def parameters_changed(self) -> None:
+        for copy in self._copies:
+            copy.changed()
+
+    def storages(self) -> set[int]:
+        return super().storages() | {copy.storage for copy in self._copies}
+
+    def first_half(self, visit: Visit, gradient: Tensor) -> SplitGradients:
         """Computes the gradients of the visit's input and of all parameters but the linear layers' weights; frees the
         graph. Of what is kept nothing shares the memory of `gradient` or of the visit's input, which others may write.
         """
+        assert isinstance(visit, SplitVisit)
         foreign = {tensor.untyped_storage().data_ptr() for tensor in (gradient, visit.source)}
 
         def own(tensor: Tensor) -> Tensor:
@@ -186,7 +239,7 @@ class DeferredWeights:
     """
 
     def __init__(
-        self, chosen: Reasoned[bool], passes: SplitDevice | None, sums: Accumulator, submit: Submit = AtDeadline
+        self, chosen: Reasoned[bool], passes: Splitting | None, sums: Accumulator, submit: Submit = AtDeadline
     ) -> None:
         self.chosen = chosen
         self.visits = 0
@@ -207,21 +260,19 @@ class DeferredWeights:
     def first_half(self, visit: Visit, gradient: Tensor) -> SplitGradients:
         """Computes the first half of backward (`SplitDevice.first_half`), where weights are put off."""
         assert self._passes is not None
-        assert isinstance(visit, SplitVisit)
         return self._passes.first_half(visit, gradient)
 
     def put_off(
         self, microbatch: MicrobatchId, tokens: int, half: SplitGradients, ended: Callable[[float | None], None]
     ) -> Addition:
-        """Promises the sums a microbatch's gradient, to be computed later; from now on it counts. Or says why not.
+        """Promises the sums a microbatch's gradient, which is bounded, to be computed later; from now on it counts. Or
+        says why not.
 
         Args:
             ended: called when nothing is kept any more, with the seconds that it took; None when it was cancelled.
         """
         if self._sums.has(microbatch):
             return Addition.DUPLICATE
-        if not half.are_finite():
-            return Addition.NOT_FINITE
         self._sums.promise(microbatch, tokens)
         pieces = deque((product, *piece) for product in half.products for piece in product.pieces())
         waiting = _PutOff(microbatch, tokens, deque(half.others), pieces, half.held_bytes, ended)

@@ -22,7 +22,9 @@ from torch import Tensor, nn
 from node.concurrency.device_threads import DeviceThreads
 from node.model import passes
 from node.model.cut_documents import CutDocuments, Exchange
-from node.model.passes import Around, Gradients, HeadPasses, OneDevice, OneHead, Passes, Visit
+from node.model.optimizer import are_finite, fold
+from node.model.parts import HeadPart
+from node.model.passes import Around, Gradients, HeadPasses, HeadVisit, OneDevice, OneHead, Passes, Visit
 from swarm.workload.device_shares import CUTTING, Dealing, deal, pieces
 
 Result = TypeVar("Result")
@@ -224,7 +226,16 @@ class SeveralHeads:
 
         return self._weighted(self._at_once(hidden, labels, on), labels)
 
-    def loss_and_gradients(self, hidden: Tensor, labels: Tensor) -> tuple[float, Gradients]:
+    def loss_into(self, hidden: Tensor, labels: Tensor, sums: Sequence[Tensor], weight: int) -> HeadVisit | None:
+        loss, gradients = self._loss_and_gradients(hidden, labels)
+        if not are_finite(gradients.parameters):
+            return None
+        assert gradients.source is not None
+        if sums:
+            fold(sums, gradients.parameters, weight)
+        return HeadVisit(loss, gradients.source, lambda: fold(sums, gradients.parameters, -weight))
+
+    def _loss_and_gradients(self, hidden: Tensor, labels: Tensor) -> tuple[float, Gradients]:
         def on(head: nn.Module, own: Tensor, wanted: Tensor) -> tuple[float, Gradients]:
             visit = passes.forward(head, own, wanted)
             weight = visit.result.new_tensor(wanted.numel() / labels.numel())
@@ -268,7 +279,7 @@ def body_passes(part: nn.Module, threads: DeviceThreads | None, quadratic_share:
     return SeveralDevices(Copies(part, threads), threads, quadratic_share)
 
 
-def head_passes(head: nn.Module, threads: DeviceThreads | None) -> HeadPasses:
+def head_passes(head: HeadPart, threads: DeviceThreads | None) -> HeadPasses:
     """The passes of the head, which is on the first device."""
     if threads is None or len(threads.devices) == 1:
         return OneHead(head)

@@ -21,7 +21,9 @@ from node.model.parts import HIDDEN_TYPES, build_block_stack
 from node.model.passes import OneDevice, Passes, Visit
 from node.observability.failpoints import crash_point
 from node.pipeline.admission import hidden_tensor
+from node.pipeline.block_passes import BlockByBlock
 from node.pipeline.deferred_weights import DeferredWeights, SplitDevice
+from node.pipeline.graph_budget import GraphBudget, of_tokens
 from node.pipeline.interfaces import Job, Output
 from node.pipeline.several_devices import body_passes
 from node.pipeline.tensor_io import Wire
@@ -50,6 +52,8 @@ class _Kept:
     visit: Visit | None
     version: int
     forward_s: float = 0.0
+    share: float = 0.0
+    """Of the budget for graphs."""
 
 
 class HopWorker:
@@ -114,6 +118,7 @@ class HopWorker:
         """Does a job; see `node.pipeline.interfaces.Worker`. Raises ProtocolViolation for tensors that are not
         finite.
         """
+        self.wire.start()
         with device_errors():
             return self._compute(job)
 
@@ -132,12 +137,13 @@ class HopWorker:
         parameters of now: exactly what was added if they have not changed since. Of what was put off and has not been
         added yet, the promise is withdrawn.
         """
+        self.wire.start()
         with device_errors():
             source = self.wire.received(job.input)
-            tokens, taken_back = _tokens(source), self.deferred.cancel(job.key.microbatch)
+            tokens, taken_back = of_tokens(source), self.deferred.cancel(job.key.microbatch)
             if not taken_back:
                 visit = self.passes.forward(source, job.documents)
-                gradients = self.passes.backward(visit, self.wire.received(job.gradient)).parameters
+                gradients = self.passes.backward(visit, self.wire.received(job.gradient, before_use=True)).parameters
                 taken_back = self._accumulator.retract(job.key.microbatch, tokens, gradients)
         self.accumulated -= taken_back
         self.accumulated_tokens -= taken_back * tokens
@@ -152,8 +158,8 @@ class HopWorker:
 
     def forget(self, ticket: int) -> None:
         kept = self._kept.pop(ticket, None)
-        if kept is not None and kept.visit is not None:
-            self._graphs.release(_tokens(kept.source))
+        if kept is not None:
+            self._graphs.release(kept.share)
 
     def step(self) -> StepFigures | None:
         if not self.optimizer.due:
@@ -164,11 +170,14 @@ class HopWorker:
 
     def _forward(self, job: Job, source: Tensor) -> Output:
         begun = time.perf_counter()
-        visit = self._graphs.measure(self.passes, source, job.documents)
-        keep = self._graphs.take(_tokens(source))
-        output = self.wire.output(visit.result, job)
+        result, visit, share = self._graphs.forward(self.passes, source, job.documents)
+        try:
+            output = self.wire.output(result, job)
+        except BaseException:
+            self._graphs.release(share)
+            raise
         seconds = time.perf_counter() - begun
-        self._kept[job.ticket] = _Kept(source, visit if keep else None, self.parameter_version, seconds)
+        self._kept[job.ticket] = _Kept(source, visit, self.parameter_version, seconds, share)
         return output
 
     def _backward(self, job: Job, gradient: Tensor) -> Output:
@@ -179,11 +188,15 @@ class HopWorker:
         begun = time.perf_counter()
         visit = kept.visit
         if visit is None or kept.version != self.parameter_version:
-            visit = self.passes.forward(kept.source, job.documents)
+            visit = None  # lets go of the old graph before there is a new one
+            kept = replace(kept, visit=None)
+            visit = self._again(kept.source, job.documents)
             self.recomputed += 1
-        size, begun = Size(_tokens(kept.source), job.documents), begun - kept.forward_s
+        size, begun = Size(of_tokens(kept.source), job.documents), begun - kept.forward_s
         if self.deferred.chosen.value and self._graphs.take(size.tokens):
             output = self._half_backward(job, visit, gradient, size, begun)
+        elif isinstance(self.passes, BlockByBlock):
+            output = self._backward_in_place(self.passes, job, visit, gradient, size, begun)
         else:
             output = self._whole_backward(job, visit, gradient, size, begun)
         crash_point("gradient added")
@@ -198,6 +211,31 @@ class HopWorker:
         self._timed(size, time.perf_counter() - begun)
         return output
 
+    def _again(self, source: Tensor, documents: tuple[int, ...]) -> Visit:
+        """Computes a visit again, for its backward pass."""
+        if isinstance(self.passes, BlockByBlock):
+            return self.passes.forward(source, documents, graphs=0)
+        return self.passes.forward(source, documents)
+
+    def _backward_in_place(
+        self, passes: BlockByBlock, job: Job, visit: Visit, gradient: Tensor, size: Size, begun: float
+    ) -> Output:
+        """Adds the gradients to the sums as they are computed, where memory is dear."""
+        microbatch, total = job.key.microbatch, self._accumulator
+        is_new = not total.has(microbatch)
+        found = passes.backward_into(total, visit, gradient, size.tokens if is_new else 0)
+        try:
+            self.wire.expect(found.are_finite, Addition.NOT_FINITE.value)
+            output = self.wire.output(found.source, job)
+        except BaseException:
+            found.take_back()
+            raise
+        if is_new:
+            total.promise(microbatch, size.tokens)
+        self._count(job, size.tokens, Addition.ADDED if is_new else Addition.DUPLICATE)
+        self._timed(size, time.perf_counter() - begun)
+        return output
+
     def _half_backward(self, job: Job, visit: Visit, gradient: Tensor, size: Size, begun: float) -> Output:
         """Puts the weight gradients off. What is kept for them is in the place of the graph, which has been taken."""
 
@@ -209,6 +247,7 @@ class HopWorker:
         addition = None
         try:
             half = self.deferred.first_half(visit, gradient)
+            self.wire.expect(half.is_bounded(), Addition.NOT_FINITE.value)
             output = self.wire.output(half.source, job)
             half_s = time.perf_counter() - begun
             addition = self.deferred.put_off(job.key.microbatch, size.tokens, half, ended)
@@ -226,47 +265,6 @@ class HopWorker:
             raise ProtocolViolation(f"microbatch {job.key.microbatch}: {addition.value}")
         self.accumulated += addition is Addition.ADDED
         self.accumulated_tokens += (addition is Addition.ADDED) * tokens
-
-
-class GraphBudget:
-    """The memory budget of kept autograd graphs. How large they are for each token is measured at the first visit."""
-
-    def __init__(self, budget_bytes: int) -> None:
-        self._budget = budget_bytes
-        self._of_one: float | None = None
-        """Bytes for each token."""
-        self._kept = 0
-        """Tokens whose graphs are kept."""
-
-    def measure(self, passes: Passes, source: Tensor, documents: tuple[int, ...]) -> Visit:
-        """Computes the part on `source`, and the first time notes the bytes of all tensors that the graph holds on
-        to."""
-        if self._of_one is not None:
-            return passes.forward(source, documents)
-        own = passes.storages()
-        seen: dict[int, int] = {}
-
-        def note(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in own:
-                seen[storage.data_ptr()] = storage.nbytes()
-            return tensor
-
-        def noted() -> torch.autograd.graph.saved_tensors_hooks:
-            return torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor)
-
-        visit = passes.forward(source, documents, noted)
-        self._of_one = sum(seen.values()) / _tokens(source)
-        return visit
-
-    def take(self, tokens: int) -> bool:
-        """Takes room for the graph of so many tokens if it fits; then it is counted until `release`."""
-        fits = (self._kept + tokens) * (self._of_one or 0.0) <= self._budget
-        self._kept += fits * tokens
-        return fits
-
-    def release(self, tokens: int) -> None:
-        self._kept -= tokens
 
 
 def host_hop(
@@ -294,7 +292,12 @@ def host_hop(
         total = Accumulator(part)
         optimizer = inner_optimizer(manifest, module, [total], submit)
         chosen = puts_weights_off(manifest.training.staleness, 1 if threads is None else len(threads.devices))
-        split = SplitDevice(part) if chosen.value else None
+        is_alone = threads is None or len(threads.devices) == 1
+        split: SplitDevice | BlockByBlock | None = None
+        if is_alone and device.type != "cpu":
+            split = BlockByBlock(part, HIDDEN_TYPES[manifest.model.dtype])
+        elif is_alone and chosen.value:
+            split = SplitDevice(part, HIDDEN_TYPES[manifest.model.dtype])
         passes = split or body_passes(part, threads, quadratic_share(manifest.model))
     share = quadratic_share(manifest.model) if manifest.packs_documents else 0.0
     worker = HopWorker(part, total, optimizer, hidden_tensor(manifest), device, graph_budget_bytes, share, passes)
@@ -320,8 +323,3 @@ def measure_speed(passes: Passes, manifest: Manifest, device: torch.device) -> S
             gradients.source.sum().item()  # waits for a device that works asynchronously
             fastest = min(fastest, time.perf_counter() - begun)
     return Speed((tokens + share * Size(tokens, documents).squares) / fastest, share)
-
-
-def _tokens(hidden: Tensor) -> int:
-    """The number of tokens in [rows, tokens, hidden]."""
-    return hidden.shape[0] * hidden.shape[1]

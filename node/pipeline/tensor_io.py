@@ -6,6 +6,7 @@ A worker's side of the wire: received tensors decoded onto its device, results e
 from __future__ import annotations
 
 import time
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -16,24 +17,36 @@ from protocol.codecs.views import ELEMENT_TYPES
 from swarm.vocabulary.errors import ProtocolViolation
 from swarm.vocabulary.types import Codec
 
+_NOT_FINITE: Final = "the tensor has elements that are not finite"
+
 
 def tensor_of(encoded: Encoded, device: torch.device) -> Tensor:
     """The tensor that a message brought. On the CPU, with NONE, it shares the memory that it came in; else it is a new
     one.
 
     Raises:
-        ProtocolViolation: it is no encoding, or an element is not finite. (A sum is not finite when an element is not;
-            a sum of finite ones that overflows is beyond any use as well.)
+        ProtocolViolation: it is no encoding, or an element is not finite.
     """
+    tensor = _decoded(encoded, device)
+    if not are_finite(tensor):
+        raise ProtocolViolation(_NOT_FINITE)
+    return tensor
+
+
+def _decoded(encoded: Encoded, device: torch.device) -> Tensor:
     spec, kind = encoded.spec, ELEMENT_TYPES[encoded.spec.dtype]
     if spec.codec is Codec.NONE:
-        tensor = torch.frombuffer(encoded.data, dtype=kind).view(spec.shape).to(device)
-    else:
-        tensor = torch.empty(spec.shape, dtype=kind, device=device)
-        decode(spec, encoded.data, tensor)
-    if not torch.isfinite(tensor.sum(dtype=torch.float32)):
-        raise ProtocolViolation("the tensor has elements that are not finite")
+        return torch.frombuffer(encoded.data, dtype=kind).view(spec.shape).to(device)
+    tensor = torch.empty(spec.shape, dtype=kind, device=device)
+    decode(spec, encoded.data, tensor)
     return tensor
+
+
+def are_finite(tensor: Tensor) -> Tensor:
+    """Whether all elements are, a bool on the tensor's device. (A sum is not finite when an element is not; a sum of
+    finite ones that overflows is beyond any use as well.)
+    """
+    return torch.isfinite(tensor.sum(dtype=torch.float32))
 
 
 def relative_error(tensor: Tensor, encoded: Encoded) -> float:
@@ -52,22 +65,52 @@ class Wire:
         self.device = device
         self.codec_s = 0.0
         """Seconds spent on encoding and decoding. (What a GPU does meanwhile by itself is in them.)"""
+        self._expected: list[Tensor] = []
 
-    def received(self, tensor: Encoded | None) -> Tensor:
-        """The tensor that a message brought, as `tensor_of`."""
+    def start(self) -> None:
+        """Starts another job: nothing is expected of it yet."""
+        self._expected.clear()
+
+    def received(self, tensor: Encoded | None, *, before_use: bool = False) -> Tensor:
+        """The tensor that a message brought, as `tensor_of`. On a device that would have to be waited for, whether its
+        elements are finite is found out with the job's `output`, unless it must be known before.
+        """
         assert tensor is not None, "custody asks for nothing before its tensors are there"
         begun = time.perf_counter()
-        received = tensor_of(tensor, self.device)
+        received = _decoded(tensor, self.device)
+        self.expect(are_finite(received), _NOT_FINITE)
+        if before_use and self._expected:
+            self._check(bool(torch.stack(self._expected).all()), _NOT_FINITE)
         self.codec_s += time.perf_counter() - begun
         return received
+
+    def expect(self, holds: Tensor, fault: str) -> None:
+        """Lets the job's output fail unless this bool of the device is true. Where nothing needs to be waited for it
+        fails at once, and says what is at fault.
+        """
+        self._expected.append(holds)
+        if self.device.type == "cpu":
+            self._check(bool(holds), fault)
 
     def output(self, tensor: Tensor, job: Job, loss: float | None = None) -> Output:
         """The output of a job, encoded as it wishes. With NONE, on the CPU, it is the memory of the tensor itself,
         which must not be written any more.
+
+        Raises:
+            ProtocolViolation: something that was received, or was expected, does not hold.
         """
         begun = time.perf_counter()
         tensor = tensor.detach().contiguous()
+        # Waits for nothing: it is there when the encoding is, which is copied after it.
+        expected = torch.stack(self._expected).all().to("cpu", non_blocking=True) if self._expected else None
         encoded = encode(tensor, job.codec)
+        if expected is not None:
+            self._check(bool(expected), "the tensor, or a gradient that follows from it, is not finite everywhere")
         error = relative_error(tensor, encoded) if job.check_codec and encoded.spec.codec is job.codec else None
         self.codec_s += time.perf_counter() - begun
         return Output(encoded, loss, error=error)
+
+    def _check(self, holds: bool, fault: str) -> None:
+        self._expected.clear()
+        if not holds:
+            raise ProtocolViolation(fault)

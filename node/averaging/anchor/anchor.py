@@ -91,7 +91,9 @@ def chunk_bytes(layout: Layout, parameters: Vector, momentum: Vector, number: in
 
 
 def anchor_state(anchor: Anchor) -> AnchorState:
-    """The saved form of an anchor. Shares the anchor's memory, which holds until the round after the next."""
+    """The saved form of an anchor. Shares the anchor's memory, which whoever keeps the anchors may write again
+    (`node.averaging.anchor.anchor_store.AnchorStore.saved` keeps it from that).
+    """
     return AnchorState(
         anchor.version, tensors_of(anchor.layout, anchor.parameters), tensors_of(anchor.layout, anchor.momentum)
     )

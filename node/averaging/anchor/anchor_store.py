@@ -19,8 +19,9 @@ from typing import Final
 
 import numpy as np
 
-from node.averaging.anchor.anchor import Anchor, Vector
+from node.averaging.anchor.anchor import Anchor, Vector, anchor_state
 from node.averaging.anchor.layout import Layout
+from node.checkpoint.state import AnchorState
 from swarm.vocabulary.errors import OutOfMemory, ResourceExhausted, StateError
 
 STATES: Final = 4
@@ -35,7 +36,7 @@ class AnchorStore:
 
     def __init__(self, current: Anchor, now: Callable[[], float] = time.monotonic) -> None:
         """`now` is a monotonic clock in seconds; leases end by it."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a saved state may be let go of anywhere, in here too
         self._now = now
         self._current = current
         self._older: list[Anchor] = []  # the newest last
@@ -72,10 +73,24 @@ class AnchorStore:
         try:
             yield anchor
         finally:
-            with self._lock:
-                self._pins[id(anchor)] -= 1
-                if not self._pins[id(anchor)]:
-                    del self._pins[id(anchor)]
+            self._unpin(anchor)
+
+    def _unpin(self, anchor: Anchor) -> None:
+        with self._lock:
+            self._pins[id(anchor)] -= 1
+            if not self._pins[id(anchor)]:
+                del self._pins[id(anchor)]
+
+    def saved(self) -> AnchorState:
+        """The current anchor in its saved form, whose arrays are not written for as long as anybody has it: a
+        checkpoint may take longer to write than two rounds.
+        """
+        with self._lock:
+            anchor = self._current
+            state = anchor_state(anchor)
+            self._pins[id(anchor)] += 1
+        weakref.finalize(state, self._unpin, anchor)
+        return state
 
     def lease(self, digest: bytes, seconds: float) -> bool:
         """Keeps this anchor for so long from now, unless a round needs its room. False when it is not here."""

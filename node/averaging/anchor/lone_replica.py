@@ -11,7 +11,7 @@ import math
 
 import numpy as np
 
-from node.averaging.anchor.anchor import Anchor, Vector, anchor_state, initial_anchor, restored_anchor
+from node.averaging.anchor.anchor import Anchor, Vector, initial_anchor, restored_anchor
 from node.averaging.anchor.anchor_store import AnchorStore
 from node.averaging.anchor.module_vector import LocalReplica
 from node.averaging.anchor.outer_step import OuterRule, Staging
@@ -91,7 +91,7 @@ class LoneReplica:
 
     def agreed(self) -> Agreed:
         """The anchor and the work since, for a checkpoint."""
-        return Agreed(anchor_state(self.store.current), self._steps, self._tokens)
+        return Agreed(self.store.saved(), self._steps, self._tokens)
 
     def restore(self, state: ReplicaState) -> None:
         """Goes on from a checkpoint, whose parameters the replica has already. Raises CorruptSnapshot."""

@@ -76,7 +76,7 @@ class AdamW(InnerRule[Moments]):
         return ParameterState(int(state.steps.item()), {"exp_avg": state.mean, "exp_avg_sq": state.variance})
 
     def restored(self, parameter: nn.Parameter, saved: ParameterState) -> Moments:
-        steps = torch.tensor(float(saved.steps), device=parameter.device)
+        steps = torch.full((), float(saved.steps), device=parameter.device)
         return Moments(saved.tensors["exp_avg"], saved.tensors["exp_avg_sq"], steps)
 
     def _moments(self, parameter: nn.Parameter) -> Moments:

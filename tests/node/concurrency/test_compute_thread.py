@@ -43,6 +43,16 @@ async def test_results_and_errors_come_back_to_who_asked() -> None:
         assert await compute.run(Priority.TRAIN, lambda: 7) == 7
 
 
+async def test_a_job_without_memory_fails_in_our_words() -> None:
+    def job() -> None:
+        raise MemoryError
+
+    with ComputeThread() as compute:
+        with pytest.raises(ResourceExhausted, match="out of memory"):
+            await compute.run(Priority.UPKEEP, job)
+        assert await compute.run(Priority.TRAIN, lambda: 7) == 7
+
+
 async def test_the_most_urgent_goes_first_and_equals_in_order() -> None:
     done: list[tuple[Priority, int]] = []
     with ComputeThread() as compute:

@@ -153,6 +153,6 @@ def test_who_interrupts_is_not_taken_for_the_library(panicking: FileTokenizer, m
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(panicking, "_tokenizer", types.SimpleNamespace(encode=interrupted))
+    monkeypatch.setattr(panicking, "_tokenizer", types.SimpleNamespace(encode_batch=interrupted))
     with pytest.raises(KeyboardInterrupt):
         panicking.encode(b"a")

@@ -85,7 +85,7 @@ class Peer:
         return count
 
     def sums(self) -> list[Tensor]:
-        return [total.clone() for total in self.worker.unapplied._sums]
+        return [total.clone() for total in self.worker.unapplied.sums]
 
 
 def sent(output: Output) -> Tensor:

@@ -121,7 +121,7 @@ async def test_what_is_only_evaluated_leaves_nothing_behind() -> None:
         await swarm.all_clear()
         assert swarm.ends.done == []
         assert hop(swarm, A).accumulated == 0
-        assert not any(total.any() for total in hop(swarm, A)._accumulator._sums)
+        assert not any(total.any() for total in hop(swarm, A)._accumulator.sums)
 
 
 @pytest.mark.parametrize(
@@ -386,7 +386,7 @@ async def test_one_that_comes_back_too_late_takes_its_gradient_back() -> None:
         await until(settled)
         await swarm.all_clear()
         assert [hop(swarm, peer).accumulated for peer in (A, A2, B)] == [0, 1, 1]
-        assert not any(total.abs().max() > 1e-12 for total in hop(swarm, A)._accumulator._sums)
+        assert not any(total.abs().max() > 1e-12 for total in hop(swarm, A)._accumulator.sums)
         assert [swarm[peer].visits.counted for peer in (A, A2, B)] == [[], [microbatch], [microbatch]]
 
 

@@ -89,7 +89,7 @@ def visit(number):
     worker.compute(job(number, Work.BACKWARD))
 
 def sum_of_all():
-    return torch.cat([total.flatten() for total in sums._sums])
+    return torch.cat([total.flatten() for total in sums.sums])
 
 visit(0)
 once = sum_of_all()

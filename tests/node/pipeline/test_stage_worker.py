@@ -234,7 +234,7 @@ def test_a_gradient_is_taken_back_whether_or_not_a_step_has_come_between(stepped
     assert stage.worker.retract(job)
     assert not stage.worker.retract(job), "once"
     assert stage.worker.accumulated == len(numbers) - 1
-    for total, gradient in zip(stage.sums._sums, expected_now, strict=True):
+    for total, gradient in zip(stage.sums.sums, expected_now, strict=True):
         taken_back = -TOKENS * gradient if stepped else torch.zeros_like(gradient)
         torch.testing.assert_close(total.float(), taken_back, atol=1e-4, rtol=1e-5)
 

@@ -3,7 +3,7 @@ import threading
 import numpy as np
 import pytest
 
-from node.averaging.anchor.anchor import Anchor, hash_all
+from node.averaging.anchor.anchor import Anchor, hash_all, restored_anchor
 from node.averaging.anchor.anchor_store import STATES, AnchorStore
 from swarm.vocabulary.errors import ResourceExhausted, StateError
 from tests.node.checkpoint.small_states import small_layout, state, written
@@ -134,3 +134,28 @@ def test_pinned_arrays_stay_whole_while_another_thread_makes_round_after_round()
         thread.join()
     assert intact(store.current)
     assert np.isfinite(store.current.parameters).all()
+
+
+def test_a_saved_anchor_is_not_written_while_a_checkpoint_of_it_is():
+    store = AnchorStore(first := state(0, LAYOUT))
+    saved = store.saved()
+    for number in range(1, 2 * STATES):
+        advance(store, number)
+        assert restored_anchor(LAYOUT, saved).version == first.version, "whole, or it would be corrupt"
+    before = {id(store.current.parameters), id(store.spare()[0])}
+    del saved
+    after = {id(advance(store, number).parameters) for number in range(20, 30)}
+    assert len(before | after) <= STATES, "its arrays are written again, or let go of"
+
+
+def test_a_saved_anchor_that_nobody_has_any_more_is_written_again():
+    store = AnchorStore(first := state(0, LAYOUT))
+    saved = store.saved()
+    advance(store, 1)
+    arrays = store.spare()
+    assert arrays[0] is not first.parameters
+    store.give_back(*arrays)
+    del saved, arrays
+    advance(store, 2)
+    advance(store, 3)
+    assert len({id(advance(store, number).parameters) for number in range(4, 20)}) <= 3

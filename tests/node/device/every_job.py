@@ -1,0 +1,251 @@
+"""Every kind of job of a hop and a data node, on the pretend device and on the CPU: prints as JSON what each waited
+for, how far its results are from the CPU's, and the bytes a parameter.
+
+    python -m tests.node.device.every_job
+
+A process of its own, for the device can be registered once.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from node.averaging.anchor.module_vector import LocalReplica
+from node.checkpoint.replica import capture_module, restore_module
+from node.model.initialization import parameters_of
+from node.pipeline.block_passes import BlockByBlock
+from node.pipeline.data_worker import DataWorker, host_stage_zero
+from node.pipeline.interfaces import Job, Output
+from node.pipeline.stage_worker import measure_speed
+from protocol.codecs import encode
+from protocol.manifest.manifest import Manifest
+from swarm.pipeline.custody_states import Key, Work
+from swarm.vocabulary.pipeline_messages import Purpose
+from swarm.vocabulary.types import Codec, MicrobatchId, PeerId
+from tests.node.device.hop_messages import Hop, sent, source_of
+from tests.node.device.pretend import DEVICE, METER, pretended
+from tests.node.network.small_swarm import text_of
+from tests.node.small_manifest import small_manifest
+
+CPU: Final = torch.device("cpu")
+NO_GRAPHS: Final = 0
+CODECS: Final = (Codec.NONE, Codec.BF16, Codec.INT8)
+WIDE: Final = {"vocabulary": 257, "hidden": 128, "heads": 4, "kv_heads": 2, "feed_forward": 384, "sequence": 8}
+"""Of so few tokens that activations weigh nothing beside the parameters."""
+
+
+@dataclass
+class Record:
+    """What was seen: by job the waits, and by name the numbers that both devices computed."""
+
+    waits: dict[str, dict[str, int]] = field(default_factory=dict)
+    numbers: dict[str, Tensor] = field(default_factory=dict)
+
+    @contextmanager
+    def job(self, name: str) -> Iterator[None]:
+        METER.waits.clear()
+        yield
+        self.waits[name] = dict(METER.waits)
+
+    def note(self, name: str, tensor: Tensor) -> None:
+        self.numbers[name] = tensor.detach().to("cpu", torch.float32)
+
+
+def hop_jobs(manifest: Manifest, device: torch.device, codec: Codec, record: Record) -> None:
+    """Every kind of job of a hop."""
+    hop, tag = Hop(manifest, device, codec), codec.name
+    hop.compute(0, Work.FORWARD)  # the first is measured, which is another way
+    hop.compute(0, Work.BACKWARD)
+    for work in (Work.FORWARD, Work.BACKWARD):
+        with record.job(f"{work.name} {tag}"):
+            record.note(f"hop {work.name} {tag}", hop.compute(1, work))
+    with record.job(f"EVALUATE {tag}"):
+        record.note(f"hop EVALUATE {tag}", hop.compute(2, Work.FORWARD, Purpose.EVALUATE))
+    with record.job(f"REPLAY {tag}"):
+        record.note(f"hop REPLAY {tag}", hop.compute(3, Work.REPLAY))
+    with record.job(f"retract {tag}"):
+        assert hop.worker.retract(hop.job(3, Work.REPLAY))
+    hop.compute(4, Work.FORWARD)
+    with record.job(f"step {tag}"):
+        assert hop.worker.step() is not None
+    with record.job(f"BACKWARD recomputed {tag}"):
+        record.note(f"hop BACKWARD recomputed {tag}", hop.compute(4, Work.BACKWARD))
+    for name, parameter in hop.worker.part.named_parameters():
+        record.note(f"{name} {tag}", parameter)
+
+
+def upkeep_jobs(manifest: Manifest, device: torch.device, record: Record) -> None:
+    """Snapshot, carry, capture and restore of a hop's replica."""
+    hop = Hop(manifest, device, Codec.NONE)
+    part, optimizer = hop.worker.part, hop.worker.optimizer
+
+    def stepped(first: int) -> None:
+        for number in (first, first + 1):
+            hop.compute(number, Work.FORWARD)
+            hop.compute(number, Work.BACKWARD)
+        assert hop.worker.step() is not None
+
+    stepped(0)
+    replica = LocalReplica([part], 1, optimizer, hop.worker.parameters_changed)
+    whole = slice(0, replica.layout.elements)
+    snapshot, after = (np.empty(whole.stop, np.float32) for _ in range(2))
+    with record.job("snapshot"):
+        replica.read(whole, snapshot)
+    record.note("snapshot", torch.from_numpy(snapshot.copy()))
+    new = snapshot * np.float32(0.5)
+    with record.job("carry"):
+        replica.carry(whole, snapshot, new)
+    replica.read(whole, after)
+    assert np.array_equal(after, new), "what has not changed since the snapshot is exactly the new anchor"
+    with record.job("capture"):
+        state = capture_module((part,), optimizer, visits=2, tokens=2 * manifest.microbatch_tokens)
+    stepped(2)
+    with record.job("restore"):
+        restore_module((part,), optimizer, state)
+    again = capture_module((part,), optimizer, visits=2, tokens=2 * manifest.microbatch_tokens)
+    for name, saved in again.inner.parameters.items():
+        for slot, tensor in saved.tensors.items():
+            assert torch.equal(tensor, state.inner.parameters[name].tensors[slot]), f"{slot} of {name}"
+            record.note(f"{slot} {name}", tensor)
+    with record.job("measure speed"):
+        assert measure_speed(hop.worker.passes, manifest, device).tokens_per_s > 0
+
+
+def data_jobs(manifest: Manifest, device: torch.device, codec: Codec, record: Record) -> None:
+    """Every kind of job of a data node."""
+    worker: DataWorker = host_stage_zero(manifest, device)
+    tag = codec.name
+
+    def compute(number: int, work: Work, incoming: Tensor | None = None, purpose: Purpose = Purpose.TRAIN) -> Output:
+        microbatch = MicrobatchId(PeerId("data"), number)
+        worker.texts[microbatch] = text_of(manifest, number)
+        data = None if incoming is None else encode(incoming, codec)
+        forth, back = (None, data) if work is Work.BACKWARD else (data, None)
+        return worker.compute(Job(number, Key(microbatch, 0), work, purpose, forth, back, codec=codec))
+
+    for number in (0, 1):
+        with record.job(f"embed {tag}"):
+            hidden = sent(compute(number, Work.FORWARD))
+        record.note(f"embed {number} {tag}", hidden)
+        with record.job(f"loss {tag}"):
+            turned = compute(number, Work.LOSS, hidden)
+        assert turned.loss is not None
+        record.note(f"loss {number} {tag}", torch.tensor(turned.loss))
+        record.note(f"gradient {number} {tag}", sent(turned))
+        with record.job(f"finish {tag}"):
+            compute(number, Work.BACKWARD, sent(turned))
+    with record.job(f"evaluate loss {tag}"):
+        evaluated = compute(2, Work.LOSS, hidden, Purpose.EVALUATE)
+    assert evaluated.loss is not None
+    record.note(f"evaluated {tag}", torch.tensor(evaluated.loss))
+    with record.job(f"step of stage 0 {tag}"):
+        assert worker.step() is not None
+    for name, parameter in parameters_of(worker.stage.embedding, worker.stage.head).items():
+        record.note(f"{name} of stage 0 {tag}", parameter)
+
+
+def all_jobs(manifest: Manifest, device: torch.device) -> Record:
+    record = Record()
+    for codec in CODECS:
+        hop_jobs(manifest, device, codec, record)
+        data_jobs(manifest, device, codec, record)
+    upkeep_jobs(manifest, device, record)
+    return record
+
+
+def parameter_bytes() -> dict[str, float]:
+    """Bytes of the device for each parameter of a hop, in a bfloat16 run of next to no activations: at rest, and the
+    most during each job."""
+    manifest = small_manifest(model={**WIDE, "dtype": "bfloat16"}, stages={"blocks": [1, 8]}, training__rows=1)
+    found: dict[str, float] = {}
+    gc.collect()
+    before = METER.live
+    hop = Hop(manifest, DEVICE, Codec.NONE, NO_GRAPHS)
+    count = sum(parameter.numel() for parameter in hop.worker.part.parameters())
+
+    def metered(name: str, job: Callable[[], Any]) -> None:
+        METER.start()
+        job()
+        found[name] = max(found.get(name, 0.0), (METER.peak - before) / count)
+
+    number = 0
+    for _ in range(3):
+        while not hop.worker.optimizer.due:
+            number += 1
+            metered("forward", partial(hop.compute, number, Work.FORWARD))
+            metered("backward", partial(hop.compute, number, Work.BACKWARD))
+        hop.compute(number + 1000, Work.FORWARD)
+        metered("step", hop.worker.step)
+        metered("recomputed backward", partial(hop.compute, number + 1000, Work.BACKWARD))
+    found["resident"] = (METER.live - before) / count
+    return found
+
+
+def graph_bytes() -> dict[str, float]:
+    """Bytes of the device that a kept visit holds for each token, block and unit of width, by how many of the four
+    blocks have their graphs kept."""
+    manifest = small_manifest(model={**small_table(), "dtype": "bfloat16"}, stages={"blocks": [1, 4]})
+    passes = Hop(manifest, DEVICE, Codec.NONE).worker.passes
+    assert isinstance(passes, BlockByBlock)
+    source = source_of(manifest, 1).to(DEVICE)
+    passes.forward(source, ())  # what is made once, is
+    found: dict[str, float] = {}
+    for graphs in range(passes.blocks + 1):
+        gc.collect()
+        before = METER.live
+        visit = passes.forward(source, (), graphs=graphs).kept()
+        gc.collect()
+        found[str(graphs)] = (METER.live + source.nbytes - before) / (source.numel() * passes.blocks)
+        del visit
+    return found
+
+
+def dropped_graph_bytes() -> int:
+    """Bytes of the device that are left of a first visit, whose graph was measured, when it has been forgotten."""
+    hop = Hop(small_manifest(model__dtype="bfloat16"), DEVICE, Codec.NONE, NO_GRAPHS)
+    gc.collect()
+    before = METER.live
+    hop.compute(0, Work.FORWARD)
+    hop.worker.forget(0)
+    gc.collect()
+    return METER.live - before
+
+
+def main() -> None:
+    answer: dict[str, Any] = {}
+    for dtype in ("float32", "bfloat16"):
+        manifest = small_manifest(model={**small_table(), "dtype": dtype})
+        wanted = all_jobs(manifest, CPU)
+        with pretended():
+            found = all_jobs(manifest, DEVICE)
+        assert found.numbers.keys() == wanted.numbers.keys()
+        answer[dtype] = {
+            "waits": found.waits,
+            "differences": {
+                name: ((tensor - wanted.numbers[name]).abs().max() / wanted.numbers[name].abs().max()).item()
+                for name, tensor in found.numbers.items()
+            },
+        }
+    with pretended():
+        answer["bytes"] = parameter_bytes()
+        answer["graph"] = graph_bytes()
+        answer["dropped"] = dropped_graph_bytes()
+    print(json.dumps(answer))
+
+
+def small_table() -> dict[str, Any]:
+    return {"vocabulary": 257, "hidden": 64, "heads": 4, "kv_heads": 2, "feed_forward": 96, "sequence": 16}
+
+
+if __name__ == "__main__":
+    main()

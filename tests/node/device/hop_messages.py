@@ -1,0 +1,48 @@
+"""A hop on any device, with messages for it whose tensors follow from their numbers."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from node.pipeline.interfaces import Job, Output
+from node.pipeline.stage_worker import HopWorker, host_hop
+from node.pipeline.tensor_io import tensor_of
+from protocol.codecs import Encoded, encode
+from protocol.manifest.manifest import Manifest
+from swarm.pipeline.custody_states import Key, Work
+from swarm.vocabulary.pipeline_messages import Purpose
+from swarm.vocabulary.types import Codec, MicrobatchId, ModuleId, PeerId
+
+CPU: Final = torch.device("cpu")
+MANY_GRAPHS: Final = 2**30
+
+
+def sent(output: Output) -> Tensor:
+    """As its receiver has it."""
+    assert output.tensor is not None
+    return tensor_of(Encoded(output.tensor.spec, memoryview(bytearray(output.tensor.data))), CPU)
+
+
+def source_of(manifest: Manifest, number: int) -> Tensor:
+    kind = torch.bfloat16 if manifest.model.dtype == "bfloat16" else torch.float32
+    return torch.randn(manifest.hidden_shape, generator=torch.Generator().manual_seed(number)).to(kind)
+
+
+class Hop:
+    """A replica of module 1, with messages for it."""
+
+    def __init__(self, manifest: Manifest, device: torch.device, codec: Codec, budget: int = MANY_GRAPHS) -> None:
+        self.manifest, self.codec = manifest, codec
+        self.worker: HopWorker = host_hop(manifest, ModuleId(1), device, budget)
+
+    def job(self, number: int, work: Work, purpose: Purpose = Purpose.TRAIN) -> Job:
+        key = Key(MicrobatchId(PeerId("data"), number), 0)
+        there = encode(source_of(self.manifest, number), self.codec) if work is not Work.BACKWARD else None
+        back = encode(source_of(self.manifest, number + 100), self.codec) if work is not Work.FORWARD else None
+        return Job(number, key, work, purpose, there, back, codec=self.codec)
+
+    def compute(self, number: int, work: Work, purpose: Purpose = Purpose.TRAIN) -> Tensor:
+        return sent(self.worker.compute(self.job(number, work, purpose)))

@@ -1,0 +1,110 @@
+"""Every kind of job on a device that is not the CPU: nothing mixes the two, results are the CPU's, and waits and memory
+are held by numbers."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+pytestmark = pytest.mark.timeout(300)  # ten seconds of computing, which a busy machine makes minutes
+
+ROOT: Final = Path(__file__).parent.parent.parent.parent
+ALLOWED: Final = {
+    "FORWARD": {"NONE": 2, "BF16": 2, "INT8": 6},
+    "BACKWARD": {"NONE": 2, "BF16": 2, "INT8": 6},
+    "BACKWARD recomputed": {"NONE": 2, "BF16": 2, "INT8": 6},
+    "EVALUATE": {"NONE": 2, "BF16": 2, "INT8": 6},
+    "REPLAY": {"NONE": 3, "BF16": 3, "INT8": 8},
+    "retract": {"NONE": 1, "BF16": 1, "INT8": 2},
+    "step": {"NONE": 1, "BF16": 1, "INT8": 1},
+    "embed": {"NONE": 2, "BF16": 2, "INT8": 5},
+    "loss": {"NONE": 5, "BF16": 5, "INT8": 9},
+    "finish": {"NONE": 3, "BF16": 3, "INT8": 4},
+    "evaluate loss": {"NONE": 4, "BF16": 4, "INT8": 5},
+    "step of stage 0": {"NONE": 1, "BF16": 1, "INT8": 1},
+}
+"""Waits for the device, by job and codec. Each is a moment in which a GPU has nothing to do."""
+FARTHEST: Final = {"float32": 1e-3, "bfloat16": 0.03}
+"""Of a result from the CPU's, relative to the largest: kernels that are composed of others there are one here."""
+MOST_BYTES: Final = {"resident": 18.1, "forward": 18.2, "backward": 18.4, "step": 18.1, "recomputed backward": 18.4}
+"""For each parameter, in bfloat16 with AdamW: 4 of itself, 2 of its narrow copy, 8 of moments, 4 of the sum."""
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    command = [sys.executable, "-P", "-m", "tests.node.device.every_job"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ran = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    answer: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
+    return answer
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_results_are_those_of_the_cpu(found: dict[str, Any], dtype: str) -> None:
+    differences = found[dtype]["differences"]
+    assert len(differences) > 50
+    assert {name: off for name, off in differences.items() if not off <= FARTHEST[dtype]} == {}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("job", "codec"), [(job, codec) for job, by_codec in ALLOWED.items() for codec in by_codec])
+def test_no_job_waits_for_the_device_more_often_than_it_must(
+    found: dict[str, Any], dtype: str, job: str, codec: str
+) -> None:
+    waits = found[dtype]["waits"][f"{job} {codec}"]
+    assert sum(waits.values()) == ALLOWED[job][codec], waits
+
+
+@pytest.mark.parametrize("moment", MOST_BYTES)
+def test_a_parameter_takes_no_more_memory_than_this(found: dict[str, Any], moment: str) -> None:
+    assert MOST_BYTES[moment] - 0.5 < found["bytes"][moment] <= MOST_BYTES[moment]
+
+
+def test_a_kept_visit_takes_its_blocks_inputs_and_the_graphs_there_is_room_for(found: dict[str, Any]) -> None:
+    graph = found["graph"]
+    assert graph["0"] <= 2.2, "the inputs alone, in bfloat16"
+    for more in range(1, 5):
+        assert 8 < graph[str(more)] - graph[str(more - 1)] < 16, "a quarter of a whole graph's each"
+
+
+def test_a_measured_graph_that_is_not_kept_leaves_nothing(found: dict[str, Any]) -> None:
+    assert found["dropped"] == 0
+
+
+def test_mixing_the_device_with_the_cpu_raises() -> None:
+    code = """
+import torch
+from tests.node.device.pretend import DEVICE, METER, pretended
+with pretended():
+    there = torch.ones(4).to(DEVICE)
+    try:
+        there + torch.ones(4)
+    except RuntimeError as error:
+        assert "same device" in str(error)
+    else:
+        raise SystemExit("mixed")
+    try:
+        there.numpy()
+    except TypeError:
+        pass
+    else:
+        raise SystemExit("numpy read the device")
+    assert METER.live == 16 and sum(METER.waits.values()) == 1 and METER.copied == 16, METER.waits
+    assert there.sum().item() == 4 and sum(METER.waits.values()) == 2
+    twice = there.view(2, 2)
+    del there
+    assert METER.live == 16, "a view holds the memory"
+    del twice
+    assert METER.live == 0 and METER.peak >= 16
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, env={**os.environ}
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
