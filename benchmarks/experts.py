@@ -132,7 +132,7 @@ def rerouted(
         text, prefix = fragment.tokens, manifest.route_prefix
         if text.size <= prefix:
             continue
-        once = best_route(fragment.affinity)
+        once = best_route(router.affinity(fragment.name, fragment.opening))
         losses = _losses_on_all_routes(model, manifest, text)
         sums["once"] += float(losses[once][prefix:].sum())
         tokens += text.size - prefix

@@ -411,6 +411,10 @@ class RoutingSection(Section):
     """BLAKE3 of the router's bytes, which peers give each other."""
     prefix: Annotated[int, Field(ge=8, le=4096)] = DEFAULT_PREFIX
     """The first tokens of a document, by which its route is chosen."""
+    reshard: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.0
+    """The share of documents that are also scored on other experts than their own. From these scores the router goes on
+    learning: its tables are then parameters of stage 0. 0 keeps it as it is."""
+    added_later: ClassVar[frozenset[str]] = frozenset({"reshard"})
 
 
 class Manifest(Section):
@@ -439,6 +443,11 @@ class Manifest(Section):
         if not self.stages.has_experts:
             return 0
         return DEFAULT_PREFIX if self.routing is None else self.routing.prefix
+
+    @property
+    def reshards(self) -> bool:
+        """Whether the router goes on learning while the run trains."""
+        return self.routing is not None and self.routing.reshard > 0
 
     @property
     def microbatch_tokens(self) -> int:
@@ -495,6 +504,8 @@ class Manifest(Section):
     def _starts_whole(self) -> Self:
         if self.start is not None and len(self.start.modules) != self.stages.count:
             raise ValueError(f"start.modules must have one digest for each of the {self.stages.count} stages")
+        if self.start is not None and self.reshards:
+            raise ValueError("routing.reshard must not be given in a run that starts from an existing model")
         return self
 
     @model_validator(mode="after")

@@ -1,0 +1,144 @@
+"""What a data node's router learns from documents that were scored on several experts.
+
+The latest of them are kept. For each stage a softmax over its experts' scores is moved towards the experts that
+`swarm.experts.resharding` gives the documents to, by some steps of gradient descent on the tables; then the biases even
+out the shares. The descent begins where the tables are and is drawn back to the manifest's, which were fitted to many
+more documents. (The scores that were taken with older parameters stay: experts change little within so few documents.)
+
+Source: DiPaCo (arXiv:2403.10616) section 2.4, logistic regression of the best path on a document's features.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from node.experts.route_tables import UNIT, Values
+from node.experts.router import BUCKETS, MAX_ENTRY, Router, Tokens, buckets
+from swarm.experts.resharding import even_prices, wanted_experts
+
+KEPT: Final = 256
+"""Documents."""
+FIRST_AT: Final = 32
+"""Documents: from fewer nothing is learnt."""
+EVERY: Final = 16
+"""Documents from one time to the next."""
+DESCENT: Final = 40
+"""Steps."""
+RATE: Final = 1.0
+MOMENTUM: Final = 0.9
+SHRINK: Final = 1e-3
+"""As in the fit: the weight of the square of what is added to the manifest's tables."""
+MARGIN: Final = 2.0
+"""Logits between the best and the second best expert of a document in the middle of the kept ones. The integers'
+scale says nothing of how sure they are."""
+MOST_UNEVEN: Final = 4096
+"""Of the router's integers for each token of the prefix: far more than entries can differ."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ScoredDocument:
+    """A document that was scored on the alternatives to its route."""
+
+    opening: Tokens
+    """By which it is routed."""
+    regrets: tuple[tuple[float, ...], ...]
+    """Of each stage after stage 0 and each of its experts."""
+
+
+class TableLearner:
+    """One data node's. Not a part of what is saved: after a start it waits for new documents.
+
+    Args:
+        first: the router that the manifest names.
+    """
+
+    def __init__(self, first: Router) -> None:
+        self.documents = 0
+        """Scored since the start."""
+        self._first = first
+        self._kept: deque[ScoredDocument] = deque(maxlen=KEPT)
+        self._since = 0
+
+    def add(self, document: ScoredDocument) -> bool:
+        """Keeps a document; returns whether it is time to learn."""
+        self._kept.append(document)
+        self.documents += 1
+        self._since += 1
+        return len(self._kept) >= FIRST_AT and self._since >= EVERY
+
+    def learn(self, entries: Values, bias: Values) -> tuple[Values, Values]:
+        """What is to be added to the tables now.
+
+        Args:
+            entries, bias: of `RouteTables`, as they are.
+        """
+        self._since = 0
+        kept = tuple(self._kept)
+        counts = np.zeros((len(kept), BUCKETS), np.float32)
+        for row, document in zip(counts, kept, strict=True):
+            np.add.at(row, buckets(document.opening), 1)
+        more_entries, more_bias = np.zeros_like(entries), np.zeros_like(bias)
+        at = 0
+        for stage, table in enumerate(self._first.tables):
+            if table is None:
+                continue
+            part = slice(at, at + len(table.bias))
+            at = part.stop
+            told = [document.regrets[stage] for document in kept]
+            first = table.entries.astype(np.float32)
+            shift = table.bias.astype(np.float32) / np.float32(MAX_ENTRY * self._first.prefix)
+            moved = _descended(counts, first, entries[part], (bias[part] + shift) * self._bias_unit, told)
+            more_entries[part] = moved - entries[part]
+            more_bias[part] = self._evened(counts, first + moved * UNIT, bias[part] + shift) - shift - bias[part]
+        return more_entries, more_bias
+
+    @property
+    def _bias_unit(self) -> np.float32:
+        return np.float32(MAX_ENTRY * self._first.prefix)
+
+    def _evened(self, counts: Values, table: Values, bias: Values) -> Values:
+        """The biases by which the kept documents are shared out evenly."""
+        scores = counts @ table.T + bias * self._bias_unit
+        prices = even_prices((-scores).tolist(), float(np.ptp(scores)) or 1.0)
+        found: Values = (bias - np.array(prices, np.float32) / self._bias_unit).astype(np.float32)
+        return found
+
+
+def _descended(
+    counts: Values, first: Values, added: Values, bias: Values, told: Sequence[Sequence[float]]
+) -> npt.NDArray[np.float32]:
+    """What is to be added to the first table of one stage, in its place: [experts, BUCKETS].
+
+    Args:
+        counts: [documents, BUCKETS].
+        first: the manifest's integers, [experts, BUCKETS].
+        added: to these by now, in UNITs.
+        bias: of the two together, integers, [experts].
+        told: regrets, of each document on each expert.
+    """
+    wanted = wanted_experts(told)
+    aims = np.eye(len(first), dtype=np.float32)[[of.expert for of in wanted]]
+    weights = np.array([of.weight for of in wanted], np.float32)[:, None] / np.float32(len(wanted))
+    fixed = counts @ first.T + bias
+    margin = float(np.median(np.ptp(fixed + counts @ added.T * UNIT, axis=1))) or 1.0
+    length = np.float32(max(float(np.sqrt((counts**2).sum(axis=1).mean())), 1e-9))
+    scale = np.float32(MARGIN / margin)
+    # In these units a step is as large as in the fit: features of length 1, and logits that are their product.
+    inner = np.float32(UNIT * scale * length)
+    features, logits_before = counts / length, fixed * scale
+    table, speed = added * inner, np.zeros_like(added)
+    for _ in range(DESCENT):
+        logits = logits_before + features @ table.T
+        odds = np.exp(logits - logits.max(axis=1, keepdims=True))
+        odds /= odds.sum(axis=1, keepdims=True)
+        gradient = (weights * (odds - aims)).T @ features + np.float32(SHRINK) * table
+        speed = np.float32(MOMENTUM) * speed - np.float32(RATE) * gradient
+        table = table + speed
+    found: npt.NDArray[np.float32] = (table / inner).astype(np.float32)
+    return found
