@@ -23,11 +23,11 @@ Values = npt.NDArray[np.float32]
 
 ENTRIES: Final = "routing.entries"
 BIAS: Final = "routing.bias"
-UNIT: Final = np.float32(MAX_ENTRY)
-"""Of the router's integers for each 1.0 here: parameters are as large as others of the model, so that they have a like
-part in the norm by which contributions are judged."""
-LIMIT: Final = np.float32(2.0)
-"""More is not added to an entry, whatever was averaged: then it is at the other end of its range."""
+UNIT: Final = np.float32(512)
+"""Of the router's integers for each 1.0 here: so what is learnt is no larger than what other parameters change by, and
+has no more than its part in the norm by which contributions are judged."""
+LIMIT: Final = np.float32(0.5)
+"""More is not added to an entry, whatever was averaged: with it any is at the other end of its range."""
 
 
 def table_shapes(manifest: Manifest) -> dict[str, tuple[int, ...]]:
@@ -41,7 +41,7 @@ def table_shapes(manifest: Manifest) -> dict[str, tuple[int, ...]]:
 class RouteTables(nn.Module):
     """What is added to the tables of the stages with several experts, one after the other: 0 to begin with.
 
-    `bias` is in units of one entry for each token of the prefix.
+    A bias is in units of an entry for each token of the prefix.
     """
 
     def __init__(self, manifest: Manifest) -> None:
@@ -85,7 +85,7 @@ def trained_router(first: Router, parameters: Mapping[str, Tensor]) -> Router:
         parameters: of an anchor of stage 0, the tables among them; float32.
     """
     entries = _integers(parameters[ENTRIES], UNIT)
-    bias = _integers(parameters[BIAS], np.float32(MAX_ENTRY * first.prefix))
+    bias = _integers(parameters[BIAS], bias_unit(first.prefix))
     tables: list[StageTable | None] = []
     at = 0
     for table in first.tables:
@@ -98,6 +98,11 @@ def trained_router(first: Router, parameters: Mapping[str, Tensor]) -> Router:
         tables.append(StageTable(moved, shifted, table.shares))
         at = end
     return Router(tuple(tables), first.prefix)
+
+
+def bias_unit(prefix: int) -> np.float32:
+    """The router's integers for each 1.0 of a bias."""
+    return np.float32(UNIT * np.float32(prefix))
 
 
 def _integers(values: Tensor, unit: np.float32) -> npt.NDArray[np.int64]:

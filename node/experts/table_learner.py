@@ -16,10 +16,9 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
-from node.experts.route_tables import UNIT, Values
-from node.experts.router import BUCKETS, MAX_ENTRY, Router, Tokens, buckets
+from node.experts.route_tables import UNIT, Values, bias_unit
+from node.experts.router import BUCKETS, Router, Tokens, buckets
 from swarm.experts.resharding import even_prices, wanted_experts
 
 KEPT: Final = 256
@@ -35,10 +34,8 @@ MOMENTUM: Final = 0.9
 SHRINK: Final = 1e-3
 """As in the fit: the weight of the square of what is added to the manifest's tables."""
 MARGIN: Final = 2.0
-"""Logits between the best and the second best expert of a document in the middle of the kept ones. The integers'
-scale says nothing of how sure they are."""
-MOST_UNEVEN: Final = 4096
-"""Of the router's integers for each token of the prefix: far more than entries can differ."""
+"""Logits between the best and the second best expert of a document in the middle of the kept ones, by the manifest's
+table: how sure it is, its integers do not say."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,46 +89,40 @@ class TableLearner:
             at = part.stop
             told = [document.regrets[stage] for document in kept]
             first = table.entries.astype(np.float32)
-            shift = table.bias.astype(np.float32) / np.float32(MAX_ENTRY * self._first.prefix)
-            moved = _descended(counts, first, entries[part], (bias[part] + shift) * self._bias_unit, told)
+            scores = counts @ table.entries.T.astype(np.float32) + table.bias
+            shift = bias[part] * bias_unit(self._first.prefix)
+            moved = _descended(counts, scores, shift, entries[part], told)
+            prices = _prices(scores + shift + counts @ moved.T * UNIT)
             more_entries[part] = moved - entries[part]
-            more_bias[part] = self._evened(counts, first + moved * UNIT, bias[part] + shift) - shift - bias[part]
+            more_bias[part] = -prices / bias_unit(self._first.prefix)
         return more_entries, more_bias
 
-    @property
-    def _bias_unit(self) -> np.float32:
-        return np.float32(MAX_ENTRY * self._first.prefix)
 
-    def _evened(self, counts: Values, table: Values, bias: Values) -> Values:
-        """The biases by which the kept documents are shared out evenly."""
-        scores = counts @ table.T + bias * self._bias_unit
-        prices = even_prices((-scores).tolist(), float(np.ptp(scores)) or 1.0)
-        found: Values = (bias - np.array(prices, np.float32) / self._bias_unit).astype(np.float32)
-        return found
+def _prices(scores: Values) -> Values:
+    """What is taken from each expert's scores so that the documents, [documents, experts], are shared out evenly."""
+    return np.array(even_prices((-scores).tolist(), float(np.ptp(scores)) or 1.0), np.float32)
 
 
-def _descended(
-    counts: Values, first: Values, added: Values, bias: Values, told: Sequence[Sequence[float]]
-) -> npt.NDArray[np.float32]:
-    """What is to be added to the first table of one stage, in its place: [experts, BUCKETS].
+def _descended(counts: Values, first: Values, shift: Values, added: Values, told: Sequence[Sequence[float]]) -> Values:
+    """What is to be added to the entries of one stage in the place of what is: [experts, BUCKETS].
 
     Args:
         counts: [documents, BUCKETS].
-        first: the manifest's integers, [experts, BUCKETS].
-        added: to these by now, in UNITs.
-        bias: of the two together, integers, [experts].
+        first: scores by the manifest's table, [documents, experts].
+        shift: by which the biases differ from those, [experts].
+        added: to the entries by now, in UNITs.
         told: regrets, of each document on each expert.
     """
     wanted = wanted_experts(told)
-    aims = np.eye(len(first), dtype=np.float32)[[of.expert for of in wanted]]
+    aims = np.eye(first.shape[1], dtype=np.float32)[[of.expert for of in wanted]]
     weights = np.array([of.weight for of in wanted], np.float32)[:, None] / np.float32(len(wanted))
-    fixed = counts @ first.T + bias
-    margin = float(np.median(np.ptp(fixed + counts @ added.T * UNIT, axis=1))) or 1.0
+    ordered = np.sort(first, axis=1)
+    margin = float(np.median(ordered[:, -1] - ordered[:, -2])) or 1.0
     length = np.float32(max(float(np.sqrt((counts**2).sum(axis=1).mean())), 1e-9))
     scale = np.float32(MARGIN / margin)
     # In these units a step is as large as in the fit: features of length 1, and logits that are their product.
     inner = np.float32(UNIT * scale * length)
-    features, logits_before = counts / length, fixed * scale
+    features, logits_before = counts / length, (first + shift) * scale
     table, speed = added * inner, np.zeros_like(added)
     for _ in range(DESCENT):
         logits = logits_before + features @ table.T
@@ -140,5 +131,4 @@ def _descended(
         gradient = (weights * (odds - aims)).T @ features + np.float32(SHRINK) * table
         speed = np.float32(MOMENTUM) * speed - np.float32(RATE) * gradient
         table = table + speed
-    found: npt.NDArray[np.float32] = (table / inner).astype(np.float32)
-    return found
+    return np.asarray(table / inner, np.float32)

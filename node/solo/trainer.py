@@ -28,7 +28,7 @@ from node.data.documents import Documents
 from node.data.feed import TrainingFeed, open_documents
 from node.data.packing import Microbatch
 from node.experts.route_tables import route_tables
-from node.experts.router import Router
+from node.experts.router import DocumentRouter, Router
 from node.model import passes as visit
 from node.model.device import device_errors, flushed_denormals
 from node.model.initialization import parameters_of
@@ -264,6 +264,11 @@ class SoloTrainer:
         self._turns: Counter[Route] = Counter()
         self._completed = 0
         """At stage 0's last step."""
+
+    @property
+    def router(self) -> DocumentRouter | None:
+        """The newest: with what stage 0's last outer step has made of it, in a run whose router goes on learning."""
+        return self._resharding.routers.newest().router
 
     def save(self, folder: CheckpointFolder) -> None:
         """Saves the model as it was after stage 0's last step, and the text's position there. Errors as `save_solo`.

@@ -1,7 +1,8 @@
 """What documents that were scored on several experts tell about who is to have them (discriminative re-sharding).
 
-A document is scored on its own route and on every route that differs from it in one stage, so each stage's experts are
-compared with the rest of the route as it is. Who fits a document best would starve the others, as without a limit in
+A document is scored on all routes where there are few: whoever is on a wrong route may be better off on none that
+differs from it in one stage. Among many it is scored on its own and on each that differs in one stage, so that a
+stage's experts are compared with the rest of the route as it is. Who fits a document best would starve the others, as without a limit in
 the router's fit: each expert has a price, the same for all documents, by which they get equal shares of them, and a
 document's place is where its loss and the price together are the least. What it weighs in the router's learning is how
 much it would lose elsewhere, and never more than one document: so experts that are still alike teach nothing, and one
@@ -16,16 +17,21 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Final
 
 from swarm.vocabulary.types import Reasoned, Route
 
+MOST_ROUTES: Final = 16
+"""A document is scored on all routes of a run that has no more."""
 MOST_REGRET: Final = 1.0
 """Nats per token: a larger difference between two experts counts as this one."""
 FULL_WEIGHT: Final = 0.05
 """Nats per token: a document that would lose so much by going elsewhere counts in full."""
 EVEN: Final = 1.05
-"""The largest share may be so many times the mean one."""
+"""The largest share may be so many times the mean one, and DEVIATIONS of what it is by chance among so few documents
+more: else some would have to leave the experts that fit them because of who happened to be drawn."""
+DEVIATIONS: Final = 2.0
 ITERATIONS: Final = 40
 """Of the search for prices."""
 
@@ -40,11 +46,14 @@ class Wanted:
 
 
 def alternatives(route: Route, experts: Sequence[int]) -> tuple[Route, ...]:
-    """The routes on which a document is scored: its own first, then all that differ from it in one stage.
+    """The routes on which a document is scored, its own first: all, or those that differ from it in one stage at most.
 
     Args:
         experts: of each stage after stage 0.
     """
+    if math.prod(experts) <= MOST_ROUTES:
+        every = product(*(range(count) for count in experts))
+        return (route, *(other for other in every if other != route))
     others = [
         (*route[:stage], expert, *route[stage + 1 :])
         for stage, count in enumerate(experts)
@@ -57,7 +66,8 @@ def alternatives(route: Route, experts: Sequence[int]) -> tuple[Route, ...]:
 def regrets(
     route: Route, experts: Sequence[int], losses: Sequence[float]
 ) -> Reasoned[tuple[tuple[float, ...], ...] | None]:
-    """What a document loses on each expert of each stage against its own route, nats per token within MOST_REGRET.
+    """What a document loses on each expert of each stage, by the best route that was tried through it, against its own
+    route: nats per token within MOST_REGRET.
 
     Args:
         losses: of each of `alternatives(route, experts)`.
@@ -67,13 +77,13 @@ def regrets(
     """
     if not all(math.isfinite(loss) and loss >= 0 for loss in losses):
         return Reasoned(None, "a loss is not finite or negative")
-    own, found = losses[0], iter(losses[1:])
+    tried = list(zip(alternatives(route, experts), losses, strict=True))
     told = tuple(
         tuple(
-            0.0 if expert == taken else min(MOST_REGRET, max(-MOST_REGRET, next(found) - own))
+            min(MOST_REGRET, max(-MOST_REGRET, min(loss for by, loss in tried if by[stage] == expert) - losses[0]))
             for expert in range(count)
         )
-        for taken, count in zip(route, experts, strict=True)
+        for stage, count in enumerate(experts)
     )
     return Reasoned(told, f"scored on {len(losses)} routes")
 
@@ -87,6 +97,7 @@ def even_prices(costs: Sequence[Sequence[float]], largest: float) -> list[float]
         largest: price that is asked at most, also negative.
     """
     experts = len(costs[0])
+    allowed = (EVEN + DEVIATIONS * math.sqrt((experts - 1) / len(costs))) * len(costs) / experts
     prices, step = [0.0] * experts, largest / 2
     best, evenest = prices, math.inf
     for _ in range(ITERATIONS):
@@ -95,7 +106,7 @@ def even_prices(costs: Sequence[Sequence[float]], largest: float) -> list[float]
             shares[_cheapest(of, prices)] += 1
         if max(shares) < evenest:
             best, evenest = prices, max(shares)
-        if max(shares) * experts <= EVEN * len(costs):
+        if max(shares) <= allowed:
             break
         excess = [share * experts / len(costs) - 1 for share in shares]
         most = max(map(abs, excess))
