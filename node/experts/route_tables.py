@@ -108,4 +108,5 @@ def bias_unit(prefix: int) -> np.float32:
 def _integers(values: Tensor, unit: np.float32) -> npt.NDArray[np.int64]:
     """What is not finite counts as nothing."""
     bounded = np.clip(np.nan_to_num(values.detach().cpu().numpy(), nan=0.0, posinf=0.0, neginf=0.0), -LIMIT, LIMIT)
-    return np.rint(bounded * unit).astype(np.int64)
+    found: npt.NDArray[np.int64] = np.rint(bounded * unit).astype(np.int64)
+    return found

@@ -146,7 +146,12 @@ def read_router(data: bytes, manifest: Manifest) -> Router:
             f"the router of run {manifest.name} has the BLAKE3 hash {manifest.routing.router}, this is another one",
             hint="Take the file that `skipstone new` wrote beside the manifest, or join by a link.",
         )
-    router = parse_router(data)
+    return check_fits(parse_router(data), manifest)
+
+
+def check_fits(router: Router, manifest: Manifest) -> Router:
+    """The router, if it is for the stages and the prefix of this manifest. Raises StateError when it is not."""
+    assert manifest.routing is not None, "whoever asks for a router has a run with one"
     if router.experts != manifest.stages.experts_of_each or router.prefix != manifest.routing.prefix:
         raise StateError(
             f"the router is for stages of {router.experts} experts and a prefix of {router.prefix} tokens; the manifest"

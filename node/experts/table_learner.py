@@ -88,8 +88,7 @@ class TableLearner:
             part = slice(at, at + len(table.bias))
             at = part.stop
             told = [document.regrets[stage] for document in kept]
-            first = table.entries.astype(np.float32)
-            scores = counts @ table.entries.T.astype(np.float32) + table.bias
+            scores = counts @ table.entries.T.astype(np.float32) + table.bias.astype(np.float32)
             shift = bias[part] * bias_unit(self._first.prefix)
             moved = _descended(counts, scores, shift, entries[part], told)
             prices = _prices(scores + shift + counts @ moved.T * UNIT)

@@ -2,11 +2,13 @@
 
 A document is scored on all routes where there are few: whoever is on a wrong route may be better off on none that
 differs from it in one stage. Among many it is scored on its own and on each that differs in one stage, so that a
-stage's experts are compared with the rest of the route as it is. Who fits a document best would starve the others, as without a limit in
-the router's fit: each expert has a price, the same for all documents, by which they get equal shares of them, and a
-document's place is where its loss and the price together are the least. What it weighs in the router's learning is how
-much it would lose elsewhere, and never more than one document: so experts that are still alike teach nothing, and one
-false score no more than one true one.
+stage's experts are compared with the rest of the route as it is.
+
+If each went to who fits it best, some experts would starve, as without a limit in the router's fit: each expert has a
+price, the same for all documents, by which they get about equal shares of them, and a document's place is where its
+loss and the price together are the least. What it weighs in the router's learning is how much it would lose elsewhere,
+and never more than one document: so experts that are still alike teach nothing, and one false score no more than one
+true one.
 
 Sources: DiPaCo (arXiv:2403.10616) section 2.4, discriminative routing; prices as the biases of Wang et al. 2024
 (arXiv:2408.15664), which even out the load of experts without a loss of its own.
