@@ -127,7 +127,7 @@ def run(arm: Arm, domains: Sequence[Domain], arguments: argparse.Namespace, seed
                 some = texts[:: max(1, len(texts) // 50)]
                 curve.append([trainer.steps, round(evaluate(model, some)["loss"], 4)])
         if arm.reshard and isinstance(trainer.router, Router):
-            moved = moved_by(router, trainer.router, measured)
+            moved = moved_by(router, trainer.router, measured) | {"by_first_router": evaluate(model, texts)["loss"]}
             router, measured = trainer.router, measured.routed_by(trainer.router)
             texts = list(held_out_microbatches(manifest, ALL, measured, prefix))
         result = evaluate(model, texts)
@@ -140,7 +140,8 @@ def run(arm: Arm, domains: Sequence[Domain], arguments: argparse.Namespace, seed
 
 
 def moved_by(before: Router | None, after: Router, documents: Documents) -> dict[str, Any]:
-    """How many documents have another route by the router that was learnt, and how many have each."""
+    """How many documents have another route by the router that was learnt, training and held-out ones together, and how
+    many have each."""
     assert before is not None, "a router learns from one"
     routes = [
         [best_route(router.affinity(fragment.name, fragment.opening)) for router in (before, after)]

@@ -207,9 +207,10 @@ class DocumentPacker:
 
     def _begin(self) -> None:
         """Sets what the documents of the block are routed by: of one that was begun before the same as then."""
-        saved = self.cursor.routed_by
-        self._router = self._routers.saved(saved) if saved else self._routers.newest()
-        self.cursor = replace(self.cursor, routed_by=self._router.saved)
+        at = self.cursor
+        is_begun = at.taken > 0 or at.routed_by
+        self._router = self._routers.saved(at.routed_by) if is_begun else self._routers.newest()
+        self.cursor = replace(at, routed_by=self._router.saved)
 
     def _taken_now(self, stretch: _Stretch, room: int) -> int:
         """How much of a document for which a block has no room left still goes into it."""

@@ -18,7 +18,7 @@ from protocol.manifest.manifest import Manifest, document_cost
 from swarm.experts.routes import best_route
 from swarm.vocabulary.types import Affinity
 
-FEWEST_SCORED: Final = 32
+FEWEST_SCORED: Final = 16
 """Tokens: the mean loss of fewer says more of them than of the experts."""
 
 

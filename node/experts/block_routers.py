@@ -52,12 +52,14 @@ class BlockRouters:
         """That of a block which was begun before.
 
         Args:
-            text: `BlockRouter.saved`, not empty.
+            text: `BlockRouter.saved`.
 
         Raises:
             CorruptSnapshot: it is none.
             StateError: as `node.experts.router.parse_router`.
         """
+        if not text:
+            return BlockRouter(self._first)
         try:
             data = base64.b64decode(text, validate=True)
         except (binascii.Error, ValueError):
