@@ -28,7 +28,9 @@ BLOCK = 300
 
 def texts() -> Documents:
     random = np.random.default_rng(1)
-    contents = {f"{number:02}": bytes(random.integers(97, 123, 20 + 3 * number).astype(np.uint8)) for number in range(30)}
+    contents = {
+        f"{number:02}": bytes(random.integers(97, 123, 20 + 3 * number).astype(np.uint8)) for number in range(30)
+    }
     return Documents(Texts(contents), ByteTokenizer(), seed=9, router=FIRST)
 
 

@@ -39,7 +39,9 @@ def tables(values: tuple[Values, Values]) -> dict[str, torch.Tensor]:
 def right(router: Router, random: np.random.Generator) -> float:
     """Of new documents."""
     return float(
-        np.mean([best_route(router.affinity("", opening(number % 2, random)))[1] == number % 2 for number in range(400)])
+        np.mean(
+            [best_route(router.affinity("", opening(number % 2, random)))[1] == number % 2 for number in range(400)]
+        )
     )
 
 

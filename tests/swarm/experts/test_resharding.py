@@ -91,6 +91,6 @@ def test_what_chance_has_drawn_unevenly_stays_where_it_fits() -> None:
 
 def test_experts_that_are_alike_teach_nothing() -> None:
     assert all(each.weight == 0 for each in wanted_experts([(0.0, 0.0, 0.0)] * 50))
-    draw = random.Random(1)  # noqa: S311
+    draw = random.Random(1)
     noisy = [(0.0, draw.gauss(0, 0.001)) for _ in range(100)]
     assert sum(each.weight for each in wanted_experts(noisy)) < 3
