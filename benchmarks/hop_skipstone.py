@@ -36,7 +36,9 @@ from protocol.identity.keys import Identity
 from protocol.identity.route_signatures import Routes
 from protocol.interfaces.clock import SystemClock
 from protocol.interfaces.tensor_spec import TensorSpec
-from protocol.manifest.manifest import Manifest, ModelSection, StagesSection, TrainingSection
+from protocol.manifest.manifest import Manifest, StagesSection
+from protocol.manifest.model import ModelSection
+from protocol.manifest.training import TrainingSection
 from protocol.transport.grpc_transport import GrpcTransport
 from protocol.transport.settings import TransportSettings
 from swarm.membership.membership import Membership

@@ -38,7 +38,7 @@ from typing import Any, Final
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from node.data.document_packer import BLOCK_MICROBATCHES, MOST_DOCUMENTS, tokens_of_block, tokens_of_last
-from protocol.manifest.manifest import ModelSection, quadratic_share
+from protocol.manifest.model import ModelSection, quadratic_share
 from swarm.workload.filling import Room
 from swarm.workload.packing import in_turns, pack
 

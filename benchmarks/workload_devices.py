@@ -27,7 +27,7 @@ from node.concurrency.device_threads import DeviceThreads
 from node.model.parts import build_block_stack
 from node.model.passes import OneDevice, Passes
 from node.pipeline.several_devices import Copies, SeveralDevices
-from protocol.manifest.manifest import quadratic_share
+from protocol.manifest.model import quadratic_share
 from swarm.vocabulary.types import ModuleId
 from swarm.workload.device_shares import deal, deal_cut, deal_whole
 

@@ -25,7 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.packing import Task, log_normal, ours
 from node.model.parts import build_block_stack
 from node.model.passes import backward, forward
-from protocol.manifest.manifest import Manifest, manifest_from_table, quadratic_share
+from protocol.manifest.manifest import Manifest, manifest_from_table
+from protocol.manifest.model import quadratic_share
 from swarm.vocabulary.types import ModuleId
 from swarm.workload.visit_cost import VisitCost
 

@@ -25,7 +25,8 @@ from node.data.packing import BLOCK_TOKENS, UNSCORED, Cursor, Microbatch, Sample
 from node.data.sampling import Sampler
 from node.data.tokenizers import Tokens
 from node.experts.block_routers import BlockRouter, BlockRouters
-from protocol.manifest.manifest import Manifest, document_cost, quadratic_share
+from protocol.manifest.manifest import Manifest
+from protocol.manifest.model import document_cost, quadratic_share
 from swarm.experts.routes import best_route, in_shares
 from swarm.vocabulary.types import Affinity, Route
 from swarm.workload.filling import Piece, Room

@@ -15,7 +15,8 @@ from node.data.sources import open_source
 from node.data.tokenizers import open_tokenizer
 from node.experts.block_routers import BlockRouters
 from node.experts.router import DocumentRouter, Router, document_router
-from protocol.manifest.manifest import Manifest, document_cost
+from protocol.manifest.manifest import Manifest
+from protocol.manifest.model import document_cost
 from swarm.vocabulary.errors import ConfigError
 from swarm.vocabulary.types import PeerId
 

@@ -14,7 +14,8 @@ import torch
 from node.data.documents import Fragment, is_drawn
 from node.data.packing import UNSCORED, Microbatch, Sample
 from node.data.tokenizers import Tokens
-from protocol.manifest.manifest import Manifest, document_cost
+from protocol.manifest.manifest import Manifest
+from protocol.manifest.model import document_cost
 from swarm.experts.routes import best_route
 from swarm.vocabulary.types import Affinity
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from protocol.manifest.manifest import Manifest, ModelSection
+from protocol.manifest.manifest import Manifest
+from protocol.manifest.model import ModelSection
 
 Json = dict[str, Any]
 

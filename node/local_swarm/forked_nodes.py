@@ -19,9 +19,10 @@ REAP_S: Final = 5.0
 """For the server to tell how a node that has been killed ended."""
 
 
-def may_fork() -> bool:
-    """Whether this system has what the server needs, and processes of one thread may be forked safely."""
-    return sys.platform == "linux"
+def may_fork(command: Sequence[str]) -> bool:
+    """Whether a fork is as good as this command: it starts a node of this program, and the system has what the server
+    needs, and lets processes of one thread be forked safely."""
+    return sys.platform == "linux" and tuple(command) == (sys.executable, "-P", "-m", "node")
 
 
 class ForkServer:

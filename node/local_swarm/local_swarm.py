@@ -51,11 +51,12 @@ class LocalSwarm:
     ) -> None:
         """`command` is started in place of `python -m node`, with the same arguments.
 
-        Nodes without a command of their own are forked where that can be done: they start in half the time.
+        Where none is given nodes are forked, if that can be done: they start in half the time.
         """
         self._manifest = manifest
         self._options = options
         self._command = tuple(command or node_command())
+        self._may_fork = command is None and may_fork(self._command)
         self._forks: ForkServer | None = None
         self._places = places
         self._stop_limit_s = stop_limit_s
@@ -79,7 +80,7 @@ class LocalSwarm:
             ResourceExhausted: no temporary folder or port could be had.
         """
         self._setup = LocalSetup(self._manifest, self._options, self._places)
-        if self._command == node_command() and may_fork():
+        if self._may_fork:
             self._forks = ForkServer(self._setup.environment())
         await self._tasks.__aenter__()
         self._tasks.create_task(self._stop_when_asked())

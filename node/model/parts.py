@@ -19,7 +19,8 @@ from torch.utils.checkpoint import checkpoint
 from node.model.blocks import Block, Documents, Embedding, Linear, RMSNorm, Rotary
 from node.model.initialization import initialise
 from node.model.shapes import EMBEDDING
-from protocol.manifest.manifest import Manifest, ModelSection
+from protocol.manifest.manifest import Manifest
+from protocol.manifest.model import ModelSection
 from swarm.vocabulary.types import ModuleId
 
 LOGITS_AT_ONCE: Final = 2**24

@@ -8,7 +8,8 @@ import math
 from collections.abc import Mapping
 from typing import Final
 
-from protocol.manifest.manifest import Manifest, ModelSection
+from protocol.manifest.manifest import Manifest
+from protocol.manifest.model import ModelSection
 from swarm.vocabulary.types import ModuleId
 
 Shape = tuple[int, ...]

@@ -24,7 +24,8 @@ from node.pipeline.interfaces import Job, Output
 from node.pipeline.several_devices import body_passes
 from node.pipeline.tensor_io import Wire
 from protocol.interfaces.tensor_spec import TensorSpec
-from protocol.manifest.manifest import Manifest, quadratic_share
+from protocol.manifest.manifest import Manifest
+from protocol.manifest.model import quadratic_share
 from swarm.pipeline.custody_states import Work
 from swarm.pipeline.ledger import DEFAULT_SLOTS
 from swarm.vocabulary.announcement import Speed

@@ -19,6 +19,7 @@ from node.concurrency.task_groups import task_scope
 from node.data.packing import Microbatch, Sample
 from node.experts.route_tables import RouteTables
 from node.experts.table_learner import ScoredDocument, TableLearner
+from node.observability.status import ScoringStatus
 from node.routing.evaluation import WINDOW, Evaluator
 from node.routing.launcher import Texts
 from swarm.experts.resharding import alternatives, regrets
@@ -57,6 +58,9 @@ class DocumentScoring:
     def documents(self) -> int:
         """Scored since the start."""
         return self._learner.documents
+
+    def status(self) -> ScoringStatus:
+        return ScoringStatus(self.documents, self.left_out)
 
     def ready(self) -> Microbatch | None:
         """The next text, as `node.routing.launcher.Texts`."""

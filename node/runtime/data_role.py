@@ -135,6 +135,7 @@ class DataRole:
             module_visits=_by_module(progress.visits) if self._has_experts else None,
             rerouted=_by_module(progress.routes.rerouted) if self._has_experts else None,
             routes=_routes(progress.routes) if self._has_experts else None,
+            scored=None if self._resharding is None else self._resharding.scoring.status(),
             measured=self._data_node.vouched.peers(),
             paths=self._negotiation.describe(progress.stage_visits),
             sizes=self._data_node.sizes.summary() if flights.counts.started else None,

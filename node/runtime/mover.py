@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from node.network.proofs import Proofs
 from node.network.session import NetworkSession
-from protocol.manifest.manifest import Manifest, block_parameters
+from protocol.manifest.manifest import Manifest
+from protocol.manifest.model import block_parameters
 from swarm.membership.capacity import Workload
 from swarm.membership.rebalancing import MoveRules, MoveWatch, Standing
 from swarm.vocabulary.types import ModuleId, Reasoned

@@ -1,13 +1,17 @@
-"""What every table of a manifest is.
+"""What every table of a manifest is, and the numbers that several of them have.
 
 It stands alone because the tables are in several modules.
 """
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
+
+Positive = Annotated[int, Field(gt=0)]
+Rate = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
 
 
 class Section(BaseModel):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from node.local_swarm.local_swarm import LocalSwarm
-from node.observability.events import PeerChange
+from node.observability.events import PeerChange, RoundCommitted
 from protocol.manifest.manifest import Manifest
 from tests.e2e.round_watch import LogTail, RoundWatch
 from tests.e2e.small_run import small_run
@@ -55,8 +55,9 @@ async def part(swarm: LocalSwarm, watch: RoundWatch, network: SplitNetwork, logs
     network.cut()
     for side in (first, second):
         await watch.all_at(side, before + ROUNDS_APART)
-    healed, links = time.monotonic(), LogTail(logs, PeerChange)
+    healed, links, commits = time.monotonic(), LogTail(logs, PeerChange), LogTail(logs, RoundCommitted)
     links.skip()
+    commits.skip()
     apart = tuple(min(map(watch.round_of, side)) - before for side in (first, second))
     network.heal()
     await links.until(
@@ -68,12 +69,17 @@ async def part(swarm: LocalSwarm, watch: RoundWatch, network: SplitNetwork, logs
     links.close()
     leading = max(map(watch.round_of, replicas))
     together = await watch.all_together(first | second, leading)
+    together_s = time.monotonic() - healed
+    # The data nodes' module was parted as well.
+    data_nodes = {peer.peer for peer in swarm.peers if peer.stage == 0}
+    await commits.until(lambda own, commit: data_nodes <= set(commit.members))
+    commits.close()
     return Parted(
         (first, second),
         before,
         (apart[0], apart[1]),
         healed - cut,
         contact - healed,
-        time.monotonic() - healed,
+        together_s,
         together.round - leading,
     )

@@ -24,7 +24,7 @@ LOOK_S = 0.001
 """Between two looks at the logs."""
 
 Found = TypeVar("Found")
-Kind = TypeVar("Kind", RoundProgress, PeerChange)
+Kind = TypeVar("Kind", RoundProgress, PeerChange, RoundCommitted)
 
 
 @dataclass(frozen=True, slots=True)

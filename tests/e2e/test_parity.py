@@ -53,7 +53,7 @@ async def test_a_swarm_of_whole_documents_equals_one_process(tmp_path: Path) -> 
     """Microbatches of unequal tokens make the same steps everywhere, and every hop masks alike."""
     manifest = small_run(write_documents(tmp_path / "text"), inner_steps=4, attention="documents")
     texts = iter(TrainingFeed(manifest, open_documents(manifest), PeerId("a")).next, None)
-    assert len({text.size for text in islice(texts, 40)}) > 3
+    assert len({text.size for text in islice(texts, 40)}) > 2
     await _compare(manifest, tmp_path)
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from node.local_swarm.local_swarm import LocalSwarm
-from node.local_swarm.setup import LocalSwarmOptions
+from node.local_swarm.setup import LocalSwarmOptions, node_command
 from node.observability.events import MicrobatchCounts, RoundCommitted
 from node.pipeline.admission import hidden_tensor
 from protocol.interfaces.directory import Contact
@@ -116,7 +116,8 @@ async def siege(folder: Path) -> AsyncIterator[Siege]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(sitecustomize.FOLDER, str(folder / "stderr"))
         patch.setenv("PYTHONPATH", str(Path(sitecustomize.__file__).parent))
-        async with LocalSwarm(manifest, options) as swarm:
+        # Named, so that no node is forked: each is an interpreter that `sitecustomize` is imported by.
+        async with LocalSwarm(manifest, options, command=node_command()) as swarm:
             watch = Watch(swarm)
             async with asyncio.timeout(START_S):
                 while swarm.progress.step < 3:

@@ -11,7 +11,8 @@ of a module:
   more, and need not have joined; nor need those that have moved to another module, or were started again and stopped
   before they served.
 * the same end: of the replicas of a module that stopped in good order, those that did so within END_MS of the last one
-  hold the same digest of the newest round that there was when they stopped; one that is a single round behind is let
+  hold the same digest of the newest round that there was when they left it (`node_summary`; what follows, the end of
+  links and of the DHT, may take seconds, in which others go on); one that is a single round behind is let
   pass if it holds what the others held then, because a node that is asked to stop while a round is being applied may go
   before it has it. One that is two behind has missed a whole round unnoticed, which catching up is there to prevent.
 """
@@ -22,7 +23,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from node.lab.audit.findings import Findings, Life, Spot
-from node.observability.events import CaughtUp, Event, NodeStatus, Restored, RoundCommitted
+from node.observability.events import CaughtUp, Event, NodeStatus, NodeSummary, Restored, RoundCommitted
 
 END_MS = 60_000
 JOINING = "joining"
@@ -60,6 +61,8 @@ class RoundCheck:
         self._last_lives: dict[str, Life] = {}
         self._last_modules: dict[str, str] = {}
         """What each peer hosted at the end of its last log, where it says so."""
+        self._left_ms: dict[str, int] = {}
+        """When each peer left the module that it hosted last."""
         self._joining: set[str] = set()
         """Who says at the end of its last log that it does not serve yet: what it has restored is behind, and nobody
         uses it."""
@@ -68,6 +71,7 @@ class RoundCheck:
         """Begins another log."""
         self._last_lives[life.peer] = life
         self._last_modules.pop(life.peer, None)
+        self._left_ms.pop(life.peer, None)
         self._joining.discard(life.peer)
 
     def take(self, life: Life, spot: Spot, event: Event) -> None:
@@ -82,6 +86,9 @@ class RoundCheck:
             case NodeStatus(peer, module, state) if module is not None:
                 self._last_modules[peer] = module
                 (self._joining.add if state == JOINING else self._joining.discard)(peer)
+                return
+            case NodeSummary():
+                self._left_ms[life.peer] = life.now_ms
                 return
             case _:
                 return
@@ -150,7 +157,8 @@ class RoundCheck:
         last_ms = max((ended_ms for ended_ms, _ in ends.values()), default=0)
         together = {peer: held for peer, (ended_ms, held) in ends.items() if last_ms - ended_ms <= END_MS}
         for peer, held in sorted(together.items()):
-            others = [[each for each in histories[other] if each.at_ms <= ends[peer][0]] for other in together]
+            left_ms = self._left_ms.get(peer, ends[peer][0])
+            others = [[each for each in histories[other] if each.at_ms <= left_ms] for other in together]
             newest = max((history[-1] for history in others if history), key=lambda each: each.round, default=held)
             before = {
                 each.anchor

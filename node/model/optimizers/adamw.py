@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from node.model.optimizers.inner_rule import FLOAT_BYTES, InnerRule, ParameterState, Shape
-from protocol.manifest.manifest import InnerSection
+from protocol.manifest.training import InnerSection
 
 
 @dataclass(frozen=True, slots=True)

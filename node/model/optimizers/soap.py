@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from node.model.optimizers.eigenbasis import Eigenbasis, refined
 from node.model.optimizers.inner_rule import FLOAT_BYTES, AtDeadline, Deferred, InnerRule, ParameterState, Shape, Submit
-from protocol.manifest.manifest import InnerSection
+from protocol.manifest.training import InnerSection
 from swarm.vocabulary.errors import ResourceExhausted
 
 log = logging.getLogger(__name__)

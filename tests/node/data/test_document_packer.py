@@ -14,7 +14,7 @@ from node.data.documents import Documents, Place
 from node.data.feed import TrainingFeed, held_out_microbatches
 from node.data.packing import Cursor, Microbatch
 from node.data.tokenizers import ByteTokenizer
-from protocol.manifest.manifest import document_cost
+from protocol.manifest.model import document_cost
 from swarm.vocabulary.errors import ConfigError
 from swarm.vocabulary.types import PeerId
 from tests.node.data.test_documents import Texts, everything

@@ -261,6 +261,9 @@ def test_at_the_end_all_hold_the_same_or_what_came_just_before() -> None:
     went_on = Log(A, [*ahead, commit(A, 3, NEXT)], ms_each=400, end=2000)
     assert judged(went_on, Log(A2, [commit(A2, 1)], end=1000)).violations == (), "round 3 came after A2 had stopped"
     assert rules(judged(went_on, Log(A2, [commit(A2, 1)], end=1500))) == [("the same end", f"{A2}:2")]
+    left = NodeSummary(A2, "1.0", 1, None, None, 1, 1.0, MicrobatchCounts(0, 0, 0, 0), 1, BusySeconds())
+    leaving = Log(A2, [commit(A2, 1), left], ms_each=400, end=1500)
+    assert judged(went_on, leaving).violations == (), "round 3 came while A2 ended its links"
     left_early = judged(Log(A, [*ahead, commit(A, 3, NEXT)], end=100_000), Log(A2, [commit(A2, 1)]))
     assert left_early.violations == ()
 
