@@ -49,8 +49,9 @@ def new(
         typer.Option(help="Text, as of --data, by which documents are routed to experts [default: by chance]"),
     ] = None,
     reshard: Annotated[
-        float, typer.Option(help="Share of documents scored on other experts, from which the router goes on learning.")
-    ] = 0.0,
+        float | None,
+        typer.Option(help="Share of documents scored on other experts, from which the router goes on learning."),
+    ] = None,
     attention: Annotated[
         str | None, typer.Option(help="documents: whole documents, each by itself; causal: one stream cut into rows.")
     ] = None,
@@ -88,9 +89,9 @@ def new(
         raise ConfigError("--stages cuts the run's model anew", hint="Name the model's folder with --from-model.")
     router = None if source is None or manifest.routing is None else router_of(source, manifest)
     if route_from is not None:
-        manifest, router = _routed(manifest, route_from, reshard)
-    elif reshard:
-        raise ConfigError("--reshard is of no use without a router", hint="Fit one with --route-from.")
+        manifest, router = _routed(manifest, route_from)
+    if reshard is not None:
+        manifest = _resharding(manifest, reshard)
 
     from node.context.options import default_identity_path
     from node.experts.router_file import router_file
@@ -117,11 +118,23 @@ def new(
     typer.echo(f"Start its first node with: skipstone join {file}{'' if model is None else f' --model {model}'}")
 
 
-def _routed(manifest: Manifest, source: str, reshard: float) -> tuple[Manifest, Router]:
-    """The manifest with a router that is fitted to the documents of this source.
+def _resharding(manifest: Manifest, share: float) -> Manifest:
+    """The manifest with so many documents scored.
 
-    Args:
-        reshard: see `routing.reshard`.
+    Raises:
+        ConfigError: it has no router that could learn from them.
+        ManifestError: it is no share, or the run starts from an existing model.
+    """
+    from protocol.manifest.manifest import manifest_from_table
+
+    table = manifest.model_dump()
+    if table["routing"] is None:
+        raise ConfigError("--reshard is of no use in a run without a router", hint="Fit one with --route-from.")
+    return manifest_from_table(table | {"routing": table["routing"] | {"reshard": share}})
+
+
+def _routed(manifest: Manifest, source: str) -> tuple[Manifest, Router]:
+    """The manifest with a router that is fitted to the documents of this source.
 
     Raises:
         ConfigError: the source is not here, or a router cannot be fitted to it.
@@ -141,5 +154,5 @@ def _routed(manifest: Manifest, source: str, reshard: float) -> tuple[Manifest, 
     documents = open_text(text)
     openings = list(documents.openings(lambda name: not is_held_out(seed, name, held_out), FITTED_TO, DEFAULT_PREFIX))
     router = fit_router(openings, manifest.stages.experts_of_each, DEFAULT_PREFIX, seed).router
-    routing = {"router": router_digest(router.to_bytes()), "prefix": DEFAULT_PREFIX, "reshard": reshard}
+    routing = {"router": router_digest(router.to_bytes()), "prefix": DEFAULT_PREFIX}
     return manifest_from_table(table | {"routing": routing}), router
