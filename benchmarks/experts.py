@@ -4,8 +4,8 @@
 
 Arms: a dense path at equal steps (steps of one microbatch: what the papers compare with), a dense path at equal steps
 and tokens, 2x2 experts with a fitted router, the same experts with documents dealt by chance; with --all also 3x3 with
-all and with half of the text; with --reshard routed experts whose router goes on learning from documents that are
-scored on other experts, and the same without using what it learns. The first `--prefix` bytes of each document, by
+all and with half of the text; with --all or --reshard routed experts whose router goes on learning from documents that
+are scored on other experts, and the same without using what it learns. The first `--prefix` bytes of each document, by
 which routes are chosen, are left out of all losses, the dense arms' too. Routed models are also measured with the route
 chosen anew every 64 and 256 bytes.
 
@@ -69,7 +69,8 @@ def main() -> None:
     arguments = _arguments()
     torch.set_num_threads(1)
     domains = domains_of(arguments.domains)
-    arms = ARMS | (MORE_ARMS if arguments.all else {}) | (RESHARDED if arguments.reshard else {})
+    more = MORE_ARMS | RESHARDED if arguments.all else RESHARDED if arguments.reshard else {}
+    arms = ARMS | more
     if arguments.arms:
         arms = {name: arms[name] for name in arguments.arms}
     report = measure(domains, arms, arguments)

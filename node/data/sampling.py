@@ -6,21 +6,16 @@ holds is scored, without the tokens that its route is chosen by (DiPaCo, arXiv:2
 
 from __future__ import annotations
 
-from typing import Final
-
 import numpy as np
 import torch
 
 from node.data.documents import Fragment, is_drawn
 from node.data.packing import UNSCORED, Microbatch, Sample
 from node.data.tokenizers import Tokens
-from protocol.manifest.manifest import Manifest
+from protocol.manifest.manifest import FEWEST_SCORED, Manifest
 from protocol.manifest.model import document_cost
 from swarm.experts.routes import best_route
 from swarm.vocabulary.types import Affinity
-
-FEWEST_SCORED: Final = 16
-"""Tokens: the mean loss of fewer says more of them than of the experts."""
 
 
 class Sampler:

@@ -36,6 +36,8 @@ MAX_DEPTH = 8
 DEFAULT_PREFIX: Final = 256
 """Tokens of a document that its route is chosen by: of bytes a few lines, which tell code from prose and one kind of
 prose from another."""
+FEWEST_SCORED: Final = 16
+"""Tokens of a document that are scored on other experts: the mean loss of fewer says more of them than of these."""
 SOURCES: Final = "`python-stdlib`, `path:FILE-OR-FOLDER` and `huggingface:OWNER/NAME[:CONFIG[:SPLIT[:COLUMN]]]`"
 
 
@@ -286,6 +288,11 @@ class Manifest(Section):
             )
         if self.routing is not None and not self.stages.has_experts:
             raise ValueError("routing must not be given when no stage has several experts (stages.experts)")
+        if self.reshards and self.microbatch_tokens < self.route_prefix + FEWEST_SCORED:
+            raise ValueError(
+                f"routing.reshard needs microbatches (training.rows x model.sequence, {self.microbatch_tokens}) of"
+                f" routing.prefix + {FEWEST_SCORED} tokens at least: what routes are chosen by is not scored"
+            )
         return self
 
     @model_validator(mode="after")

@@ -11,10 +11,11 @@ import pytest
 from node.data.document_packer import DocumentPacker, reading_place
 from node.data.documents import Documents
 from node.data.packing import UNSCORED, Cursor, Microbatch
-from node.data.sampling import FEWEST_SCORED, Sampler
+from node.data.sampling import Sampler
 from node.data.tokenizers import ByteTokenizer
 from node.experts.block_routers import BlockRouters
 from node.experts.router import Router
+from protocol.manifest.manifest import FEWEST_SCORED
 from swarm.experts.routes import best_route
 from swarm.vocabulary.errors import CorruptSnapshot, StateError
 from tests.node.data.test_documents import Texts, everything
