@@ -43,7 +43,7 @@ class Sample:
     opening: Tokens
     """The first tokens, by which its route is chosen."""
     text: Microbatch
-    """Some of it as a microbatch of its own, with its route; of the opening nothing is predicted."""
+    """Its beginning as a microbatch of its own, with its route; of the opening nothing is predicted."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

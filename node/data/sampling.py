@@ -1,8 +1,7 @@
 """The documents that a data node scores on other experts than their own, in a run whose router goes on learning.
 
 Which these are follows from the seed, the epoch and the documents' names; of each, as much text as one microbatch
-holds is scored, without the tokens that its route is chosen by (DiPaCo, arXiv:2403.10616, leaves them out as well). Of
-a longer document these are pieces from all over it: its beginning is often of another kind than the rest.
+holds is scored, without the tokens that its route is chosen by (DiPaCo, arXiv:2403.10616, leaves them out as well).
 """
 
 from __future__ import annotations
@@ -34,31 +33,21 @@ class Sampler:
             before: the token before its first label.
             labels: its tokens and its end, or as many of them as its block has.
         """
-        if labels.size - self._prefix < FEWEST_SCORED:
+        scored = labels[: self._room]
+        if scored.size - self._prefix < FEWEST_SCORED:
             return None
         if not is_drawn(f"sample:{self._seed}:{document.start.epoch}:{document.name}", self._share):
             return None
-        tokens = np.concatenate(([before], labels[:-1]))
-        wanted = np.concatenate((np.full(self._prefix, UNSCORED), labels[self._prefix :]))
-        pieces = self._pieces(labels.size)
-        lengths = tuple(piece.stop - piece.start for piece in pieces)
+        tokens = np.concatenate(([before], scored[:-1]))
+        wanted = np.concatenate((np.full(self._prefix, UNSCORED), scored[self._prefix :]))
+        longest = self._model.sequence
+        pieces = tuple(min(longest, scored.size - at) for at in range(0, scored.size, longest))
         text = Microbatch(
-            torch.from_numpy(np.concatenate([tokens[piece] for piece in pieces])).unsqueeze(0),
-            torch.from_numpy(np.concatenate([wanted[piece] for piece in pieces])).unsqueeze(0),
-            sum(document_cost(self._model, length) for length in lengths),
-            documents=lengths,
+            torch.from_numpy(tokens).unsqueeze(0),
+            torch.from_numpy(wanted).unsqueeze(0),
+            sum(document_cost(self._model, piece) for piece in pieces),
+            documents=pieces,
             route=best_route(affinity),
             affinity=affinity,
         )
         return Sample(document.opening[: self._prefix].copy(), text)
-
-    def _pieces(self, size: int) -> list[slice]:
-        """All of a document of so many tokens, or as many pieces of what is scored as there is room for, evenly
-        apart."""
-        longest = self._model.sequence
-        if size <= self._room:
-            return [slice(at, min(at + longest, size)) for at in range(0, size, longest)]
-        length, count = min(longest, size - self._prefix), self._room // longest
-        last = size - self._prefix - length
-        starts = [self._prefix + last * number // max(1, count - 1) for number in range(count)]
-        return [slice(start, start + length) for start in starts]

@@ -120,18 +120,9 @@ def test_a_share_of_the_documents_is_drawn_and_the_tokens_of_their_routes_are_no
             assert sample.text.size <= manifest.microbatch_tokens
             assert sum(sample.text.documents) == sample.text.size
             assert max(sample.text.documents) <= manifest.model.sequence
-            assert sample.text.scored >= FEWEST_SCORED
-            if (labels == UNSCORED).any():  # the whole of a short one
-                assert (labels[:PREFIX] == UNSCORED).all()
-                assert sample.text.scored == labels.numel() - PREFIX
-                assert sample.opening.tolist() == sample.text.tokens[0, 1 : PREFIX + 1].tolist()
-            else:
-                assert sample.text.size == manifest.microbatch_tokens, "pieces from all over it"
-            for tokens, wanted in zip(
-                sample.text.tokens[0].split(sample.text.documents), labels.split(sample.text.documents), strict=True
-            ):
-                known = wanted[:-1] != UNSCORED
-                assert tokens[1:][known].tolist() == wanted[:-1][known].tolist()
+            assert (labels[:PREFIX] == UNSCORED).all()
+            assert sample.text.scored == labels.numel() - PREFIX >= FEWEST_SCORED
+            assert sample.opening.tolist() == sample.text.tokens[0, 1 : PREFIX + 1].tolist()
             assert sample.text.route == text.route
         assert len({sample.opening.tobytes() for _, sample in samples}) == len(samples)
         drawn[str(share).encode()] = len(samples)
