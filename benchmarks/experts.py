@@ -4,8 +4,10 @@
 
 Arms: a dense path at equal steps (steps of one microbatch: what the papers compare with), a dense path at equal steps
 and tokens, 2x2 experts with a fitted router, the same experts with documents dealt by chance; with --all also 3x3 with
-all and with half of the text. The first `--prefix` bytes of each document, by which routes are chosen, are left out of
-all losses, the dense arms' too. Routed models are also measured with the route chosen anew every 64 and 256 bytes.
+all and with half of the text; with --all or --reshard routed experts whose router goes on learning from documents that
+are scored on other experts, and the same without using what it learns. The first `--prefix` bytes of each document, by
+which routes are chosen, are left out of all losses, the dense arms' too. Routed models are also measured with the route
+chosen anew every 64 and 256 bytes.
 
 The last line is JSON.
 """
@@ -18,6 +20,7 @@ import math
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
@@ -33,6 +36,7 @@ from benchmarks.experts_task import (
     ARMS,
     HELD_OUT,
     MORE_ARMS,
+    RESHARDED,
     Arm,
     Domain,
     documents_of,
@@ -46,21 +50,29 @@ from node.experts.router import Router
 from node.model.device import flushed_denormals
 from node.solo.trainer import SoloTrainer, WholeModel, evaluate
 from protocol.manifest.manifest import Manifest
-from swarm.experts.routes import best_route
+from swarm.experts.routes import best_route, name_of_route
 
 CPU: Final = torch.device("cpu")
 EVERY: Final = (64, 256)
 CURVE_POINTS: Final = 6
 ALL: Final = 10**6
-BARS: Final = {"routed/dense_steps": -0.08, "routed/dense_tokens": -0.015, "random/routed": 0.03}
-"""Of perplexity: at most, at most, at least."""
+BARS: Final = {
+    "routed/dense_steps": -0.08,
+    "routed/dense_tokens": -0.015,
+    "random/routed": 0.03,
+    "resharded/reshard_off": 0.0,
+}
+"""Of perplexity: at most, at most, at least, at most."""
 
 
 def main() -> None:
     arguments = _arguments()
     torch.set_num_threads(1)
     domains = domains_of(arguments.domains)
-    arms = ARMS | MORE_ARMS if arguments.all else ARMS
+    more = MORE_ARMS | RESHARDED if arguments.all else RESHARDED if arguments.reshard else {}
+    arms = ARMS | more
+    if arguments.arms:
+        arms = {name: arms[name] for name in arguments.arms}
     report = measure(domains, arms, arguments)
     if not arguments.json:
         print(json.dumps(report, indent=2))
@@ -90,6 +102,7 @@ def measure(domains: Sequence[Domain], arms: dict[str, Arm], arguments: argparse
                 "bar": bar,
             }
             for name, bar in BARS.items()
+            if found.keys() >= set(name.split("/"))
         },
         "every_seed": {name: [each | {"loss": round(each["loss"], 4)} for each in of] for name, of in found.items()},
         "arms": {name: {"loss": round(of, 4)} for name, of in loss.items()},
@@ -104,6 +117,7 @@ def run(arm: Arm, domains: Sequence[Domain], arguments: argparse.Namespace, seed
     # Of all the text, whatever share of it there is to train on: all arms are measured on the same.
     measured = documents_of(domains, seed, 1.0, manifest, router)
     texts = list(held_out_microbatches(manifest, ALL, measured, prefix))
+    moved: dict[str, Any] = {}
     with flushed_denormals():
         model = WholeModel(manifest, CPU)
         trainer = SoloTrainer(manifest, model, documents)
@@ -113,13 +127,33 @@ def run(arm: Arm, domains: Sequence[Domain], arguments: argparse.Namespace, seed
             if trainer.steps % max(1, steps // CURVE_POINTS) == 0 and trainer.steps < steps:
                 some = texts[:: max(1, len(texts) // 50)]
                 curve.append([trainer.steps, round(evaluate(model, some)["loss"], 4)])
+        if arm.reshard and isinstance(trainer.router, Router):
+            moved = moved_by(router, trainer.router, measured) | {"by_first_router": evaluate(model, texts)["loss"]}
+            router, measured = trainer.router, measured.routed_by(trainer.router)
+            texts = list(held_out_microbatches(manifest, ALL, measured, prefix))
         result = evaluate(model, texts)
-        report = {"loss": result["loss"], "curve": curve, "tokens": trainer.tokens}
+        report = {"loss": result["loss"], "curve": curve, "tokens": trainer.tokens} | moved
         if "routes" in result:
             report["routes"] = {name: [round(of["loss"], 4), of["tokens"]] for name, of in result["routes"].items()}
         if router is not None:
             report["again_every"] = rerouted(model, manifest, router, measured, seed)
     return report
+
+
+def moved_by(before: Router | None, after: Router, documents: Documents) -> dict[str, Any]:
+    """How many documents have another route by the router that was learnt, training and held-out ones together, and how
+    many have each."""
+    assert before is not None, "a router learns from one"
+    routes = [
+        [best_route(router.affinity(fragment.name, fragment.opening)) for router in (before, after)]
+        for fragment in documents.epoch(Place(), lambda name: True)
+    ]
+    shares = Counter(name_of_route(new) for _, new in routes)
+    return {
+        "moved": sum(old != new for old, new in routes),
+        "documents": len(routes),
+        "documents_of": dict(sorted(shares.items())),
+    }
 
 
 def rerouted(
@@ -132,7 +166,7 @@ def rerouted(
         text, prefix = fragment.tokens, manifest.route_prefix
         if text.size <= prefix:
             continue
-        once = best_route(fragment.affinity)
+        once = best_route(router.affinity(fragment.name, fragment.opening))
         losses = _losses_on_all_routes(model, manifest, text)
         sums["once"] += float(losses[once][prefix:].sum())
         tokens += text.size - prefix
@@ -169,6 +203,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--prefix", type=int, default=256)
     parser.add_argument("--restarts", type=int, default=8, help="beginnings of the router's fit")
     parser.add_argument("--all", action="store_true", help="3x3 experts too, with all and half of the text")
+    parser.add_argument("--reshard", action="store_true", help="routed experts whose router goes on learning, too")
+    parser.add_argument("--arms", nargs="+", default=[], help="only these")
     parser.add_argument("--json", action="store_true", help="nothing but the one line of JSON on standard output")
     return parser.parse_args()
 

@@ -6,14 +6,15 @@ What the manifest allows in rounds, with the sizes that the codecs have.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import logging
+from collections.abc import AsyncIterator, Container
 from contextlib import asynccontextmanager
 from functools import partial
 from random import SystemRandom
 
 import torch
 
-from node.averaging.anchor.anchor import Anchor, restored_anchor
+from node.averaging.anchor.anchor import Anchor, restored_anchor, tensors_of
 from node.averaging.anchor.anchor_store import AnchorStore
 from node.averaging.anchor.layout import Layout
 from node.averaging.anchor.lone_replica import anchor_of
@@ -38,8 +39,10 @@ from swarm.averaging.round_events import Caught, OtherReplica, RoundRules
 from swarm.averaging.round_machine import RoundMachine
 from swarm.compression.round_codecs import RoundCodecs, Rung, ladder
 from swarm.vocabulary.announcement import Announcement
-from swarm.vocabulary.errors import CorruptSnapshot
+from swarm.vocabulary.errors import CorruptSnapshot, StateError
 from swarm.vocabulary.types import AnchorVersion, Codec, PeerId, PeerState
+
+log = logging.getLogger(__name__)
 
 _ELEMENTS = 2**20
 LOOK_S = 0.05
@@ -178,6 +181,17 @@ class ModuleRounds:
         """The anchor and the work since, for a checkpoint; on the compute thread."""
         since = self._replica_sync.since_anchor
         return Agreed(self._store.saved(), since.steps, since.tokens)
+
+    def agreed_parameters(self, names: Container[str]) -> tuple[AnchorVersion, dict[str, torch.Tensor]]:
+        """The current anchor's version, and a copy of those parameters of it that have these names; on any thread."""
+        while True:
+            anchor = self._store.current
+            try:
+                with self._store.pinned(anchor):
+                    found = tensors_of(anchor.layout, anchor.parameters)
+                    return anchor.version, {name: found[name].clone() for name in found if name in names}
+            except StateError:
+                log.debug("the anchor of round %d has been replaced meanwhile", anchor.version.round)
 
     async def finish_round(self) -> None:
         """Finishes the round under way before leaving: what we have worked since our anchor is in it."""

@@ -67,6 +67,10 @@ def new(
         str | None,
         typer.Option(help="Text, as of --data, by which documents are routed to experts [default: by chance]"),
     ] = None,
+    reshard: Annotated[
+        float | None,
+        typer.Option(help="Share of documents scored on other experts, from which the router goes on learning."),
+    ] = None,
     attention: Annotated[
         str | None, typer.Option(help="documents: whole documents, each by itself; causal: one stream cut into rows.")
     ] = None,
@@ -118,6 +122,8 @@ def new(
     router = None if source is None or manifest.routing is None else router_of(source, manifest)
     if route_from is not None:
         manifest, router = _routed(manifest, route_from)
+    if reshard is not None:
+        manifest = _resharding(manifest, reshard)
 
     from node.context.options import default_identity_path
     from node.experts.router_file import router_file
@@ -181,6 +187,21 @@ def _largest_need(manifest: Manifest) -> str:
         return said
     most = max(others, key=lambda need: need.all)
     return f"stage 0 takes {said}, the others at most {size_text(most.device)} and {size_text(most.memory)}"
+
+
+def _resharding(manifest: Manifest, share: float) -> Manifest:
+    """The manifest with so many documents scored.
+
+    Raises:
+        ConfigError: it has no router that could learn from them.
+        ManifestError: it is no share, or the run starts from an existing model.
+    """
+    from protocol.manifest.manifest import manifest_from_table
+
+    table = manifest.model_dump()
+    if table["routing"] is None:
+        raise ConfigError("--reshard is of no use in a run without a router", hint="Fit one with --route-from.")
+    return manifest_from_table(table | {"routing": table["routing"] | {"reshard": share}})
 
 
 def _routed(manifest: Manifest, source: str) -> tuple[Manifest, Router]:

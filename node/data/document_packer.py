@@ -21,8 +21,10 @@ import numpy.typing as npt
 import torch
 
 from node.data.documents import Fragment, Place, permutation
-from node.data.packing import BLOCK_TOKENS, UNSCORED, Cursor, Microbatch
+from node.data.packing import BLOCK_TOKENS, UNSCORED, Cursor, Microbatch, Sample
+from node.data.sampling import Sampler
 from node.data.tokenizers import Tokens
+from node.experts.block_routers import BlockRouter, BlockRouters
 from protocol.manifest.manifest import Manifest
 from protocol.manifest.model import document_cost, quadratic_share
 from swarm.experts.routes import best_route, in_shares
@@ -41,6 +43,8 @@ other shares than in the text."""
 MOST_DOCUMENTS: Final = 4000
 """Of a block, about: very short documents make microbatches of equal cost in any number, but packing takes a time for
 each."""
+NO_ROUTERS: Final = BlockRouters(None)
+"""Of a run without experts."""
 FULL: Final = 0.995
 """The share of a block's room that is filled: with a little left its documents fit into as many microbatches as
 planned."""
@@ -55,8 +59,10 @@ class _Stretch:
     is_rest: bool
     unscored: int
     """The first labels that are left out of the loss."""
-    affinity: Affinity
-    """Of the document."""
+    source: Fragment
+    """That it was read as."""
+    affinity: Affinity = ()
+    """Of the document; known once its block is packed."""
 
     def tokens_of(self, piece: Piece) -> Tokens:
         before = int(self.labels[piece.start - 1]) if piece.start else self.before
@@ -74,7 +80,7 @@ class _Stretch:
         before = int(self.labels[tokens - 1])
         return (
             replace(self, labels=self.labels[:tokens]),
-            _Stretch(before, self.labels[tokens:], True, max(0, self.unscored - tokens), self.affinity),
+            _Stretch(before, self.labels[tokens:], True, max(0, self.unscored - tokens), self.source),
         )
 
 
@@ -94,11 +100,12 @@ def reading_place(block: Place) -> Place:
     return Place(block.epoch, block.position, max(0, block.offset - 1))
 
 
-def tokens_of_block(microbatch_tokens: int, *, routed: bool = False) -> int:
-    """The tokens that are packed together where a microbatch has so many at most."""
+def tokens_of_block(microbatch_tokens: int, *, routed: bool = False, reshards: bool = False) -> int:
+    """The tokens that are packed together where a microbatch has so many at most. Where the router goes on learning,
+    blocks are as long as without experts: each waits for the next to be routed anew."""
     room = max(BLOCK_TOKENS, BLOCK_MICROBATCHES * microbatch_tokens)
     if routed:
-        return int(FULL * ROUTED * room)
+        return int(FULL * (1 if reshards else ROUTED) * room)
     return int(FULL * min(room, MOST_MICROBATCHES * microbatch_tokens))
 
 
@@ -113,17 +120,32 @@ class DocumentPacker:
     Args:
         fragments: begin at `reading_place(start.block)`.
         unscored: the first tokens of each document that are left out of the loss.
+        routers: asked for one whenever a block begins.
+        sampler: names the documents that are to be scored.
     """
 
-    def __init__(self, manifest: Manifest, fragments: Iterator[Fragment], start: Cursor, unscored: int = 0) -> None:
+    def __init__(
+        self,
+        manifest: Manifest,
+        fragments: Iterator[Fragment],
+        start: Cursor,
+        unscored: int = 0,
+        routers: BlockRouters = NO_ROUTERS,
+        sampler: Sampler | None = None,
+    ) -> None:
         self.cursor = start
+        self._routers, self._sampler = routers, sampler
         self._model, self._seed = manifest.model, manifest.seed
         self._room = Room(manifest.model.sequence, manifest.microbatch_tokens, quadratic_share(manifest.model))
-        self._block_tokens = tokens_of_block(manifest.microbatch_tokens, routed=manifest.stages.has_experts)
+        self._block_tokens = tokens_of_block(
+            manifest.microbatch_tokens, routed=manifest.stages.has_experts, reshards=manifest.reshards
+        )
         self._enough_tokens = min(self._block_tokens, ROUTED * BLOCK_MICROBATCHES * manifest.microbatch_tokens)
         self._stretches = _stretches(fragments, unscored)
         self._waiting: tuple[Place, _Stretch] | None = None
         self._block: _Block | None = None
+        self._router = BlockRouter(None)
+        """Of the block."""
 
     def next(self) -> Microbatch | None:
         """The next microbatch, or None when the fragments have ended."""
@@ -134,10 +156,11 @@ class DocumentPacker:
         block, start = self._block, self.cursor
         chosen = [(block.stretches[piece.document], piece) for piece in block.turns[start.taken]]
         if start.taken + 1 < len(block.turns):
-            self.cursor = Cursor(start.block, start.taken + 1, start.level)
+            self.cursor = replace(start, taken=start.taken + 1)
         else:
             self.cursor, self._block = block.end, None
         documents = tuple(piece.stop - piece.start for _, piece in chosen)
+        begun = [stretch for stretch, piece in chosen if piece.start == 0 and not stretch.is_rest]
         return Microbatch(
             _row([stretch.tokens_of(piece) for stretch, piece in chosen]),
             _row([stretch.labels_of(piece) for stretch, piece in chosen]),
@@ -147,12 +170,20 @@ class DocumentPacker:
             documents,
             best_route(chosen[0][0].affinity),
             _sum([stretch.affinity for stretch, _ in chosen]),
+            self._samples(begun),
         )
+
+    def _samples(self, begun: list[_Stretch]) -> tuple[Sample, ...]:
+        if self._sampler is None:
+            return ()
+        found = [self._sampler.sample(of.source, of.before, of.labels, of.affinity) for of in begun]
+        return tuple(sample for sample in found if sample is not None)
 
     def _next_block(self) -> _Block | None:
         """As many documents as a block may have, or as the fragments still give. A block that is large enough ends with
         the epoch: short texts are not read again and again for one block, and each route has its share in an epoch.
         """
+        self._begin()
         stretches, room, place = list[_Stretch](), self._block_tokens, self.cursor.block
         while (found := self._waiting or next(self._stretches, None)) is not None:
             self._waiting = None
@@ -175,6 +206,13 @@ class DocumentPacker:
             place = Place(at.epoch, at.position + 1)
         return self._packed(stretches, place) if stretches else None
 
+    def _begin(self) -> None:
+        """Sets what the documents of the block are routed by: of one that was begun before the same as then."""
+        at = self.cursor
+        is_begun = at.taken > 0 or at.routed_by
+        self._router = self._routers.saved(at.routed_by) if is_begun else self._routers.newest()
+        self.cursor = replace(at, routed_by=self._router.saved)
+
     def _taken_now(self, stretch: _Stretch, room: int) -> int:
         """How much of a document for which a block has no room left still goes into it."""
         sequence = self._room.sequence
@@ -188,6 +226,9 @@ class DocumentPacker:
     def _packed(self, stretches: list[_Stretch], end: Place) -> _Block:
         """The documents of each route together; microbatches of all routes cost alike, and take turns by how many there
         are of each."""
+        router = self._router.router
+        if router is not None:
+            stretches = [replace(of, affinity=router.affinity(of.source.name, of.source.opening)) for of in stretches]
         of_routes: dict[Route, list[int]] = {}
         for index, stretch in enumerate(stretches):
             of_routes.setdefault(best_route(stretch.affinity), []).append(index)
@@ -220,13 +261,13 @@ class DocumentPacker:
 def _stretches(fragments: Iterator[Fragment], unscored: int) -> Iterator[tuple[Place, _Stretch]]:
     """Each document, or the rest of one that reading begins in, with the place of its first label."""
     for fragment in fragments:
-        start, tokens, affinity = fragment.start, fragment.tokens, fragment.affinity
+        start, tokens = fragment.start, fragment.tokens
         if start.offset:  # it was read from the token before its first label
             first = start.offset + 1
-            rest = _Stretch(int(tokens[0]), tokens[1:], True, max(0, unscored - first), affinity)
+            rest = _Stretch(int(tokens[0]), tokens[1:], True, max(0, unscored - first), fragment)
             yield Place(start.epoch, start.position, first), rest
         elif tokens.size:  # the end of document, which is its last token, stands before the first as well
-            yield start, _Stretch(int(tokens[-1]), tokens, False, unscored, affinity)
+            yield start, _Stretch(int(tokens[-1]), tokens, False, unscored, fragment)
 
 
 def _sum(affinities: list[Affinity]) -> Affinity:

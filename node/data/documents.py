@@ -7,10 +7,11 @@ two machines have slightly different text (another patch release of Python), wha
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 
 import numpy as np
@@ -20,7 +21,7 @@ from node.data.sources import Source
 from node.data.tokenizers import Tokenizer, Tokens
 from node.experts.router import DocumentRouter
 from swarm.vocabulary.errors import ConfigError
-from swarm.vocabulary.types import Affinity, PeerId
+from swarm.vocabulary.types import PeerId
 
 logger = logging.getLogger(__name__)
 
@@ -45,13 +46,20 @@ class Fragment:
 
     start: Place
     tokens: Tokens
-    affinity: Affinity = ()
-    """Of the whole document: how well the experts of each stage fit it. Empty in a run without experts."""
+    name: str = ""
+    """Of the document."""
+    opening: Tokens = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    """The document from its beginning on, its end left out: what its route is chosen by."""
 
 
 def is_held_out(seed: int, name: str, share: float) -> bool:
     """Whether a document is never trained on. Depends on no other document."""
-    return _hash(f"held-out:{seed}:{name}") < int(share * 2**64)
+    return is_drawn(f"held-out:{seed}:{name}", share)
+
+
+def is_drawn(key: str, share: float) -> bool:
+    """Whether a key is among those that are drawn, of which there are so many of all."""
+    return _hash(key) < int(share * 2**64)
 
 
 def owner(seed: int, name: str, data_nodes: Sequence[PeerId]) -> PeerId:
@@ -80,14 +88,20 @@ class Documents:
     """A source's documents as tokens, in the order of each epoch. Holds one epoch's order and no text.
 
     Args:
-        router: of a run with experts.
+        router: of a run with experts; whoever packs the documents asks it for their routes.
     """
 
     def __init__(self, source: Source, tokenizer: Tokenizer, seed: int, router: DocumentRouter | None = None) -> None:
+        self.router = router
         self._source = source
         self._tokenizer = tokenizer
         self._seed = seed
-        self._router = router
+
+    def routed_by(self, router: DocumentRouter | None) -> Documents:
+        """The same documents, with another router."""
+        other = copy.copy(self)
+        other.router = router
+        return other
 
     def openings(self, wanted: Selection, count: int, tokens: int) -> Iterator[Tokens]:
         """The first `tokens` tokens of `count` wanted documents that have any, or of as many as there are, in the order
@@ -106,8 +120,7 @@ class Documents:
             if offset or wanted(name):
                 tokens = self._tokens(name)
                 if tokens.size > offset:
-                    affinity = () if self._router is None else self._router.affinity(name, tokens[:-1])
-                    yield Fragment(Place(start.epoch, position, offset), tokens[offset:], affinity)
+                    yield Fragment(Place(start.epoch, position, offset), tokens[offset:], name, tokens[:-1])
 
     def endless(self, start: Place, wanted: Selection) -> Iterator[Fragment]:
         """The wanted documents, epoch after epoch.

@@ -10,8 +10,10 @@ from node.data.documents import Documents, Fragment, Place, is_held_out, owner
 from node.data.packing import Cursor, Microbatch, Packer
 from node.data.places import Places, as_written
 from node.data.row_packer import RowPacker
+from node.data.sampling import Sampler
 from node.data.sources import open_source
 from node.data.tokenizers import open_tokenizer
+from node.experts.block_routers import BlockRouters
 from node.experts.router import DocumentRouter, Router, document_router
 from protocol.manifest.manifest import Manifest
 from protocol.manifest.model import document_cost
@@ -49,11 +51,25 @@ def _documents(manifest: Manifest, where: Places, routing: DocumentRouter | None
 class TrainingFeed:
     """One data node's microbatches: its share of the documents that are not held out, epoch after epoch."""
 
-    def __init__(self, manifest: Manifest, documents: Documents, own: PeerId, start: Cursor = START) -> None:
+    def __init__(
+        self,
+        manifest: Manifest,
+        documents: Documents,
+        own: PeerId,
+        start: Cursor = START,
+        routers: BlockRouters | None = None,
+    ) -> None:
+        """`routers` are asked for one whenever a block begins; None for the documents' own."""
         self._manifest = manifest
         self._own = own
         self._data_nodes: tuple[PeerId, ...] = (own,)
-        self._packer = _packer(manifest, documents.endless(_reading_place(manifest, start), self._is_mine), start)
+        fragments = documents.endless(_reading_place(manifest, start), self._is_mine)
+        if manifest.packs_documents:
+            sampler = Sampler(manifest) if manifest.reshards else None
+            routers = routers or BlockRouters(documents.router)
+            self._packer: Packer = DocumentPacker(manifest, fragments, start, routers=routers, sampler=sampler)
+        else:
+            self._packer = _row_packer(manifest, fragments, start)
 
     @property
     def cursor(self) -> Cursor:
@@ -93,8 +109,14 @@ def held_out_microbatches(
         ConfigError: the held-out text does not fill one; also as `open_documents`.
     """
     seed, share = manifest.seed, manifest.data.held_out
-    fragments = (documents or open_documents(manifest)).epoch(Place(), lambda name: is_held_out(seed, name, share))
-    packer = _packer(manifest, fragments, START, manifest.route_prefix if unscored is None else unscored)
+    opened = documents or open_documents(manifest)
+    fragments = opened.epoch(Place(), lambda name: is_held_out(seed, name, share))
+    unscored = manifest.route_prefix if unscored is None else unscored
+    packer: Packer = (
+        DocumentPacker(manifest, fragments, START, unscored, BlockRouters(opened.router))
+        if manifest.packs_documents
+        else _row_packer(manifest, fragments, START)
+    )
     given = 0
     while given < count:
         microbatch = packer.next()
@@ -115,9 +137,7 @@ def _reading_place(manifest: Manifest, start: Cursor) -> Place:
     return reading_place(start.block) if manifest.packs_documents else start.block
 
 
-def _packer(manifest: Manifest, fragments: Iterator[Fragment], start: Cursor, unscored: int = 0) -> Packer:
-    if manifest.packs_documents:
-        return DocumentPacker(manifest, fragments, start, unscored=unscored)
+def _row_packer(manifest: Manifest, fragments: Iterator[Fragment], start: Cursor) -> RowPacker:
     return RowPacker(
         fragments,
         rows=manifest.training.rows,

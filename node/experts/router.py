@@ -146,7 +146,12 @@ def read_router(data: bytes, manifest: Manifest) -> Router:
             f"the router of run {manifest.name} has the BLAKE3 hash {manifest.routing.router}, this is another one",
             hint="Take the file that `skipstone new` wrote beside the manifest, or join by a link.",
         )
-    router = _parsed(data)
+    return check_fits(parse_router(data), manifest)
+
+
+def check_fits(router: Router, manifest: Manifest) -> Router:
+    """The router, if it is for the stages and the prefix of this manifest. Raises StateError when it is not."""
+    assert manifest.routing is not None, "whoever asks for a router has a run with one"
     if router.experts != manifest.stages.experts_of_each or router.prefix != manifest.routing.prefix:
         raise StateError(
             f"the router is for stages of {router.experts} experts and a prefix of {router.prefix} tokens; the manifest"
@@ -177,7 +182,8 @@ def document_router(manifest: Manifest, router: Router | None) -> DocumentRouter
     return router
 
 
-def _parsed(data: bytes) -> Router:
+def parse_router(data: bytes) -> Router:
+    """Reads a router's bytes, whatever they are. Raises StateError: they are none."""
     try:
         magic, version, prefix, stages = _HEADER.unpack_from(data)
         if magic != _MAGIC or version != _VERSION or not 1 <= stages <= MAX_STAGES:

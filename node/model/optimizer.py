@@ -306,9 +306,10 @@ class InnerOptimizer:
             rules[parameter].states[parameter] = rules[parameter].restored(parameter, own)
 
     def _named(self, names: Mapping[str, Tensor]) -> dict[str, nn.Parameter]:
-        """The parameters by name. They are told apart by their memory: the named ones are detached."""
+        """The parameters by name, without those of the module that are not its to move (a router's tables). They are
+        told apart by their memory: the named ones are detached."""
         own = {parameter.data_ptr(): parameter for parameter in self._parameters}
-        return {name: own[tensor.data_ptr()] for name, tensor in names.items()}
+        return {name: own[tensor.data_ptr()] for name, tensor in names.items() if tensor.data_ptr() in own}
 
     def start_anew(self, steps: int, tokens: int) -> None:
         """Forgets the moments, because the parameters have become others with so much work behind them, and rises to

@@ -6,10 +6,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from node.concurrency.device_threads import DeviceThreads
 from node.data.packing import Microbatch
+from node.experts.route_tables import RouteTables, route_tables
 from node.model.device import device_errors
 from node.model.memory_need import require_room
 from node.model.optimizer import Accumulator, Addition, InnerOptimizer, StepFigures, inner_optimizer
@@ -44,7 +45,8 @@ def host_stage_zero(
         embedding = build_embedding(manifest).to(device)
         head = build_head(manifest, embedding).to(device)
         sums = Accumulator(embedding), Accumulator(head)
-        stage = StageZero(embedding, head, *sums, inner_optimizer(manifest, ModuleId(0), sums, submit))
+        tables = tuple(part.to(device) for part in route_tables(manifest))
+        stage = StageZero(embedding, head, *sums, inner_optimizer(manifest, ModuleId(0), sums, submit), tables)
         body, end = body_passes(embedding, threads, quadratic_share(manifest.model)), head_passes(head, threads)
     return DataWorker(stage, hidden_tensor(manifest), device, body, end)
 
@@ -58,6 +60,13 @@ class StageZero:
     embedding_sum: Accumulator
     head_sum: Accumulator
     optimizer: InnerOptimizer
+    tables: tuple[RouteTables, ...] = ()
+    """Of a router that goes on learning, which no inner step moves."""
+
+    @property
+    def parts(self) -> tuple[nn.Module, ...]:
+        """All that its rounds average."""
+        return (self.embedding, self.head, *self.tables)
 
 
 class DataWorker:

@@ -7,26 +7,31 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import Callable, Sequence
 
 from node.concurrency.task_groups import task_scope
 from node.data.documents import Documents
 from node.data.feed import held_out_microbatches
 from node.data.packing import Microbatch
+from node.experts.block_routers import BlockRouters
 from node.network.loss_report import answer_of, held_out_loss
 from node.pipeline.data_worker import DataWorker
 from node.pipeline.microbatch_runner import MicrobatchRunner
 from protocol.interfaces.clock import Clock
 from protocol.interfaces.transport import Question
 from protocol.manifest.manifest import Manifest
+from swarm.experts.routes import name_of_route
 from swarm.pipeline.custody_states import Started
 from swarm.routing.departure_line import taken_route
 from swarm.routing.planner import NoReplica, Planner
 from swarm.routing.stage_balance import all_stages
 from swarm.vocabulary.errors import ConfigError, Rejected, Unreachable
 from swarm.vocabulary.pipeline_messages import Purpose
-from swarm.vocabulary.types import MicrobatchId, Path, PeerId
+from swarm.vocabulary.types import MicrobatchId, Path, PeerId, Route
 from swarm.workload.microbatch_sizes import summary_of
+
+log = logging.getLogger(__name__)
 
 PAUSE_S = 1.0
 LIFETIMES_S = (15.0, 30.0, 60.0)
@@ -124,23 +129,32 @@ class Evaluator:
             losses = [tasks.create_task(measured(text)) for text in texts]
         return [loss.result() for loss in losses]
 
+    async def score(self, text: Microbatch, stages: Sequence[int]) -> float | None:
+        """The loss of a text on its own route and no other, nats per token that is predicted; nothing is learnt from
+        it. One try: None when it found no way."""
+        try:
+            loss = await self._send(text, text.route, stages, LIFETIMES_S[0])
+        except (StrandedOnPathError, TimeoutError) as error:
+            log.debug("a document was not scored on %s: %s", name_of_route(text.route), error)
+            return None
+        return loss * text.size / text.scored
+
     async def _evaluate(self, text: Microbatch, stages: Sequence[int]) -> float:
         reason = ""
         for attempt, lifetime_s in enumerate(LIFETIMES_S):
             if attempt:
                 await asyncio.sleep(PAUSE_S)
             try:
-                return await self._send(text, stages, lifetime_s)
+                route = taken_route(text, self._planner, self._planner.open_modules(self._clock.monotonic())).value
+                return await self._send(text, route, stages, lifetime_s)
             except (StrandedOnPathError, TimeoutError) as error:
                 reason = str(error) or f"nothing came back for {lifetime_s:.0f} s"
         raise Unreachable(f"the held-out text found no way through the swarm: {reason}")
 
-    async def _send(self, text: Microbatch, stages: Sequence[int], lifetime_s: float) -> float:
+    async def _send(self, text: Microbatch, route: Route, stages: Sequence[int], lifetime_s: float) -> float:
         microbatch = MicrobatchId(self._own, self._next)
         self._next += 1
-        now = self._clock.monotonic()
-        route = taken_route(text, self._planner, self._planner.open_modules(now)).value
-        plan = self._planner.plan_through(stages, route, {}, now)
+        plan = self._planner.plan_through(stages, route, {}, self._clock.monotonic())
         if isinstance(plan.value, NoReplica):
             raise StrandedOnPathError(plan.reason)
         arrival: asyncio.Future[float] = asyncio.get_running_loop().create_future()
@@ -155,9 +169,14 @@ class Evaluator:
 
 
 class HeldOut:
-    """The held-out text of one run at one data node. One evaluation at a time; a second one waits."""
+    """The held-out text of one run at one data node. One evaluation at a time; a second one waits.
 
-    def __init__(self, manifest: Manifest, documents: Documents, evaluator: Evaluator) -> None:
+    Args:
+        routers: of which the newest tells each document's route.
+    """
+
+    def __init__(self, manifest: Manifest, documents: Documents, evaluator: Evaluator, routers: BlockRouters) -> None:
+        self._routers = routers
         self._manifest = manifest
         self._documents = documents
         self._evaluator = evaluator
@@ -180,9 +199,7 @@ class HeldOut:
             raise Rejected(f"stage {max(stages)} was asked for; this run's last is {len(every)}")
         async with self._turn:
             try:
-                texts = await asyncio.to_thread(
-                    lambda: list(held_out_microbatches(self._manifest, count, self._documents))
-                )
+                texts = await asyncio.to_thread(self._texts, count)
             except ConfigError as error:
                 raise Rejected(str(error)) from None
             found = await self._evaluator.evaluate(texts, stages)
@@ -191,3 +208,8 @@ class HeldOut:
         sizes = summary_of([text.workload for text in texts], self._manifest.microbatch_tokens)
         report = answer_of(held_out_loss([text.route for text in texts], losses, sizes)) | {"stages": stages}
         return json.dumps(report).encode()
+
+    def _texts(self, count: int) -> list[Microbatch]:
+        """Reads files."""
+        documents = self._documents.routed_by(self._routers.newest().router)
+        return list(held_out_microbatches(self._manifest, count, documents))

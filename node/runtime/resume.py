@@ -37,7 +37,7 @@ def capture_stage_zero(worker: DataWorker, training: Training, agreed: Agreed | 
     counts = flights.counts
     unapplied = stage.embedding_sum
     visits, tokens = worker.accumulated - unapplied.visits, worker.accumulated_tokens - unapplied.tokens
-    plain = capture_module((stage.embedding, stage.head), stage.optimizer, visits=visits, tokens=tokens, agreed=agreed)
+    plain = capture_module(stage.parts, stage.optimizer, visits=visits, tokens=tokens, agreed=agreed)
     data = DataState(
         cursor=training.reading.resume_at(stage.embedding_sum.has_applied),
         next_number=flights.next_number,
@@ -63,7 +63,7 @@ def restore_stage_zero(worker: DataWorker, state: ReplicaState, per_step: int) -
     Args:
         per_step: microbatches of one step, where all are as large as they may be.
     """
-    restore_module((worker.stage.embedding, worker.stage.head), worker.stage.optimizer, state)
+    restore_module(worker.stage.parts, worker.stage.optimizer, state)
     worker.steps = 0 if state.data is None else state.data.steps_done(per_step)
     worker.accumulated, worker.accumulated_tokens = state.counters.visits, state.counters.tokens
 

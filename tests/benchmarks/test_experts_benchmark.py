@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from benchmarks import experts
-from benchmarks.experts_task import ARMS, domains_of
+from benchmarks.experts_task import ARMS, RESHARDED, domains_of
 from node.data.sources import PIECE_BYTES
 
 
@@ -33,6 +33,26 @@ def test_all_arms_are_measured_on_the_same_bytes(
     measured = [sum(tokens for _, tokens in of["routes"].values()) for of in (routed, random_one)]
     assert measured[0] == measured[1]
     assert routed["again_every"]["once"] == pytest.approx(routed["loss"], abs=2e-3)
+
+
+def test_what_resharding_moves_is_told_beside_the_loss_without_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    random = np.random.default_rng(1)
+    files = [tmp_path / name for name in ("letters", "digits")]
+    for file, alphabet in zip(files, (b"abc ", b"012\n"), strict=True):
+        file.write_bytes(random.choice(np.frombuffer(alphabet, np.uint8), 24 * PIECE_BYTES).tobytes())
+    options = ["--domains", *map(str, files), "--steps", "2", "--seeds", "1", "--hidden", "8", "--restarts", "1"]
+    monkeypatch.setattr(sys, "argv", ["experts.py", *options, "--reshard", "--arms", *RESHARDED, "--json"])
+    experts.main()
+    (line,) = capsys.readouterr().out.splitlines()
+    report = json.loads(line)
+    (without,), (resharded,) = report["every_seed"]["reshard_off"], report["every_seed"]["resharded"]
+    assert resharded["loss"] == pytest.approx(without["loss"], abs=1e-3), "no outer step has come yet"
+    assert (resharded["moved"], resharded["documents"]) == (0, 48)
+    assert resharded["by_first_router"] == pytest.approx(resharded["loss"], abs=1e-3)
+    assert sum(resharded["documents_of"].values()) == 48
+    assert report["perplexity"].keys() == {"resharded/reshard_off"}
 
 
 def test_without_files_this_machine_has_some_domains() -> None:

@@ -18,7 +18,7 @@ DOCUMENT_BYTES: Final = 31
 """One less than a row: with the end of document they fill it."""
 
 
-def run_of_experts(folder: Path) -> tuple[Manifest, Router]:
+def run_of_experts(folder: Path, reshard: float = 0.0) -> tuple[Manifest, Router]:
     """Writes equally many documents of each route, equally long, and makes a manifest and a router of them."""
     folder.mkdir()
     for (first, second), letters in ALPHABETS.items():
@@ -27,7 +27,7 @@ def run_of_experts(folder: Path) -> tuple[Manifest, Router]:
             (folder / f"{first}{second}{number:02}.txt").write_text(words)
     router = router_by_letters()
     manifest = small_run(folder, blocks=(0, 1, 1), inner_steps=4, attention="documents")
-    routing = RoutingSection(router=router_digest(router.to_bytes()), prefix=router.prefix)
+    routing = RoutingSection(router=router_digest(router.to_bytes()), prefix=router.prefix, reshard=reshard)
     changes = {
         "stages": manifest.stages.model_copy(update={"experts": 2}),
         "data": manifest.data.model_copy(update={"held_out": 0.0}),

@@ -14,6 +14,7 @@ from node.data.documents import Documents, Place
 from node.data.feed import held_out_microbatches
 from node.data.packing import UNSCORED, Cursor, Microbatch
 from node.data.tokenizers import ByteTokenizer, Tokens
+from node.experts.block_routers import BlockRouters
 from swarm.experts.routes import best_route
 from swarm.vocabulary.types import Affinity
 from tests.node.data.test_documents import Texts, everything
@@ -41,7 +42,8 @@ def texts_of(lengths: list[int]) -> Documents:
 
 def packer_of(documents: Documents, block: int, start: Cursor, *, endless: bool) -> DocumentPacker:
     read = documents.endless if endless else documents.epoch
-    packer = DocumentPacker(MANIFEST, read(reading_place(start.block), everything), start)
+    fragments = read(reading_place(start.block), everything)
+    packer = DocumentPacker(MANIFEST, fragments, start, routers=BlockRouters(documents.router))
     packer._block_tokens = max(block, LONGEST)
     return packer
 

@@ -280,7 +280,8 @@ def test_every_key_of_the_schema_is_in_the_canonical_form_and_in_the_text() -> N
                 yield from names(schema, inner)
 
     schema = Manifest.model_json_schema()
-    everything = set(names(schema, schema)) - {"sliding_window"}  # of another family than what is used below
+    # Of another family than what is used below, and of no run that starts from an existing model.
+    everything = set(names(schema, schema)) - {"sliding_window", "reshard"}
     later = changed(changed(SMALL, ("stages", "visit_ratio"), 1.5), ("model", "attention"), "documents")
     later = changed(later, ("training", "schedule"), {"warmup_tokens": 64, "total_tokens": 640})
     of_soap = {"name": "soap", "refresh_steps": 20, "refresh_lag": 3, "largest_side": 512}
@@ -293,6 +294,15 @@ def test_every_key_of_the_schema_is_in_the_canonical_form_and_in_the_text() -> N
     mistral = changed(changed(later, ("model", "family"), "mistral"), ("model", "attention_bias"), False)
     windowed = changed(mistral, ("model", "sliding_window"), 4096)
     assert '"sliding_window":4096' in canonical(manifest_from_table(windowed)).decode()
+    learning = {"routing": {"router": "ab" * 32, "reshard": 0.25, "prefix": 8}}
+    anew = manifest_from_table({key: value for key, value in (later | learning).items() if key != "start"})
+    assert '"reshard":0.25' in canonical(anew).decode()
+    assert "reshard = 0.25" in toml_of(anew)
+    with pytest.raises(ManifestError, match=r"routing\.reshard must not be given in a run that starts from"):
+        manifest_from_table(later | learning)
+    learning["routing"]["prefix"] = 4096
+    with pytest.raises(ManifestError, match=r"routing\.reshard needs microbatches .* of routing\.prefix \+ 16 tokens"):
+        manifest_from_table({key: value for key, value in (later | learning).items() if key != "start"})
     written = manifest_from_table(later)
     text, form = toml_of(written), canonical(written).decode()
     assert {"clip_norm", "total_steps", "per_path", "kv_heads"} <= everything
