@@ -24,16 +24,22 @@ from swarm.membership.room import Need, Needs, Room, size_text
 from swarm.vocabulary.errors import OutOfMemory
 from swarm.vocabulary.types import ModuleId, Reasoned
 
-_SUM_BYTES: Final = 8
-"""Of each parameter's gradients, in float64 (`node.model.optimizer.Accumulator`)."""
+_SUM_BYTES: Final = 4
+"""Of each parameter's gradients on a card (`node.model.optimizer.Accumulator`)."""
+_CPU_SUM_BYTES: Final = 8
+"""The same on the CPU, in float64."""
 _GRADIENT_BYTES: Final = 4
-"""Of one visit, or their mean before a step; never both (`node.model.passes`, `InnerOptimizer.step`)."""
+"""Of one visit, or their mean before a step; never both (`node.model.passes`, `InnerOptimizer.step`). On a card those
+of a stage of blocks are added as they are computed (`node.pipeline.block_passes`)."""
 _ANCHOR_BYTES: Final = 2 * 4
 """Parameters and outer momentum (`node.averaging.anchor.anchor`)."""
 _SNAPSHOT_BYTES: Final = 4
 """What a round's pseudo-gradient is taken from (`node.averaging.replica_sync`)."""
-DEVICE_BYTES: Final = BYTES_PER_PARAMETER + _SUM_BYTES + _GRADIENT_BYTES
-"""Of each parameter, on the compute device; besides what the inner optimizer has of it."""
+DEVICE_BYTES: Final = BYTES_PER_PARAMETER + _SUM_BYTES
+"""Of each parameter of a stage of blocks, on a card; besides what the inner optimizer has of it, and the copy in a
+narrower type that products are made with."""
+CPU_BYTES: Final = BYTES_PER_PARAMETER + _CPU_SUM_BYTES + _GRADIENT_BYTES
+"""The same where the CPU is the compute device, without a copy."""
 MEMORY_BYTES: Final = 2 * _ANCHOR_BYTES + _SNAPSHOT_BYTES
 """Of each parameter, in the machine's memory, during a round: the anchor that holds and the one in the making. Older
 ones are kept only where there is room (`node.averaging.anchor.anchor_store`)."""
@@ -111,7 +117,7 @@ def parameters_that_fit(room: Room) -> int | None:
     tell."""
     device, memory = DEVICE_BYTES + _ADAMW_BYTES, MEMORY_BYTES
     if room.device is None:
-        return None if room.memory.value is None else room.memory.value // (device + memory)
+        return None if room.memory.value is None else room.memory.value // (CPU_BYTES + _ADAMW_BYTES + memory)
     known = [there // each for there, each in ((room.device.value, device), (room.memory.value, memory)) if there]
     return min(known, default=None)
 
@@ -174,14 +180,16 @@ class _Measure:
         kept = _HIDDEN_KEPT * model.hidden + _FEED_FORWARD_KEPT * model.feed_forward
         graph = max(blocks) * manifest.microbatch_tokens * kept * width
         held = TENSORS_HELD * microbatches * math.prod(manifest.hidden_shape) * width
-        state = elements * DEVICE_BYTES + of_optimizer
-        device, memory = state + graph, elements * MEMORY_BYTES + held
+        copied = width if width < BYTES_PER_PARAMETER else 0
+        of_each = DEVICE_BYTES + copied + (_GRADIENT_BYTES if ends else 0)
+        state, on_cpu = elements * of_each + of_optimizer, elements * CPU_BYTES + of_optimizer
+        memory = elements * MEMORY_BYTES + held
         said = (
-            f"{size_text(state + elements * MEMORY_BYTES)} for {elements} parameters with their gradients, "
-            f"anchors and {manifest.training.inner.name}'s state,"
+            f"{size_text(on_cpu + elements * MEMORY_BYTES)} for {elements} parameters with their gradients, "
+            f"anchors and {manifest.training.inner.name}'s state (of it on a card {size_text(state)}),"
             f" {size_text(graph)} for computing one microbatch, {size_text(held)} for holding {microbatches}"
         )
-        return Need(device, memory, said)
+        return Need(state + graph, memory, said, on_cpu - state)
 
 
 def _listed(stages: Sequence[int]) -> str:

@@ -23,12 +23,17 @@ class Need:
     """The memory that is needed in bytes, with the reasons."""
 
     device: int
+    """Of the memory of a compute device that has its own."""
     memory: int
+    """Of the machine's memory besides."""
     reason: str
+    more_on_cpu: int = 0
+    """Where the CPU is the compute device, which sums in a wider type."""
 
     @property
     def all(self) -> int:
-        return self.device + self.memory
+        """The bytes of the machine's memory where it is the compute device's."""
+        return self.device + self.memory + self.more_on_cpu
 
 
 Needs = Mapping[ModuleId, Need]

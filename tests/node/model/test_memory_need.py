@@ -12,7 +12,7 @@ import torch
 from node.model.device import device_errors
 from node.model.free_memory import GIB, available_memory
 from node.model.initialization import parameters_of
-from node.model.memory_need import DEVICE_BYTES, MEMORY_BYTES, blocks_that_fit, need_of, needs_of, none_fits
+from node.model.memory_need import CPU_BYTES, DEVICE_BYTES, MEMORY_BYTES, blocks_that_fit, need_of, needs_of, none_fits
 from node.model.optimizer import Accumulator, inner_optimizer
 from node.model.parts import build_block_stack
 from node.pipeline.data_worker import host_stage_zero
@@ -71,11 +71,15 @@ def elements(manifest: Manifest, stage: int) -> int:
     )
 
 
-def test_a_parameter_takes_24_bytes_of_the_device_and_20_of_memory() -> None:
+def test_a_parameter_takes_16_bytes_of_a_card_24_on_the_cpu_and_20_of_memory() -> None:
     manifest = small_manifest()
     with_more, with_less = need_of(manifest, [ModuleId(1)], 5), need_of(manifest, [ModuleId(1)], 0)
     held = 5 * 3 * 2 * 16 * 16 * 4
-    assert (DEVICE_BYTES + 8, MEMORY_BYTES) == (4 + 8 + 4 + 8, 8 + 8 + 4), "AdamW has two moments"
+    assert (DEVICE_BYTES + 8, MEMORY_BYTES) == (4 + 4 + 8, 8 + 8 + 4), "AdamW has two moments"
+    assert CPU_BYTES + 8 == 4 + 8 + 4 + 8
+    assert with_less.all - with_less.device - with_less.memory == elements(manifest, 1) * 8
+    narrow = need_of(small_manifest(model__dtype="bfloat16"), [ModuleId(1)], 0)
+    assert narrow.device < with_less.device, "graphs are half as large, and a copy of the weights is less than that"
     assert with_less.memory == elements(manifest, 1) * MEMORY_BYTES
     assert with_more.memory - with_less.memory == held
     assert with_less.device > elements(manifest, 1) * (DEVICE_BYTES + 8)

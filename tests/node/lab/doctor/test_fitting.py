@@ -6,7 +6,7 @@ import pytest
 
 from node.lab.doctor.finding import Level
 from node.lab.doctor.fitting import look_at_room, what_fits_of
-from node.model.memory_need import DEVICE_BYTES, MEMORY_BYTES, needs_of
+from node.model.memory_need import CPU_BYTES, MEMORY_BYTES, needs_of
 from swarm.pipeline.ledger import DEFAULT_SLOTS
 from swarm.vocabulary.types import ModuleId, Reasoned
 from tests.node.small_manifest import small_manifest
@@ -20,7 +20,7 @@ def limit(size_bytes: int) -> Reasoned[int]:
 
 
 def test_the_largest_stage_is_told_in_parameters() -> None:
-    (finding,) = look_at_room("cpu", limit(3 * 10**6 * (DEVICE_BYTES + 8 + MEMORY_BYTES)))
+    (finding,) = look_at_room("cpu", limit(3 * 10**6 * (CPU_BYTES + 8 + MEMORY_BYTES)))
     assert finding.level is Level.OK
     assert finding.found.startswith("room for a stage of at most 3.0 million parameters: ")
     assert finding.found.endswith("are free under --memory-limit")
