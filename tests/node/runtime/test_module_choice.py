@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from node.checkpoint.state import Resumed
+from node.concurrency.compute_thread import ComputeThread
 from node.context.options import NodeOptions
 from node.data.places import Places
 from node.model.memory_need import needs_of
@@ -161,7 +162,8 @@ async def test_a_node_that_runs_out_of_memory_goes_on_with_a_smaller_module(monk
         module=LARGE, options=options, session=session, manifest=MANIFEST, events=events, router=None
     )
     fitting = FittingModules(MANIFEST, options, CPU)
-    await node._serve(given, None, fitting, None, asyncio.Event())  # type: ignore[arg-type]
+    with ComputeThread() as given.compute:
+        await node._serve(given, None, fitting, None, asyncio.Event())  # type: ignore[arg-type]
     assert served == [LARGE, MIDDLE, SMALL]
     assert [event.level for event in events] == ["warning", "warning"]
     assert "out of memory; module 3.0: module 2.0 ran out of memory" in events[0].message
