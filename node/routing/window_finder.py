@@ -35,9 +35,10 @@ class WindowFinder:
         self._membership, self._clock = membership, clock
         self._memory = memory
         start = flights.rules.window
-        # One microbatch for each stage keeps every stage busy where nothing takes time on its way.
-        least = manifest.stages.visited_per_path + 1
-        self._window = None if asked is not None else Window(start, least, least_of(self._bounds()))
+        # Never less than at the beginning, which keeps every stage busy where nothing takes time on its way: what is
+        # measured there is computing, of which each microbatch's differs, and a window that just covers the mean left
+        # hops waiting 2 % longer.
+        self._window = None if asked is not None else Window(start, start, least_of(self._bounds()))
         self._follow()
 
     @property
