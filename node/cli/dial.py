@@ -5,7 +5,6 @@ It stands alone because the dial itself (`node.dial`) knows neither options nor 
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -119,15 +118,8 @@ def _peers(asked: Asked) -> Peers:
 
 def _tokenizer(path: Path) -> tuple[Reasoned[int], dict[str, Any]]:
     """How many tokens the file has, and what a manifest says of it."""
-    from node.data.tokenizers import MAX_TOKENIZER_BYTES, FileTokenizer
+    from node.data.tokenizers import FileTokenizer, tokenizer_keys
 
-    try:
-        content = path.read_bytes() if path.stat().st_size <= MAX_TOKENIZER_BYTES else None
-    except OSError as error:
-        raise ConfigError(f"the tokenizer {path} cannot be read: {error.strerror or error}") from None
-    if content is None:
-        raise ConfigError(f"{path} is larger than {MAX_TOKENIZER_BYTES} bytes")
-    digest = hashlib.sha256(content).hexdigest()
-    size = FileTokenizer(path, digest).size
-    data = {"tokenizer": f"file:{path.absolute()}", "tokenizer_sha256": digest}
+    data = tokenizer_keys(path)
+    size = FileTokenizer(path, data["tokenizer_sha256"]).size
     return Reasoned(size, f"the {size:,} tokens of {path.name}"), data

@@ -5,12 +5,9 @@ It stands alone because the folder is read only where one was named.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
-
-from swarm.vocabulary.errors import ConfigError
 
 if TYPE_CHECKING:
     from protocol.manifest.manifest import Manifest
@@ -32,7 +29,7 @@ def starting_from(path: Path, base: Manifest, *, is_default: bool, keeps_blocks:
         ConfigError: the folder is no model that can be started from, or has other blocks than the stages.
         ManifestError: what follows from it is no manifest.
     """
-    from node.data.tokenizers import MAX_TOKENIZER_BYTES
+    from node.data.tokenizers import tokenizer_keys
     from node.dial.cut import spread
     from node.start.cut_model import CutModel
     from node.start.model_config import blocks_of, model_table
@@ -43,13 +40,8 @@ def starting_from(path: Path, base: Manifest, *, is_default: bool, keeps_blocks:
     table = base.model_dump()
     model = model_table(folder.config, None if is_default else base.model.sequence)
     table["model"] = {"dtype": base.model.dtype, "attention": base.model.attention, **model}
-    tokenizer = folder.tokenizer()
-    if tokenizer.stat().st_size > MAX_TOKENIZER_BYTES:
-        raise ConfigError(f"{tokenizer} is larger than {MAX_TOKENIZER_BYTES} bytes")
-    table["data"] |= {
-        "tokenizer": f"file:{path.absolute() / TOKENIZER}",
-        "tokenizer_sha256": hashlib.sha256(tokenizer.read_bytes()).hexdigest(),
-    }
+    folder.tokenizer()  # is in the folder, and not elsewhere
+    table["data"] |= tokenizer_keys(path / TOKENIZER)
     if not keeps_blocks:
         table["stages"] |= {"blocks": spread(blocks_of(folder.config), base.stages.count), "per_path": None}
     if is_default:

@@ -2,6 +2,8 @@
 
 Which these are follows from the seed, the epoch and the documents' names; of each, as much text as one microbatch
 holds is scored, without the tokens that its route is chosen by (DiPaCo, arXiv:2403.10616, leaves them out as well).
+
+It stands alone because packing goes on without it where no router learns.
 """
 
 from __future__ import annotations

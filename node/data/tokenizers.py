@@ -118,21 +118,40 @@ def tokenizer_bytes(path: Path, sha256: str) -> bytes:
         ConfigError: it is not there, no regular file, too large, or another one.
     """
     try:
-        with open_regular(resolved(path)) as file:  # whoever names a link means what it leads to
-            content = file.read(MAX_TOKENIZER_BYTES + 1)
+        content = _content(path)
     except OSError as error:
         raise ConfigError(
             f"data.tokenizer: {path} cannot be read: {error.strerror}",
             hint="Name the run's tokenizer file with --tokenizer; its author says where to get it.",
         ) from None
-    if len(content) > MAX_TOKENIZER_BYTES:
-        raise ConfigError(f"data.tokenizer: {path} is larger than {MAX_TOKENIZER_BYTES} bytes")
     found = hashlib.sha256(content).hexdigest()
     if found != sha256:
         raise ConfigError(
             f"data.tokenizer: {path} has SHA-256 {found}, the manifest asks for {sha256}",
             hint="Name the run's own tokenizer file with --tokenizer; its author says where to get it.",
         )
+    return content
+
+
+def tokenizer_keys(path: Path) -> dict[str, str]:
+    """The keys of a manifest's `[data]` for a tokenizer file that a person names.
+
+    Raises:
+        ConfigError: it is not there, no regular file, or too large.
+    """
+    try:
+        content = _content(path)
+    except OSError as error:
+        raise ConfigError(f"the tokenizer {path} cannot be read: {error.strerror or error}") from None
+    return {"tokenizer": f"file:{path.absolute()}", "tokenizer_sha256": hashlib.sha256(content).hexdigest()}
+
+
+def _content(path: Path) -> bytes:
+    """Raises OSError when it cannot be read, ConfigError when it is too large."""
+    with open_regular(resolved(path)) as file:  # whoever names a link means what it leads to
+        content = file.read(MAX_TOKENIZER_BYTES + 1)
+    if len(content) > MAX_TOKENIZER_BYTES:
+        raise ConfigError(f"data.tokenizer: {path} is larger than {MAX_TOKENIZER_BYTES} bytes")
     return content
 
 

@@ -67,6 +67,7 @@ class HopWorker:
             recomputed.
         quadratic_share: what attention costs by the manifest; 0 where microbatches are rows of one stream.
         passes: of the module, by the device it is on if none are given.
+        deferred: the weight gradients that are put off; if it is not given, none are.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class HopWorker:
         graph_budget_bytes: int,
         quadratic_share: float = 0.0,
         passes: Passes | None = None,
+        deferred: DeferredWeights | None = None,
     ) -> None:
         self.part = part
         self.passes = passes or OneDevice(part)
@@ -97,7 +99,7 @@ class HopWorker:
         self.wire = Wire(device)
         self._graphs = GraphBudget(graph_budget_bytes)
         self._kept: dict[int, _Kept] = {}
-        self.deferred = DeferredWeights(Reasoned(False, "not asked for"), None, accumulator)
+        self.deferred = deferred or DeferredWeights(Reasoned(False, "not asked for"), None, accumulator)
         """The weight gradients that were put off."""
 
     @property
@@ -300,9 +302,10 @@ def host_hop(
             split = SplitDevice(part, HIDDEN_TYPES[manifest.model.dtype])
         passes = split or body_passes(part, threads, quadratic_share(manifest.model))
     share = quadratic_share(manifest.model) if manifest.packs_documents else 0.0
-    worker = HopWorker(part, total, optimizer, hidden_tensor(manifest), device, graph_budget_bytes, share, passes)
-    worker.deferred = DeferredWeights(chosen, split, total, submit)
-    return worker
+    deferred = DeferredWeights(chosen, split, total, submit)
+    return HopWorker(
+        part, total, optimizer, hidden_tensor(manifest), device, graph_budget_bytes, share, passes, deferred
+    )
 
 
 def measure_speed(passes: Passes, manifest: Manifest, device: torch.device) -> Speed:

@@ -14,14 +14,19 @@ from benchmarks.experts_task import ARMS, RESHARDED, domains_of
 from node.data.sources import PIECE_BYTES
 
 
+def two_domains(folder: Path) -> list[str]:
+    """The options of a short run on two kinds of text that nobody takes for each other."""
+    random = np.random.default_rng(1)
+    files = [folder / name for name in ("letters", "digits")]
+    for file, alphabet in zip(files, (b"abc ", b"012\n"), strict=True):
+        file.write_bytes(random.choice(np.frombuffer(alphabet, np.uint8), 24 * PIECE_BYTES).tobytes())
+    return ["--domains", *map(str, files), "--steps", "2", "--seeds", "1", "--hidden", "8", "--restarts", "1"]
+
+
 def test_all_arms_are_measured_on_the_same_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    random = np.random.default_rng(1)
-    files = [tmp_path / name for name in ("letters", "digits")]
-    for file, alphabet in zip(files, (b"abc ", b"012\n"), strict=True):
-        file.write_bytes(random.choice(np.frombuffer(alphabet, np.uint8), 24 * PIECE_BYTES).tobytes())
-    options = ["--domains", *map(str, files), "--steps", "2", "--seeds", "1", "--hidden", "8", "--restarts", "1"]
+    options = two_domains(tmp_path)
     monkeypatch.setattr(sys, "argv", ["experts.py", *options, "--json"])
     experts.main()
     (line,) = capsys.readouterr().out.splitlines()
@@ -38,11 +43,7 @@ def test_all_arms_are_measured_on_the_same_bytes(
 def test_what_resharding_moves_is_told_beside_the_loss_without_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    random = np.random.default_rng(1)
-    files = [tmp_path / name for name in ("letters", "digits")]
-    for file, alphabet in zip(files, (b"abc ", b"012\n"), strict=True):
-        file.write_bytes(random.choice(np.frombuffer(alphabet, np.uint8), 24 * PIECE_BYTES).tobytes())
-    options = ["--domains", *map(str, files), "--steps", "2", "--seeds", "1", "--hidden", "8", "--restarts", "1"]
+    options = two_domains(tmp_path)
     monkeypatch.setattr(sys, "argv", ["experts.py", *options, "--reshard", "--arms", *RESHARDED, "--json"])
     experts.main()
     (line,) = capsys.readouterr().out.splitlines()

@@ -57,15 +57,16 @@ async def node_at(
 ) -> AsyncIterator[WatchedNode]:
     """A node in that place, which nobody has told an address; stopped in good order at the end."""
     arguments = ("join", link, "--json", "--stop-on-eof", "--stage", str(stage), "--threads", "1", *options)
+    identity = ("--identity", str(folder / f"{where}.key"))
+    async with watched_node(*network.inside(where), *node_command(), *arguments, *identity) as node:
+        yield node
+
+
+@asynccontextmanager
+async def watched_node(*command: str) -> AsyncIterator[WatchedNode]:
+    """A node that this command starts with `--json --stop-on-eof`; stopped in good order at the end."""
     process = await asyncio.create_subprocess_exec(
-        *network.inside(where),
-        *node_command(),
-        *arguments,
-        "--identity",
-        str(folder / f"{where}.key"),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        env=environment(),
+        *command, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env=environment()
     )
     assert process.stdin is not None
     assert process.stdout is not None

@@ -5,20 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
-from node.checkpoint.folder import CheckpointFolder
-from node.checkpoint.gather import gather_modules
 from node.cli.existing_model import starting_from
 from node.local_swarm.local_swarm import LocalSwarm
 from node.local_swarm.setup import LocalSwarmOptions
-from node.observability.events import CatchingUp, Step
-from node.solo.solo_checkpoint import CheckpointPlan
-from node.solo.trainer import train_solo
+from node.observability.events import CatchingUp
 from node.start.cut_model import open_start
-from protocol.identity.keys import Identity
-from protocol.manifest.signing import sign_manifest
 from tests.e2e.small_run import Watch, small_run, write_text
+from tests.e2e.solo_run import assert_same_parameters, solo_losses
 from tests.node.start.tiny_models import write_folder
 
 pytestmark = pytest.mark.e2e
@@ -31,17 +25,7 @@ async def test_a_swarm_that_starts_from_a_model_equals_one_process(tmp_path: Pat
     write_folder(tmp_path / "model", "qwen3, tied, with biases", tie_word_embeddings=True)
     base = small_run(write_text(tmp_path / "text"), blocks=(0, 2, 2), inner_steps=4)
     manifest = starting_from(tmp_path / "model", base, is_default=False, keeps_blocks=True)
-    solo: list[float] = []
-    signed = sign_manifest(manifest, Identity.generate())
-    torch.set_num_threads(1)
-    train_solo(
-        manifest,
-        steps=STEPS,
-        device=torch.device("cpu"),
-        on_event=lambda event: solo.append(event.loss) if isinstance(event, Step) else None,
-        start=open_start(manifest, tmp_path / "model"),
-        saves=CheckpointPlan(CheckpointFolder(tmp_path / "solo", signed.run, signed.text)),
-    )
+    solo = solo_losses(manifest, tmp_path / "solo", STEPS, start=open_start(manifest, tmp_path / "model"))
     options = LocalSwarmOptions(
         peers=3, steps=STEPS, threads=1, checkpoint_dir=tmp_path / "swarm", model=tmp_path / "model"
     )
@@ -52,8 +36,4 @@ async def test_a_swarm_that_starts_from_a_model_equals_one_process(tmp_path: Pat
     assert solo[-1] < solo[0] - 0.3, "nothing was learnt, so that equal losses would show nothing"
     fetched = {event.module: event.total_bytes for event in watch.seen if isinstance(event, CatchingUp)}
     assert fetched.keys() == {"1.0", "2.0"}, "the first node alone has the folder"
-    swarms, solos = gather_modules(tmp_path / "swarm").modules, gather_modules(tmp_path / "solo").modules
-    for module in manifest.modules():
-        assert swarms[module].keys() == solos[module].keys()
-        for parameter, value in swarms[module].items():
-            torch.testing.assert_close(value, solos[module][parameter], rtol=0, atol=1e-5, msg=parameter)
+    assert_same_parameters(manifest, tmp_path / "swarm", tmp_path / "solo")

@@ -18,7 +18,7 @@ from protocol.identity.keys import Identity
 from protocol.manifest.signing import sign_manifest
 from swarm.pipeline.ledger import DEFAULT_SLOTS
 from swarm.vocabulary.types import ModuleId
-from tests.e2e.home_node import WatchedNode, environment
+from tests.e2e.home_node import WatchedNode, environment, watched_node
 from tests.e2e.small_run import PATIENCE_S, small_run, write_text
 
 pytestmark = pytest.mark.e2e
@@ -30,29 +30,9 @@ DATA, SMALL, LARGE = (ModuleId(stage) for stage in range(3))
 async def joined(folder: Path, name: str, target: str, *options: str) -> AsyncIterator[WatchedNode]:
     """A node of this name, stopped in good order at the end."""
     words = ("join", target, "--identity", str(folder / f"{name}.key"), "--listen", "127.0.0.1", "--threads", "1")
-    process = await asyncio.create_subprocess_exec(
-        *node_command(),
-        *words,
-        *("--advertise", "127.0.0.1", "--json", "--stop-on-eof", "--yes"),
-        *options,
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        env=environment(),
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    node = WatchedNode()
-    reading = asyncio.create_task(node.read(process.stdout))
-    try:
+    told = ("--advertise", "127.0.0.1", "--json", "--stop-on-eof", "--yes")
+    async with watched_node(*node_command(), *words, *told, *options) as node:
         yield node
-        process.stdin.close()
-        async with asyncio.timeout(PATIENCE_S):
-            assert await process.wait() == 0
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-        await reading
 
 
 async def ended(folder: Path, target: str, *options: str) -> tuple[int, str]:

@@ -7,27 +7,22 @@ from itertools import islice
 from pathlib import Path
 
 import pytest
-import torch
 
-from node.checkpoint.folder import CheckpointFolder
 from node.checkpoint.gather import gather_modules
 from node.data.feed import TrainingFeed, open_documents
-from node.experts.route_tables import ENTRIES, without_tables
+from node.experts.route_tables import ENTRIES
 from node.experts.router import Router
 from node.local_swarm.local_swarm import LocalSwarm
 from node.local_swarm.setup import LocalSwarmOptions, Place, Places, everywhere_here
 from node.model.shapes import demand_of
-from node.observability.events import NodeSummary, Step
+from node.observability.events import NodeSummary
 from node.pipeline.admission import path_rules
-from node.solo.solo_checkpoint import CheckpointPlan
-from node.solo.trainer import train_solo
-from protocol.identity.keys import Identity
 from protocol.manifest.manifest import Manifest
-from protocol.manifest.signing import sign_manifest
 from swarm.routing.planner import visited_stages
 from swarm.vocabulary.types import ModuleId, PeerId
 from tests.e2e.run_of_experts import run_of_experts
 from tests.e2e.small_run import Watch, small_run, write_documents, write_text
+from tests.e2e.solo_run import assert_same_parameters, solo_losses
 
 pytestmark = pytest.mark.e2e
 
@@ -101,7 +96,7 @@ async def _compare(
     manifest: Manifest, tmp_path: Path, places: Places = everywhere_here, router: Router | None = None
 ) -> list[NodeSummary]:
     """The nodes' last words."""
-    solo = _solo_losses(manifest, tmp_path / "solo", router)
+    solo = solo_losses(manifest, tmp_path / "solo", STEPS, router=router)
     peers, tables = len(manifest.modules()), b"" if router is None else router.to_bytes()
     options = LocalSwarmOptions(peers=peers, steps=STEPS, threads=1, checkpoint_dir=tmp_path / "swarm", router=tables)
     async with LocalSwarm(manifest, options, places=places) as swarm:
@@ -109,30 +104,8 @@ async def _compare(
         await watch.to_the_end(swarm)
     assert watch.losses() == pytest.approx(solo, abs=1e-4)
     assert solo[-1] < solo[0] - 0.5, "nothing was learnt, so that equal losses would show nothing"
-    swarms, solos = gather_modules(tmp_path / "swarm").modules, gather_modules(tmp_path / "solo").modules
-    for module in manifest.modules():
-        ours, theirs = without_tables(swarms[module]), without_tables(solos[module])
-        assert ours.keys() == theirs.keys()
-        for parameter, value in ours.items():
-            torch.testing.assert_close(
-                value, theirs[parameter], rtol=0, atol=1e-5, msg=lambda why, name=parameter: f"{name}: {why}"
-            )
+    assert_same_parameters(manifest, tmp_path / "swarm", tmp_path / "solo")
     completed = STEPS * manifest.microbatches_per_step
     visits = {str(module): round(completed * demand_of(manifest, module)) for module in manifest.modules()}
     assert {summary.module: summary.accumulated for summary in watch.summaries()} == visits
     return watch.summaries()
-
-
-def _solo_losses(manifest: Manifest, folder: Path, router: Router | None) -> list[float]:
-    losses: list[float] = []
-    signed = sign_manifest(manifest, Identity.generate())
-    torch.set_num_threads(1)
-    train_solo(
-        manifest,
-        steps=STEPS,
-        device=torch.device("cpu"),
-        on_event=lambda event: losses.append(event.loss) if isinstance(event, Step) else None,
-        router=router,
-        saves=CheckpointPlan(CheckpointFolder(folder, signed.run, signed.text)),
-    )
-    return losses
