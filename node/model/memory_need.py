@@ -16,6 +16,7 @@ import torch
 
 from node.model.free_memory import available_memory
 from node.model.optimizer import optimizer_bytes
+from node.model.optimizers.adamw import AdamW
 from node.model.parts import HIDDEN_TYPES
 from node.model.shapes import BYTES_PER_PARAMETER, Shape, parameter_bytes, parameter_shapes
 from protocol.manifest.manifest import Manifest
@@ -50,8 +51,8 @@ _FEED_FORWARD_KEPT: Final = 3
 """Rows of these widths that one block's graph surely keeps of each token: attention's inputs and output, and the gated
 product with its two factors."""
 
-_ADAMW_BYTES: Final = 8
-"""Both moments of each parameter."""
+_ADAMW_BYTES: Final = AdamW.state_bytes((1,))
+"""Of each parameter."""
 _NAMED: Final = 8
 """Modules that a message lists."""
 
