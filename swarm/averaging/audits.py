@@ -86,7 +86,8 @@ def _oddity(piece: Beside, coefficient: float, norm: float, scale: float, longes
     if length < SHORTEST * coefficient * ours:
         return f"a mean of length {length:.2g}, where our own part of it is {coefficient * ours:.2g}"
     if piece.product < OPPOSED * ours * length:
-        return f"a mean that points away from our own contribution (cosine {piece.product / ours / length:.2f})"
+        cosine, part = piece.product / ours / length, coefficient * ours / length
+        return f"a mean that points away from our own contribution (cosine {cosine:.2f}; our part of it {part:.2g})"
     relative = _length(piece, norm, scale)
     if relative > longest:
         return f"a mean {relative:.1f} times as long as the members' norms allow there, where {longest:.1f} can be"
