@@ -24,8 +24,8 @@ LEARNT: Final = (1,)
 
 
 def run_that_reshards(folder: Path) -> tuple[Manifest, Router]:
-    """Writes documents of two kinds, and makes a manifest and a router that sends both to the first expert. A data node's
-    block has 256 microbatches: no block has fewer."""
+    """Writes documents of two kinds, and makes a manifest and a router that sends both to the first expert. A data
+    node's block has 256 microbatches: no block has fewer."""
     folder.mkdir()
     for kind, letters in enumerate(ALPHABETS):
         for number in range(OF_EACH):

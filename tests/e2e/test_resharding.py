@@ -16,6 +16,7 @@ from node.local_swarm.setup import LocalSwarmOptions
 from node.observability.events import CaughtUp, Completed, Event, RoundCommitted
 from swarm.experts.routes import best_route
 from swarm.vocabulary.types import PeerId
+from tests.e2e.round_watch import LogTail
 from tests.e2e.run_that_reshards import ALPHABETS, FIRST, LEARNT, OF_EACH, run_that_reshards, text_of
 from tests.e2e.small_run import Watch
 
@@ -24,17 +25,9 @@ pytestmark = pytest.mark.e2e
 DATA_NODE = "0.0"
 
 
-def completed(event: Event, peer: str, route: tuple[int, ...]) -> bool:
-    return isinstance(event, Completed) and event.peer == peer and event.route == route
-
-
 def is_common(event: Event, peers: set[str]) -> bool:
     """Whether it is a round of stage 0 to which all these contributed."""
     return isinstance(event, RoundCommitted) and event.module == DATA_NODE and peers <= set(event.contributors)
-
-
-def routes_of(watch: Watch, peer: str) -> set[tuple[int, ...] | None]:
-    return {event.route for event in watch.seen if isinstance(event, Completed) and event.peer == peer}
 
 
 def router_of_block(folder: Path, peer: str, first: Router) -> Router:
@@ -63,22 +56,24 @@ async def test_blocks_are_packed_by_learnt_tables_and_a_newcomers_first_one_too(
     when its second block begins, the newcomer at once: it has them from nowhere but the anchor that it was given."""
     manifest, router = run_that_reshards(tmp_path / "text")
     assert routes_by(router) == {FIRST}
-    options = LocalSwarmOptions(peers=3, threads=1, checkpoint_dir=tmp_path / "saved", router=router.to_bytes())
+    saved, logs = tmp_path / "saved", tmp_path / "logs"
+    options = LocalSwarmOptions(peers=3, threads=1, checkpoint_dir=saved, log_dir=logs, router=router.to_bytes())
     async with LocalSwarm(manifest, options) as swarm:
-        watch, old = Watch(swarm), swarm.peers[0].peer
-        await watch.until(lambda event: completed(event, old, LEARNT))
-        assert FIRST in routes_of(watch, old)
+        watch, old, tail = Watch(swarm), swarm.peers[0].peer, LogTail(logs, Completed)
+        await tail.until(lambda _, event: event.peer == old and event.route == LEARNT)
         swarm.start_peer(0)
         new = swarm.peers[-1].peer
-        await watch.until(lambda event: completed(event, new, LEARNT))
-        await watch.until(lambda event: is_common(event, {old, new}))
+        await tail.until(lambda _, event: event.peer == new and event.route == LEARNT)
+        tail.close()
+        for peer in (old, new):
+            await watch.until(lambda event, peer=peer: is_common(event, {old, new}) and event.peer == peer)
         swarm.request_stop()
         await watch.to_the_end(swarm)
     assert {end.exit_code for end in swarm.ends.values()} == {0}
     began = next(event for event in watch.seen if isinstance(event, CaughtUp) and event.peer == new)
     assert began.round > 0
     for peer in (old, new):
-        found = router_of_block(tmp_path / "saved", peer, router)
+        found = router_of_block(saved, peer, router)
         assert found.to_bytes() != router.to_bytes()
         assert routes_by(found) == {FIRST, LEARNT}
     anchors = {(event.round, event.digest) for event in watch.seen if is_common(event, {old, new})}
