@@ -16,7 +16,16 @@ from typing import Generic, TypeVar
 
 from node.local_swarm.local_swarm import LocalSwarm
 from node.observability.event_json import event_from_json
-from node.observability.events import CaughtUp, Event, PeerChange, Restored, RoundCommitted, RoundProgress, Step
+from node.observability.events import (
+    CaughtUp,
+    Completed,
+    Event,
+    PeerChange,
+    Restored,
+    RoundCommitted,
+    RoundProgress,
+    Step,
+)
 
 PATIENCE_S = 240.0
 """A bound for what should take seconds: it ends a run that hangs, and says nothing about speed."""
@@ -24,7 +33,7 @@ LOOK_S = 0.001
 """Between two looks at the logs."""
 
 Found = TypeVar("Found")
-Kind = TypeVar("Kind", RoundProgress, PeerChange, RoundCommitted)
+Kind = TypeVar("Kind", RoundProgress, PeerChange, RoundCommitted, Completed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +153,8 @@ async def watching(swarm: LocalSwarm, module: str) -> AsyncIterator[RoundWatch]:
 
 
 class LogTail(Generic[Kind]):
-    """Follows the event logs in a folder, for what only they tell: how far an exchange is, and whose link it is that
-    has come up."""
+    """Follows the event logs in a folder, for what only they tell: how far an exchange is, whose link it is that has
+    come up, and which microbatches have come home."""
 
     def __init__(self, folder: Path, kind: type[Kind]) -> None:
         self._folder = folder

@@ -27,6 +27,9 @@ from tests.e2e.solo_run import assert_same_parameters, solo_losses
 pytestmark = pytest.mark.e2e
 
 STEPS = 20
+STEPS_THAT_TEACH = 60
+"""So that a router learns, whose data node scores some documents in each step and needs 32; within a block, which is 70
+steps long."""
 
 
 @pytest.mark.parametrize(
@@ -86,26 +89,30 @@ async def test_a_swarm_that_reshards_equals_one_process(tmp_path: Path) -> None:
     """Within a block, which is packed by one router: that documents are scored meanwhile changes nothing of the model.
     When they are is not the same, so the tables are not either; but each has learnt some."""
     manifest, router = run_of_experts(tmp_path / "text", reshard=1.0)
-    await _compare(manifest, tmp_path, router=router)
+    await _compare(manifest, tmp_path, router=router, steps=STEPS_THAT_TEACH)
     for folder in ("swarm", "solo"):
         tables = gather_modules(tmp_path / folder).modules[ModuleId(0)]
         assert tables[ENTRIES].abs().max() > 0, folder
 
 
 async def _compare(
-    manifest: Manifest, tmp_path: Path, places: Places = everywhere_here, router: Router | None = None
+    manifest: Manifest,
+    tmp_path: Path,
+    places: Places = everywhere_here,
+    router: Router | None = None,
+    steps: int = STEPS,
 ) -> list[NodeSummary]:
     """The nodes' last words."""
-    solo = solo_losses(manifest, tmp_path / "solo", STEPS, router=router)
+    solo = solo_losses(manifest, tmp_path / "solo", steps, router=router)
     peers, tables = len(manifest.modules()), b"" if router is None else router.to_bytes()
-    options = LocalSwarmOptions(peers=peers, steps=STEPS, threads=1, checkpoint_dir=tmp_path / "swarm", router=tables)
+    options = LocalSwarmOptions(peers=peers, steps=steps, threads=1, checkpoint_dir=tmp_path / "swarm", router=tables)
     async with LocalSwarm(manifest, options, places=places) as swarm:
         watch = Watch(swarm)
         await watch.to_the_end(swarm)
     assert watch.losses() == pytest.approx(solo, abs=1e-4)
     assert solo[-1] < solo[0] - 0.5, "nothing was learnt, so that equal losses would show nothing"
     assert_same_parameters(manifest, tmp_path / "swarm", tmp_path / "solo")
-    completed = STEPS * manifest.microbatches_per_step
+    completed = steps * manifest.microbatches_per_step
     visits = {str(module): round(completed * demand_of(manifest, module)) for module in manifest.modules()}
     assert {summary.module: summary.accumulated for summary in watch.summaries()} == visits
     return watch.summaries()
