@@ -1,4 +1,4 @@
-"""What trades of lanes between data nodes are worth: the negotiation with its offers, and without a single one.
+"""What plans that all agree on are worth: the negotiation with its offers, and without a single one.
 
     python benchmarks/paths_trades.py [--instances FILE...] [--regions FILE] [--seeds 3] [--minutes 10]
 
@@ -7,7 +7,7 @@ data node, and they talk for another minute; all look at the swarm every 2 secon
 themselves where that saves 5 %. With the same costs for all, and exact. Makespans are medians of an iteration that
 begins at one of five moments of the last ten seconds. In it each data node sends as many microbatches as the instance
 says, which mostly makes one lane for each; with the node's lanes, of which each has several, one along each of them.
-`off_over_on` is the makespan without trades by that with them.
+`off_over_on` is the makespan without offers by that with them.
 `machines`: the node's machines on the same instances but those of 42 peers, by what they measure themselves
 (`swarm.simulation.churn`): microbatches completed, and CPU time of this process.
 
@@ -42,7 +42,7 @@ from swarm.simulation.iteration import Conduct, run_iterations
 from swarm.simulation.negotiation_world import Network, Talking
 from swarm.vocabulary.types import PeerId
 
-ARMS: Final[dict[str, dict[str, Any]]] = {"on": {}, "off": {"trades_each": 0, "exchanges_each": 0}}
+ARMS: Final[dict[str, dict[str, Any]]] = {"on": {}, "off": {"offers": 0}}
 """Limits of the talk: the usual ones, or not a single offer."""
 LOOK_S: Final = 2.0
 TALK_S: Final = 60.0
@@ -113,7 +113,7 @@ def after_a_death(instance: Instance, peer: PeerId, seed: int) -> dict[str, Outc
 
 
 def compared(outcomes: Iterable[dict[str, Outcome]]) -> dict[str, Any]:
-    """Medians over cases, and the best and the worst one for trades."""
+    """Medians over cases, and the best and the worst one for offers."""
     cases = list(outcomes)
     ratios = [case["off"].makespan_s / case["on"].makespan_s for case in cases]
     return {

@@ -39,7 +39,8 @@ swarm/pipeline: swarm/workload
 swarm/routing: swarm/experts swarm/membership swarm/workload
 node/lab/audit: node/observability
 protocol/identity: protocol/frames
-swarm/routing/negotiation: swarm/routing
+swarm/routing/plans: swarm/routing
+swarm/routing/negotiation: swarm/routing swarm/routing/plans
 protocol/manifest: protocol/identity
 protocol/transport: protocol/frames protocol/identity protocol/interfaces
 swarm/simulation: swarm/membership swarm/pipeline swarm/routing swarm/routing/negotiation
@@ -48,7 +49,7 @@ protocol/nat: protocol/frames protocol/interfaces protocol/libp2p protocol/trans
 swarm/simulation/central: swarm/routing swarm/simulation
 node/data: node/experts protocol/manifest swarm/experts swarm/workload
 protocol/dht: protocol/identity protocol/interfaces protocol/libp2p protocol/nat protocol/transport
-swarm/simulation/baselines: swarm/routing swarm/simulation swarm/simulation/central
+swarm/simulation/baselines: swarm/routing swarm/routing/plans swarm/simulation swarm/simulation/central
 node/lab/simulation: swarm/routing swarm/simulation swarm/simulation/baselines swarm/simulation/central
 node/model/optimizers: protocol/manifest
 node/model: node/data node/model/optimizers protocol/manifest swarm/membership swarm/workload

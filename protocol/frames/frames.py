@@ -35,7 +35,7 @@ from swarm.vocabulary.types import PeerId, RunId, VersionRange
 
 MAX_SMALL_FRAME_BYTES: Final = 72 * 1024
 """Of every frame that is not a chunk: a path of 256 hops takes about 20 KiB, a roster of 256 members about 24 KiB, the
-lanes of two data nodes at most 60 KiB, an answer 68 KiB."""
+offer of lanes to all data nodes at most 70 KiB, an answer 68 KiB."""
 
 MAX_AGE_MS: Final = 2**48
 

@@ -670,20 +670,18 @@ class LaneStanding(_message.Message):
     def __init__(self, peer: _Optional[str] = ..., version: _Optional[int] = ..., lanes: _Optional[_Iterable[_Union[Lane, _Mapping]]] = ...) -> None: ...
 
 class LaneTold(_message.Message):
-    __slots__ = ("epoch", "peers", "sender", "other", "number", "heard")
+    __slots__ = ("epoch", "peers", "sender", "number", "heard")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     PEERS_FIELD_NUMBER: _ClassVar[int]
     SENDER_FIELD_NUMBER: _ClassVar[int]
-    OTHER_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     HEARD_FIELD_NUMBER: _ClassVar[int]
     epoch: bytes
     peers: _containers.RepeatedScalarFieldContainer[str]
     sender: LaneStanding
-    other: LaneStanding
     number: int
     heard: int
-    def __init__(self, epoch: _Optional[bytes] = ..., peers: _Optional[_Iterable[str]] = ..., sender: _Optional[_Union[LaneStanding, _Mapping]] = ..., other: _Optional[_Union[LaneStanding, _Mapping]] = ..., number: _Optional[int] = ..., heard: _Optional[int] = ...) -> None: ...
+    def __init__(self, epoch: _Optional[bytes] = ..., peers: _Optional[_Iterable[str]] = ..., sender: _Optional[_Union[LaneStanding, _Mapping]] = ..., number: _Optional[int] = ..., heard: _Optional[int] = ...) -> None: ...
 
 class LaneHeard(_message.Message):
     __slots__ = ("epoch", "version")
@@ -694,42 +692,24 @@ class LaneHeard(_message.Message):
     def __init__(self, epoch: _Optional[bytes] = ..., version: _Optional[int] = ...) -> None: ...
 
 class LaneOffer(_message.Message):
-    __slots__ = ("epoch", "peers", "number", "sender", "asking_lane", "route", "asked_version", "asked_lane", "stages", "need_s", "is_single")
+    __slots__ = ("epoch", "peers", "number", "standings")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     PEERS_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
-    SENDER_FIELD_NUMBER: _ClassVar[int]
-    ASKING_LANE_FIELD_NUMBER: _ClassVar[int]
-    ROUTE_FIELD_NUMBER: _ClassVar[int]
-    ASKED_VERSION_FIELD_NUMBER: _ClassVar[int]
-    ASKED_LANE_FIELD_NUMBER: _ClassVar[int]
-    STAGES_FIELD_NUMBER: _ClassVar[int]
-    NEED_S_FIELD_NUMBER: _ClassVar[int]
-    IS_SINGLE_FIELD_NUMBER: _ClassVar[int]
+    STANDINGS_FIELD_NUMBER: _ClassVar[int]
     epoch: bytes
     peers: _containers.RepeatedScalarFieldContainer[str]
     number: int
-    sender: LaneStanding
-    asking_lane: int
-    route: _containers.RepeatedScalarFieldContainer[int]
-    asked_version: int
-    asked_lane: int
-    stages: _containers.RepeatedScalarFieldContainer[int]
-    need_s: float
-    is_single: bool
-    def __init__(self, epoch: _Optional[bytes] = ..., peers: _Optional[_Iterable[str]] = ..., number: _Optional[int] = ..., sender: _Optional[_Union[LaneStanding, _Mapping]] = ..., asking_lane: _Optional[int] = ..., route: _Optional[_Iterable[int]] = ..., asked_version: _Optional[int] = ..., asked_lane: _Optional[int] = ..., stages: _Optional[_Iterable[int]] = ..., need_s: _Optional[float] = ..., is_single: _Optional[bool] = ...) -> None: ...
+    standings: _containers.RepeatedCompositeFieldContainer[LaneStanding]
+    def __init__(self, epoch: _Optional[bytes] = ..., peers: _Optional[_Iterable[str]] = ..., number: _Optional[int] = ..., standings: _Optional[_Iterable[_Union[LaneStanding, _Mapping]]] = ...) -> None: ...
 
 class LaneAccept(_message.Message):
-    __slots__ = ("epoch", "peers", "number", "lane")
+    __slots__ = ("epoch", "number")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
-    PEERS_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
-    LANE_FIELD_NUMBER: _ClassVar[int]
     epoch: bytes
-    peers: _containers.RepeatedScalarFieldContainer[str]
     number: int
-    lane: Lane
-    def __init__(self, epoch: _Optional[bytes] = ..., peers: _Optional[_Iterable[str]] = ..., number: _Optional[int] = ..., lane: _Optional[_Union[Lane, _Mapping]] = ...) -> None: ...
+    def __init__(self, epoch: _Optional[bytes] = ..., number: _Optional[int] = ...) -> None: ...
 
 class LaneDecline(_message.Message):
     __slots__ = ("epoch", "peers", "number", "busy", "sender")

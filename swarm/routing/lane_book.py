@@ -60,6 +60,8 @@ class LaneBook:
         """Of a visit to each peer: its compute time, and the waiting for the lanes that are on it."""
         self._alone: dict[LaneId, float] = {}
         self.routes: dict[LaneId, PeerRoute] = {}
+        self.judged = 0
+        """Trades whose gain was asked for: nearly all that trading costs."""
 
     # ---- looking -------------------------------------------------------------------------------------------------
 
@@ -152,19 +154,12 @@ class LaneBook:
                     best = Trade(asking, asked, routes, gain)
         return best
 
-    def answer(self, asking: LaneId, route: PeerRoute, asked: LaneId, stages: frozenset[int]) -> PeerRoute | None:
-        """The asked one's best route for the stages that are to be its own, if the asking lane takes that route."""
-        with self._without(asking, asked):
-            self._burden(asking[0], route, 1)
-            found = self.cheapest(asked[0], order_tree(self._rules, stages))
-            self._burden(asking[0], route, -1)
-        return found.get(stages)
-
     def gain(
         self, asking: LaneId, asked: LaneId, routes: tuple[PeerRoute, PeerRoute], times: Mapping[LaneId, float]
     ) -> float:
         """By how much the power mean of round trips falls (its sum, in units of the longest one) when both lanes
         change."""
+        self.judged += 1
         worst = max(times.values())
         touched = self._sharing((asking, asked))
         with self._without(asking, asked):

@@ -15,9 +15,14 @@ MAX_LANES = 64
 """Of one data node."""
 MAX_VISITS = 512
 """Of all lanes of one data node together, one for each stage that one of them visits. So whatever peers they name, how
-two data nodes stand fits into one small frame."""
+a data node stands fits into one small frame."""
 MAX_PEERS = 2 * MAX_VISITS
-"""In one message, which names each once: those that the lanes of two data nodes visit."""
+"""In one message, which names each once."""
+MAX_TALKING = 32
+"""Data nodes that talk with each other."""
+MAX_OFFERED_LANES = 512
+MAX_OFFERED_VISITS = 2048
+"""Of all data nodes together, in one offer."""
 MAX_VERSION = 2**48 - 1
 MAX_OFFER = 2**48 - 1
 EPOCH_BYTES = 8
@@ -25,7 +30,6 @@ EPOCH_BYTES = 8
 Epoch = Annotated[bytes, Length(EPOCH_BYTES, EPOCH_BYTES)]
 Version = Annotated[int, Range(0, MAX_VERSION)]
 OfferNumber = Annotated[int, Range(1, MAX_OFFER)]
-LaneNumber = Annotated[int, Range(0, MAX_LANES - 1)]
 Route = Annotated[tuple[PeerId, ...], Length(0, MAX_HOPS), Distinct()]
 Stages = Annotated[frozenset[Stage], Length(0, MAX_HOPS)]
 
@@ -62,24 +66,17 @@ class Standing:
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """News of the sender's lanes; after a trade that the sender has decided also how the other side stands from now on.
+    """News of the sender's lanes. To those that have accepted an offer of its it is the decision.
 
-    To that other side it is the decision. Answered with Heard, or by news of one's own.
+    Answered with Heard, or by news of one's own, when it decides nothing.
     """
 
     epoch: Epoch
     sender: Standing
-    other: Standing | None = None
     number: OfferNumber | None = None
-    """Of the offer that was decided; None exactly when `other` is."""
+    """Of the last offer of the sender's that was decided; None when none was."""
     heard: Version = 0
     """The receiver's version up to which the sender knows, as in Heard; 0 when of none."""
-
-    def fault(self) -> str | None:
-        """The reason why nobody may say this; None when one may."""
-        if (self.other is None) == (self.number is None):
-            return None
-        return "a decision without its offer's number, or a number without a decision"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,41 +89,38 @@ class Heard:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """The offer of one lane for one lane: the sender would take `route`, and leave `stages` to the other's lane.
+    """The offer of other lanes for all data nodes, the sender and the receiver among them.
 
-    Holds only if the receiver still stands at `asked_version`.
+    Holds only if each of them still stands at the version before.
     """
 
     epoch: Epoch
     number: OfferNumber
     """Counts the sender's offers, from 1."""
-    sender: Standing
-    asking_lane: LaneNumber
-    route: Route
-    asked_version: Version
-    asked_lane: LaneNumber
-    stages: Stages
-    need_s: NonNegative
-    """Round trip of the asking lane: of two offers that cross, the larger need goes first."""
-    is_single: bool = False
-    """Whether the lanes are numbered as the routes of single microbatches, in launch order; need is then the end of all
-    of them."""
+    standings: Annotated[tuple[Standing, ...], Length(1, MAX_TALKING)]
+
+    def fault(self) -> str | None:
+        """The reason why nobody may offer this; None when one may."""
+        lanes = [lane for standing in self.standings for lane in standing.lanes]
+        if len(lanes) > MAX_OFFERED_LANES:
+            return f"{len(lanes)} lanes of all data nodes are more than {MAX_OFFERED_LANES}"
+        for visits in (sum(len(lane.route) for lane in lanes), sum(len(lane.stages) for lane in lanes)):
+            if visits > MAX_OFFERED_VISITS:
+                return f"{visits} visits of all data nodes are more than {MAX_OFFERED_VISITS}"
+        return None
 
 
 @dataclass(frozen=True, slots=True)
 class Accept:
-    """The acceptance of an offer: the sender would take this route for its lane, and is bound until it hears the
-    decision.
-    """
+    """The acceptance of an offer: the sender will stand as offered, and is bound until it hears the decision."""
 
     epoch: Epoch
     number: OfferNumber
-    lane: Lane
 
 
 @dataclass(frozen=True, slots=True)
 class Decline:
-    """The refusal of an offer. `busy`: another trade is under way; ask again later. Otherwise the sender sees nothing
+    """The refusal of an offer. `busy`: another offer is under way; ask again later. Otherwise the sender sees nothing
     in it, or stands elsewhere by now.
     """
 

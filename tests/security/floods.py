@@ -66,13 +66,13 @@ def recalls(targets: Targets, own: PeerId, number: int) -> Frame:
 
 
 def lanes(targets: Targets, own: PeerId, number: int) -> bytes:
-    """The longest and dearest frame there is: the lanes of two data nodes, 60 KiB. Only data nodes are minded."""
+    """The longest and dearest frame there is: an offer of the lanes of many data nodes. Only data nodes are minded."""
     if not _LANES:
         peers = [str(Identity.generate().peer) for _ in range(1024)]
         made = [wire.Lane(route=range(8 * n, 8 * n + 8), stages=range(1, 9), alone_s=1.0) for n in range(64)]
-        both = [wire.LaneStanding(peer=peer, version=1, lanes=made) for peer in peers[:2]]
-        told = wire.LaneTold(epoch=bytes(8), peers=peers, sender=both[0], other=both[1], number=3)
-        _LANES.append(wire.Frame(lane_told=told).SerializeToString())
+        some = [wire.LaneStanding(peer=peer, version=1, lanes=made) for peer in peers[:4]]
+        offer = wire.LaneOffer(epoch=bytes(8), peers=peers, number=3, standings=some)
+        _LANES.append(wire.Frame(lane_offer=offer).SerializeToString())
     return _LANES[0]
 
 

@@ -21,11 +21,14 @@ class News:
         self._heard_at = -math.inf
         """The last news of anybody."""
 
-    def spread(self, others: Iterable[PeerId], now: float, urgent: PeerId | None = None) -> None:
-        """These have just been told something new; one of them answers at once, or has not heard."""
+    def spread(self, others: Iterable[PeerId], now: float) -> None:
+        """These have just been told something new."""
         self._due = dict.fromkeys(others, (now + self._talk.repeat_s, self._talk.repeat_s))
-        if urgent is not None:
-            self._due[urgent] = now + self._talk.answer_s, self._talk.answer_s
+
+    def clear(self) -> None:
+        """All know how all stand."""
+        self._due.clear()
+        self._owed.clear()
 
     def heard(self, peer: PeerId) -> None:
         """It has acknowledged the latest."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from swarm.routing.cost_model import Costs, PeerRoute
@@ -12,6 +12,7 @@ from swarm.routing.lane_book import LaneBook, LaneId
 from swarm.routing.negotiation.groups import Group, share_of
 from swarm.routing.negotiation.negotiation_events import TalkRules
 from swarm.routing.path_rules import PathRules, order_tree
+from swarm.routing.plans.route_changes import Plan
 from swarm.routing.stage_balance import fair_sets, free_lanes, lanes_for, routes_each
 from swarm.routing.visit_shares import (
     VisitShares,
@@ -51,22 +52,45 @@ class View:
         each = talk.microbatches
         self._period = share_period(rules, each)
         self.shares, sets = self._dealt(each)
-        """Of our microbatches, how many are to visit each stage; trades with others come on top."""
+        """Of our microbatches, how many are to visit each stage; exchanges with others come on top."""
         self.lanes = len(sets)
         self.singles = self.lanes if self._period else routes_each(rules, group.total, self.lanes, each)
         """Routes of single microbatches of a data node that has refined its lanes."""
         self.stages: dict[LaneId, frozenset[int]] = {}
         """What the lanes have to visit. One for which some stage has nobody has an empty route."""
-        self._refined_stages: tuple[frozenset[int], ...] = ()
-        self.refined: dict[PeerId, tuple[PeerRoute, ...]] = {}
+        self.refined: dict[PeerId, tuple[Lane, ...]] = {}
         """The routes of those that have refined their lanes. In the book they stand with the first ones."""
         self.is_refined = False
         """Whether our own are: in the order in which they are to be launched."""
         self.book = LaneBook(self.costs, rules, self.lanes)
-        self._ahead = replace(rules, max_back_stops=0)
+        self.ahead = replace(rules, max_back_stops=0)
+        """The rules of paths without steps back."""
+        dealt = self.dealt_sets()
+        self._assumed = set() if dealt is None else set(self.others)
+        """Those of whom we have not heard, and need not: by convention we know what they visit at first, and where, if
+        they believe what we do."""
+        self.versions.update(dict.fromkeys(self._assumed, 1))
+        for peer, theirs in ({own: sets} if dealt is None else dealt).items():
+            self._enter(peer, theirs)
+
+    @property
+    def is_by_convention(self) -> bool:
+        """Whether all know what each visits at first, so that nobody has to tell it."""
+        return self._period is None
+
+    def dealt_sets(self) -> dict[PeerId, list[frozenset[int]]] | None:
+        """What the lanes of all data nodes visit at first; None where each deals to itself."""
+        if self._period is not None:
+            return None
+        members = [member.peer for member in self._group.members]
+        ring = fair_sets(self.rules, len(members) * self.lanes, self._group.first * self.lanes)
+        return {peer: ring[rank :: len(members)] for rank, peer in enumerate(members)}
+
+    def _enter(self, peer: PeerId, sets: Sequence[frozenset[int]]) -> None:
+        """The nearest peers for what a data node visits at first, each lane beside those that are there."""
         for k, stages in enumerate(sets):
-            self.stages[own, k] = stages
-            self.book.enter((own, k), self.book.cheapest(own, order_tree(self._ahead, stages)).get(stages, ()))
+            self.stages[peer, k] = stages
+            self.book.enter((peer, k), self.book.cheapest(peer, order_tree(self.ahead, stages)).get(stages, ()))
 
     def _dealt(self, each: int | None) -> tuple[Reasoned[VisitShares], list[frozenset[int]]]:
         """What our lanes are to visit at first: a part of everybody's ring, or a whole period of shares of our own."""
@@ -92,11 +116,9 @@ class View:
     def standing_of(self, peer: PeerId) -> Standing:
         """How a data node stands, as far as we know."""
         if peer in self.refined:
-            alone_s = self.book.alone_s((peer, 0))
-            singles = tuple(Lane(route, self.book.stages(route), alone_s) for route in self.refined[peer])
-            return Standing(peer, self.versions[peer], singles)
-        held = [(peer, k) for k in range(self.lanes)]
-        lanes = tuple(Lane(self.book.routes[lane], self.stages[lane], self.book.alone_s(lane)) for lane in held)
+            return Standing(peer, self.versions[peer], self.refined[peer])
+        own = [(peer, k) for k in range(self.lanes)]
+        lanes = tuple(Lane(self.book.routes[lane], self.stages[lane], self.book.alone_s(lane)) for lane in own)
         return Standing(peer, self.versions[peer], lanes)
 
     def take_in(self, standing: Standing) -> bool:
@@ -106,16 +128,28 @@ class View:
             return False
         if not self._is_possible(standing):
             return False
+        self._stand(standing)
+        return True
+
+    def adopt(self, standings: Sequence[Standing]) -> None:
+        """All stand as they were offered to, we among them, but for those of whom we have later news."""
+        for standing in standings:
+            if standing.version > self.versions.get(standing.peer, -1):
+                self._stand(standing)
+        self.is_refined = True
+
+    def _stand(self, standing: Standing) -> None:
+        peer = standing.peer
         self.versions[peer] = standing.version
+        self._assumed.discard(peer)
         self.refined.pop(peer, None)
         if len(standing.lanes) > self.lanes:
-            self.refined[peer] = tuple(lane.route for lane in standing.lanes)
+            self.refined[peer] = standing.lanes
         for k, lane in enumerate(standing.lanes[: self.lanes]):
             if (peer, k) in self.book.routes:
                 self.book.leave((peer, k))
             self.stages[peer, k] = lane.stages
             self.book.enter((peer, k), lane.route, lane.alone_s)
-        return True
 
     def _is_possible(self, standing: Standing) -> bool:
         """Whether there are as many lanes as there should be. What they visit is the word of whoever visits it."""
@@ -123,7 +157,7 @@ class View:
 
     # ---- single routes -------------------------------------------------------------------------------------------
 
-    def plan(self) -> dict[PeerId, tuple[PeerRoute, ...]] | None:
+    def plan(self) -> Plan | None:
         """The routes of all data nodes' microbatches in launch order; None while somebody is not known, or a route has
         lost a peer."""
         if len(self.versions) <= len(self.others):
@@ -131,54 +165,23 @@ class View:
         plan = {peer: self._singles_of(peer) for peer in (self.own, *self.others)}
         return plan if all(self._may_be_walked(route) for routes in plan.values() for route in routes) else None
 
+    def sets_of(self, peer: PeerId) -> tuple[frozenset[int], ...]:
+        """What each of a data node's single microbatches visits, as agreed."""
+        if peer in self.refined:
+            return tuple(lane.stages for lane in self.refined[peer])
+        return tuple(self.stages[peer, k % self.lanes] for k in range(self.singles))
+
     def _singles_of(self, peer: PeerId) -> tuple[PeerRoute, ...]:
         if peer in self.refined:
-            return self.refined[peer]
+            return tuple(lane.route for lane in self.refined[peer])
         lanes = [(peer, k) for k in range(self.lanes)]
         if not all(self._may_be_walked(self.book.routes[lane]) for lane in lanes):
             return ((),)
         walked = [self._walked(lane) for lane in lanes]
         return tuple(walked[k % self.lanes] for k in range(self.singles))
 
-    def told_singles(self, peer: PeerId) -> tuple[PeerRoute, ...]:
-        """The routes of a data node's single microbatches as it tells of them, whether they can be walked or not."""
-        told = self.refined.get(peer)
-        return told or tuple(self.book.routes[peer, k % self.lanes] for k in range(self.singles))
-
-    def replace(self, place: int, route: PeerRoute) -> None:
-        """One microbatch of ours takes another route. Whoever calls this counts the version."""
-        if self.singles == self.lanes:
-            self.is_refined = True
-            self.move(place, route, self.book.stages(route))
-        else:
-            routes = list(self.told_singles(self.own))
-            routes[place] = route
-            self.refine(routes)
-
-    def standing_with(self, peer: PeerId, place: int, lane: Lane) -> Standing:
-        """How another data node stands from its next version on, when one of its microbatches takes another route: as
-        it will say itself."""
-        if self.singles == self.lanes:
-            lanes = list(self.standing_of(peer).lanes)
-            lanes[place] = lane
-        else:
-            routes, alone_s = list(self.told_singles(peer)), self.book.alone_s((peer, 0))
-            routes[place] = lane.route
-            lanes = [Lane(route, self.book.stages(route), alone_s) for route in routes]
-        return Standing(peer, self.versions[peer] + 1, tuple(lanes))
-
     def _may_be_walked(self, route: PeerRoute) -> bool:
         return bool(route) and self.book.whole(route)
-
-    def refine(self, routes: Sequence[PeerRoute]) -> None:
-        """Our microbatches take these routes from now on. Whoever calls this counts the version."""
-        self.is_refined = True
-        if self.singles == self.lanes:
-            for k, route in enumerate(routes):
-                self.move(k, route, self.book.stages(route))
-        else:
-            self.refined[self.own] = tuple(routes)
-            self._refined_stages = tuple(self.book.stages(route) for route in routes)
 
     def move(self, lane: int, route: PeerRoute, stages: frozenset[int]) -> None:
         """A lane of ours changes. Whoever calls this counts the version."""
@@ -190,10 +193,8 @@ class View:
         """The next version of how we stand."""
         self.versions[self.own] += 1
 
-    def tradable(self, lane: LaneId) -> bool:
-        """Whether all peers of a lane are alive, and serve the stages that its data node says; and it is a lane yet."""
-        if lane[0] in self.refined or (self.is_refined and lane[0] == self.own):
-            return False
+    def _is_served(self, lane: LaneId) -> bool:
+        """Whether all peers of a lane are alive, and serve the stages that its data node says."""
         return self.book.serves(self.book.routes[lane], self.stages[lane])
 
     # ---- costs ---------------------------------------------------------------------------------------------------
@@ -249,10 +250,11 @@ class View:
         """Refined routes of ours with a peer that is gone get the cheapest one for the same stages, as far as there is
         one."""
         singles = list(self.refined[self.own])
-        lost = [place for place, route in enumerate(singles) if not self._may_be_walked(route)]
-        for place in lost:
-            stages = self._refined_stages[place]
-            singles[place] = self.book.cheapest(self.own, order_tree(self._ahead, stages)).get(stages, singles[place])
+        for place, lane in enumerate(singles):
+            if not self._may_be_walked(lane.route):
+                found = self.book.cheapest(self.own, order_tree(self.ahead, lane.stages)).get(lane.stages)
+                if found is not None:
+                    singles[place] = Lane(found, lane.stages, self.costs.round_trip_s(self.own, found))
         changed = tuple(singles) != self.refined[self.own]
         if changed:
             self.refined[self.own] = tuple(singles)
@@ -262,7 +264,7 @@ class View:
     def _reckoned(self, lane: LaneId) -> bool:
         """Whether a lane of ours takes so much more or less time than we have told that we should tell it."""
         told, route = self.book.alone_s(lane), self.book.routes[lane]
-        if not self.tradable(lane):
+        if not self._is_served(lane):
             return False
         takes = self.costs.round_trip_s(self.own, route)
         if abs(takes - told) <= WORTH_TELLING * told:
@@ -275,7 +277,7 @@ class View:
     def _reroute(self, lane: LaneId) -> bool:
         """Another route for the same stages, if the lane needs it or is much better off."""
         book, stages = self.book, self.stages[lane]
-        trip = book.round_trip_s(lane) if self.tradable(lane) else math.inf
+        trip = book.round_trip_s(lane) if self._is_served(lane) else math.inf
         alone_s, route = book.alone_s(lane), book.leave(lane)
         other = book.cheapest(self.own, order_tree(self.rules, stages)).get(stages)
         if other is not None:
@@ -285,20 +287,6 @@ class View:
             book.leave(lane)
         book.enter(lane, route, alone_s)
         return False
-
-    def straighten(self) -> bool:
-        """Lanes of ours that are walked by other peers than the others know of (see `launches`) move there.
-
-        Returns:
-            Whether a lane of ours changed.
-        """
-        walked = {lane: self._walked(lane) for lane in self._whole()}
-        moved = {lane: route for lane, route in walked.items() if set(route) != set(self.book.routes[lane])}
-        for lane, route in moved.items():
-            self.move(lane[1], route, self.stages[lane])
-        if moved:
-            self.advance()
-        return bool(moved)
 
     # ---- launching -----------------------------------------------------------------------------------------------
 
@@ -310,7 +298,8 @@ class View:
         other peers if that would be slower than any lane is now.
         """
         if self.own in self.refined:
-            return tuple(self._walked_single(route) for route in self.refined[self.own] if self._may_be_walked(route))
+            routes = [lane.route for lane in self.refined[self.own] if self._may_be_walked(lane.route)]
+            return tuple(map(self._walked_single, routes))
         return tuple(self._walked(lane) for lane in self._whole())
 
     def _walked_single(self, route: PeerRoute) -> PeerRoute:
@@ -332,30 +321,11 @@ class View:
         ordered = in_order(route, stage_of)
         if ordered == route:
             return route
-        known = self._exclusive and len(self.versions) > len(self.others)
+        known = self._exclusive and not self._assumed and len(self.versions) > len(self.others)
         others = (other for number, other in self.book.routes.items() if number != lane)
         if known and not closes_a_circle(route, others, stage_of, self.book.crowded):
             return route
         if self.costs.round_trip_s(lane[0], ordered) <= max(map(self.book.round_trip_s, self.book.routes)):
             return ordered
         stages = self.book.stages(route)
-        return self.book.cheapest(lane[0], order_tree(self._ahead, stages)).get(stages, ordered)
-
-    # ---- need ----------------------------------------------------------------------------------------------------
-
-    def times(self) -> dict[LaneId, float]:
-        """Expected round trips of all lanes that we know, the worst placed first."""
-        times = {lane: self.book.round_trip_s(lane) for lane in self.book.routes}
-        return dict(sorted(times.items(), key=lambda item: (-item[1], item[0])))
-
-
-def place_of(own: PeerId, times: Mapping[LaneId, float], worst: int) -> tuple[int, list[LaneId]]:
-    """How many others go before us, and which lanes of ours are among the `worst` of all."""
-    before: set[PeerId] = set()
-    lanes: list[LaneId] = []
-    for lane in list(times)[:worst]:
-        if lane[0] == own:
-            lanes.append(lane)
-        elif not lanes:
-            before.add(lane[0])
-    return len(before), lanes
+        return self.book.cheapest(lane[0], order_tree(self.ahead, stages)).get(stages, ordered)

@@ -21,12 +21,17 @@ class TalkRules:
     microbatches: int | None
     """Of each data node in one iteration: the number of lanes follows from it and from the number of data nodes. None
     where data nodes launch whenever they can (`swarm.routing.stage_balance.free_lanes`)."""
-    quiet_s: float = 0.05
-    """Nothing new was heard for so long before the worst placed data node speaks."""
-    patience_s: float = 0.5
-    """The next worst waits so much longer each: about the time of an offer, its answer, and the news of the trade."""
+    quiet_s: float = 0.6
+    """Nothing new was heard for so long before a data node looks for a better plan: news of one change come in
+    heaps."""
+    turn_s: float = 0.6
+    """The next one waits so much longer: about the time of an offer."""
+    patience_s: float = 2.0
+    """An offer that met another, or that somebody did not answer, is made again after so long at most."""
     answer_s: float = 1.5
-    """An offer without answer is given up after so long; an acceptance without decision is said again."""
+    """An offer without answer is made again after so long; an acceptance without decision is said again."""
+    asked: int = 6
+    """How often, before an offer is given up."""
     hear_s: float = 3.0
     """News are acknowledged when none have come for so long, all of one sender at once, unless news of one's own have
     said it by then;"""
@@ -35,15 +40,13 @@ class TalkRules:
     repeat_s: float = 11.0
     """News that was not acknowledged are told again after so long, then after twice that, up to `longest_repeat_s`."""
     longest_repeat_s: float = 12.0
-    trades_each: int = 3
-    """Trades that a data node asks for between two changes of the swarm: nobody talks for ever."""
-    tasks_each: int = 56_000
-    """Tasks that a data node plays between two changes of the swarm in forecasts for the refinement of its routes: a
-    bound of its CPU time, some 50 ms."""
-    exchanges_each: int = 14
-    """Exchanges of a stage of one microbatch that a data node asks others for between two changes of the swarm."""
-    turns_each: int = 6
-    """Turns in which it spends them: all others are told of each that has found something."""
+    offers: int = 5
+    """Plans that are agreed on between two changes of the swarm: each takes three messages a data node."""
+    judged: int = 64
+    """Judgements of all data nodes of a group together, about: large ones agree on fewer plans."""
+    tasks_each: int = 40_000
+    """Tasks that a data node plays between two changes of the swarm in forecasts for better plans: a bound of its CPU
+    time, some 40 ms."""
 
 
 @dataclass(frozen=True, slots=True)

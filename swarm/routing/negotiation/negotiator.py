@@ -1,21 +1,20 @@
 """One data node's part in the talk about lanes: what befalls it (`words.Event`) and what it does then (`words.Action`).
 
 The story. When the data nodes that are alive change, an epoch begins: each takes the stages that the ring deals it
-(`swarm.routing.stage_balance`), the nearest peers for them, and tells the others. By what it has heard, each knows how
-it is placed. The worst placed offers another one lane for one lane; that one answers with the best route that is left
-to it, and is bound until it hears the decision; the first decides, and tells everyone how both stand from now on.
+(`swarm.routing.stage_balance`) and the nearest peers for them. What the ring deals all know, so nobody tells of it.
+Then they look for a better plan of all, each in turn, and offer what they find; each judges by what it knows, and is
+bound until it hears the decision; once all have accepted the one that offers decides, and tells everyone.
 
 What is kept whatever happens:
 
 * In every epoch the stages of all lanes together are those that the ring dealt (where visits are unequal: each data
-  node to itself, by `swarm.routing.visit_shares`), but for trades that one side has heard decided and the other not
-  yet. A trade is one stage set for another with the same sum, between two data nodes that stood where the offer says;
-  the asked one checks the sum. Only the asking one decides.
-* Whoever is bound stays so until it hears the decision, or the epoch ends. If the asking one dies, the membership view
-  says so, and the ring deals anew: then nobody needs to know how it ended.
-* Nothing of one epoch counts in another. While views differ, those that do not agree on who is alive do not trade.
+  node to itself, by `swarm.routing.visit_shares`), but for an offer that some have heard decided and others not yet. An
+  offer leaves the sum as it was, and holds only where all data nodes stand as it says; each of them checks that.
+* Whoever is bound stays so until it hears the decision, or the epoch ends. If the one that offers dies, the membership
+  view says so, and the ring deals anew: then nobody needs to know how it ended.
+* Nothing of one epoch counts in another. While views differ, those that do not agree on who is alive agree on nothing.
   Whoever comes back to an epoch (somebody was taken for dead, and was not) stands where it stood when it left.
-* News are told until heard. So talk ends: when nobody finds a trade, and everyone has heard, nobody says a word.
+* News are told until heard. So talk ends: when nobody finds a better plan, and everyone has heard, nobody says a word.
 
 Nothing here does IO, draws random numbers or knows another negotiator.
 """
@@ -23,7 +22,8 @@ Nothing here does IO, draws random numbers or knows another negotiator.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+import zlib
+from dataclasses import dataclass
 
 from swarm.routing.cost_model import Costs, PeerRoute
 from swarm.routing.lane_book import LaneBook
@@ -40,11 +40,10 @@ from swarm.routing.negotiation.negotiation_events import (
     TalkRules,
     Tell,
 )
-from swarm.routing.negotiation.proposals import Search, Wish
-from swarm.routing.negotiation.refining import Refining
-from swarm.routing.negotiation.trades import Asking, Bound, answer_to, decision, exchange_offer, helps, offer_for
+from swarm.routing.negotiation.offers import Asking, Bound, is_as_things_stand, offer_of
+from swarm.routing.negotiation.planning import Planning
 from swarm.routing.path_rules import PathRules
-from swarm.routing.refinement import Exchange
+from swarm.routing.plans.route_changes import Plan
 from swarm.routing.stage_balance import Lanes, spread
 from swarm.routing.visit_shares import VisitShares
 from swarm.vocabulary.routing_messages import Abandon, Accept, Decline, Heard, LaneControl, Offer, Told
@@ -66,10 +65,10 @@ class _Epoch:
     stood."""
 
     view: View
-    search: Search
-    refining: Refining
-    asking: Asking | None
-    bound: Bound | None
+    planning: Planning
+    asking: Asking | None = None
+    bound: Bound | None = None
+    decided: int | None = None
 
 
 class Negotiator:
@@ -83,13 +82,14 @@ class Negotiator:
         self._own, self._rules, self._talk = own, rules, talk
         self._view: View | None = None
         self._news = News(talk)
-        self._search: Search | None = None
-        self._refining: Refining | None = None
+        self._planning: Planning | None = None
         self._asking: Asking | None = None
         self._bound: Bound | None = None
         self._left: dict[bytes, _Epoch] = {}
         self._costs: Costs | None = None
-        """New costs that wait for the end of a bargain."""
+        """New costs that wait for the end of an offer."""
+        self._decided: int | None = None
+        """The number of the last offer of ours that was decided in this epoch."""
         self._deal_at = 0.0
         """Until then shares stay as they are."""
         self._number = 0
@@ -123,7 +123,9 @@ class Negotiator:
     def stages(self) -> tuple[frozenset[int], ...]:
         """What each of our lanes visits, as agreed."""
         view = self._view
-        return () if view is None else tuple(view.stages[self._own, k] for k in range(view.lanes))
+        if view is None:
+            return ()
+        return view.sets_of(self._own)[: len(view.refined.get(self._own, ())) or view.lanes]
 
     @property
     def shares(self) -> Reasoned[VisitShares] | None:
@@ -134,23 +136,22 @@ class Negotiator:
     def wakes_at(self) -> float:
         """When a Tick is due; infinite when there is nothing to wait for."""
         times = [self._news.wakes_at]
-        if self._asking is not None and self._asking.decided is None:
-            times.append(self._asking.until)
+        if self._asking is not None:
+            times.append(self._asking.again_at)
         if self._bound is not None:
             times.append(self._bound.repeat_at)
-        if self._search is not None and self._refining is not None and self._is_free:
-            times.append(self._search.wakes_at)
-            times.append(self._refining.wakes_at)
+        if self._planning is not None and self._is_free:
+            times.append(self._planning.wakes_at)
         return min(times)
 
     @property
     def _is_free(self) -> bool:
-        """Whether no bargain is under way."""
+        """Whether no offer is under way."""
         return self._asking is None and self._bound is None
 
     @property
     def settled(self) -> bool:
-        """Whether we have nothing more to say: no bargain, no wish, and everyone has heard."""
+        """Whether we have nothing more to say: no offer, no plan to look for, and everyone has heard."""
         return self._asking is None and self._bound is None and math.isinf(self.wakes_at)
 
     def describe(self) -> str:
@@ -161,13 +162,13 @@ class Negotiator:
         if self._bound is not None:
             state = f"bound to an offer of {short(self._bound.asking)}"
         elif self._asking is not None:
-            state = f"asking {short(self._asking.asked)}"
+            state = f"asking {len(self._asking.waiting)} others"
         return f"{len(self._launches)} lanes, version {self._view.version}, {state}; {self._why}"
 
     # ---- the machine ---------------------------------------------------------------------------------------------
 
     def handle(self, event: Event, now: float) -> Actions:
-        """What is to be done, in order. Messages of other epochs and of bargains that are over are ignored, never an
+        """What is to be done, in order. Messages of other epochs and of offers that are over are ignored, never an
         error.
 
         Args:
@@ -184,8 +185,8 @@ class Negotiator:
                 view = self._view
                 if view is not None and sender in view.others and message.epoch == view.epoch:
                     actions = self._arrived(view, sender, message, now)
-        if self._view is not None and self._search is not None:
-            actions += self._go_on(self._view, self._search, now)
+        if self._view is not None and self._planning is not None:
+            actions += self._go_on(self._view, self._planning, now)
         return actions
 
     def _swarm_changed(self, members: frozenset[Member], costs: Costs, now: float) -> Actions:
@@ -199,77 +200,48 @@ class Negotiator:
         back = self._left.pop(group.epoch, None)
         if back is None:
             view = View(self._own, group, costs, self._rules, self._talk)
-            back = _Epoch(view, Search(view, self._talk), Refining(view, self._talk), None, None)
-            self._costs = None
+            back = _Epoch(view, Planning(view, self._talk))
+            self._costs, is_new = None, True
         else:
-            self._costs = costs
-        self._view, self._search, self._refining = back.view, back.search, back.refining
-        self._asking, self._bound = back.asking, back.bound
+            self._costs, is_new = costs, False
+        self._view, self._planning = back.view, back.planning
+        self._asking, self._bound, self._decided = back.asking, back.bound, back.decided
         self._deal_at = now + BETWEEN_DEALS_S
-        self._noticed(now)
-        return [*self._told(self._view, now), *self._launching(self._view, "other data nodes are alive")]
+        self._planning.noticed(now)
+        self._news.clear()
+        told = [] if is_new and self._view.is_by_convention else self._told(self._view, now)
+        return [*told, *self._launching(self._view, "other data nodes are alive")]
 
     def _leave(self) -> None:
         """Keeps what was agreed in this epoch, for the others may never leave it."""
-        if self._view is not None and self._search is not None and self._refining is not None:
-            left = _Epoch(self._view, self._search, self._refining, self._asking, self._bound)
+        if self._view is not None and self._planning is not None:
+            left = _Epoch(self._view, self._planning, self._asking, self._bound, self._decided)
             self._left[self._view.epoch] = left
         while len(self._left) > MOST_LEFT:
             del self._left[next(iter(self._left))]
 
-    def _noticed(self, now: float) -> None:
-        """The view has changed, or the way is free again: whose turn it is, is reckoned anew."""
-        assert self._search is not None
-        assert self._refining is not None
-        self._search.noticed(now)
-        self._refining.noticed(now)
-
-    def _go_on(self, view: View, search: Search, now: float) -> Actions:
+    def _go_on(self, view: View, planning: Planning, now: float) -> Actions:
         """What time brings."""
         actions: Actions = [self._tell(view, peer) for peer in self._news.again(now)]
         actions += [self._acknowledge(view, peer) for peer in self._news.overdue(now)]
         asking, bound = self._asking, self._bound
-        if asking is not None and asking.decided is None and (now >= asking.until or self._costs is not None):
-            actions.append(Tell(asking.asked, Abandon(view.epoch, asking.offer.number)))
-            self._asking = None
-            self._put_off(search, asking, now)
+        if asking is not None and self._costs is not None:
+            actions += self._give_up(view, planning, asking, now)
+        elif asking is not None and now >= asking.again_at:
+            actions += self._ask_again(view, planning, asking, now)
         if bound is not None and now >= bound.repeat_at:
             bound.wait_s = min(2 * bound.wait_s, self._talk.longest_repeat_s)
             bound.repeat_at = now + bound.wait_s
-            actions.append(Tell(bound.asking, bound.accept))
+            actions.append(Tell(bound.asking, Accept(view.epoch, bound.offer.number)))
         if self._is_free:
-            actions += self._reckon(view, search, now)
-            if now >= search.wakes_at:
-                actions += self._take_turn(view, search, now)
-        if self._is_free and self._refining is not None and now >= self._refining.wakes_at:
-            actions += self._refine(view, self._refining, now)
+            actions += self._reckon(view, planning, now)
+        if self._is_free and now >= planning.wakes_at:
+            plan = planning.turn(now)
+            if plan is not None:
+                actions += self._offer(view, planning, plan, now)
         return actions
 
-    def _refine(self, view: View, refining: Refining, now: float) -> Actions:
-        found = refining.turn(now)
-        if found is None:
-            return []
-        if isinstance(found, Exchange):
-            self._number += 1
-            offer = exchange_offer(view, found, self._number, refining.settled_s)
-            self._asking = Asking(found.other, offer, now + self._talk.answer_s, exchange=found)
-            return [Tell(found.other, offer)]
-        view.refine(found)
-        view.advance()
-        self._noticed(now)
-        refining.has_told(now)
-        return [*self._told(view, now), *self._launching(view, "routes were refined")]
-
-    def _take_turn(self, view: View, search: Search, now: float) -> Actions:
-        wish = search.wish(now)
-        if wish is not None:
-            return self._ask(view, search, wish, now)
-        if math.isfinite(search.wakes_at) or not view.straighten():
-            return []
-        self._noticed(now)
-        return [*self._told(view, now), *self._launching(view, "straightened, for too many share a peer")]
-
-    def _reckon(self, view: View, search: Search, now: float) -> Actions:
+    def _reckon(self, view: View, planning: Planning, now: float) -> Actions:
         costs, self._costs = self._costs, None
         if costs is None:
             return []
@@ -277,28 +249,19 @@ class Negotiator:
         if now >= self._deal_at and view.redeal():
             self._deal_at = now + BETWEEN_DEALS_S
             changed, why = True, f"other visit shares: {view.shares.reason}"
-        search.renew()
-        search.noticed(now)
-        assert self._refining is not None
-        (self._refining.noticed if changed else self._refining.reckoned)(now)
+        (planning.noticed if changed else planning.reckoned)(now)
         told = self._told(view, now) if changed else []
         return [*told, *self._launching(view, why)]
 
     # ---- telling -------------------------------------------------------------------------------------------------
 
-    def _latest(self, view: View) -> Told:
-        if self._asking is not None and self._asking.decided is not None:
-            return self._asking.decided
-        return Told(view.epoch, view.standing())
-
     def _told(self, view: View, now: float) -> Actions:
-        asking = self._asking
-        self._news.spread(view.others, now, asking.asked if asking is not None and asking.decided is not None else None)
+        self._news.spread(view.others, now)
         return [self._tell(view, peer) for peer in view.others]
 
     def _tell(self, view: View, peer: PeerId) -> Tell:
         self._news.answered(peer)
-        return Tell(peer, replace(self._latest(view), heard=view.versions.get(peer, 0)))
+        return Tell(peer, Told(view.epoch, view.standing(), self._decided, view.versions.get(peer, 0)))
 
     def _acknowledge(self, view: View, peer: PeerId) -> Tell:
         self._news.answered(peer)
@@ -313,154 +276,133 @@ class Negotiator:
 
     # ---- asking --------------------------------------------------------------------------------------------------
 
-    def _ask(self, view: View, search: Search, wish: Wish, now: float) -> Actions:
-        trade = wish.trade
-        if trade.asked[0] == self._own:
-            stages = [view.book.stages(route) for route in trade.routes]
-            for lane, route, visited in zip((trade.asking, trade.asked), trade.routes, stages, strict=True):
-                view.move(lane[1], route, visited)
-            view.advance()
-            search.agreed()
-            self._noticed(now)
-            return [*self._told(view, now), *self._launching(view, "two lanes of ours changed stages")]
+    def _offer(self, view: View, planning: Planning, plan: Plan, now: float) -> Actions:
         self._number += 1
-        offer = offer_for(view, wish, self._number)
-        self._asking = Asking(trade.asked[0], offer, now + self._talk.answer_s)
-        return [Tell(trade.asked[0], offer)]
+        offer = offer_of(view, plan, self._number)
+        self._asking = Asking(offer, set(view.others), now + self._talk.answer_s)
+        if not view.others:
+            return self._decide(view, planning, self._asking, now)
+        return [Tell(peer, offer) for peer in view.others]
 
-    def _accepted(self, view: View, search: Search, sender: PeerId, accept: Accept, now: float) -> Actions:
-        asking = self._asking
-        if asking is None or asking.asked != sender or asking.offer.number != accept.number:
-            return [Tell(sender, Abandon(view.epoch, accept.number))]
-        if asking.decided is not None:
-            return [self._tell(view, sender)]
-        if not self._helps(view, asking, accept):
-            self._asking = None
-            self._refused(search, asking, now)
-            return [Tell(sender, Abandon(view.epoch, accept.number))]
-        asking.decided = decision(view, asking, accept)
-        if asking.exchange is None:
-            search.agreed()
-        return [*self._told(view, now), *self._launching(view, f"traded with {short(sender)}, which we asked")]
+    def _ask_again(self, view: View, planning: Planning, asking: Asking, now: float) -> Actions:
+        """Those that have not answered."""
+        if asking.tries >= self._talk.asked:
+            return self._give_up(view, planning, asking, now)
+        asking.tries += 1
+        asking.again_at = now + self._talk.answer_s
+        return [Tell(peer, asking.offer) for peer in view.others if peer in asking.waiting]
 
-    def _declined(self, search: Search, view: View, sender: PeerId, decline: Decline, now: float) -> None:
-        asking = self._asking
-        if asking is None or asking.asked != sender or asking.offer.number != decline.number or asking.decided:
-            return
+    def _give_up(self, view: View, planning: Planning, asking: Asking, now: float) -> Actions:
+        """Our offer, to be made again if all stand as they stand now."""
         self._asking = None
+        planning.put_off(now, _share(self._own, asking.offer.number))
+        return [Tell(peer, Abandon(view.epoch, asking.offer.number)) for peer in view.others]
+
+    def _accepted(self, view: View, planning: Planning, sender: PeerId, accept: Accept, now: float) -> Actions:
+        asking = self._asking
+        if asking is not None and asking.offer.number == accept.number:
+            asking.waiting.discard(sender)
+            return [] if asking.waiting else self._decide(view, planning, asking, now)
+        if accept.number == self._decided:
+            return [self._tell(view, sender)]
+        return [Tell(sender, Abandon(view.epoch, accept.number))]
+
+    def _decide(self, view: View, planning: Planning, asking: Asking, now: float) -> Actions:
+        """Whoever has accepted asks until it hears of it, so it need not be told again."""
+        self._asking, self._decided = None, asking.offer.number
+        self._adopt(view, planning, asking.offer, now)
+        tell = [self._tell(view, peer) for peer in view.others]
+        return [*tell, *self._launching(view, "all agreed to a plan of ours")]
+
+    def _declined(self, view: View, planning: Planning, sender: PeerId, decline: Decline, now: float) -> Actions:
+        asking = self._asking
+        if asking is None or asking.offer.number != decline.number or sender not in asking.waiting:
+            return []
+        actions = self._give_up(view, planning, asking, now)
         if decline.sender.peer == sender and view.take_in(decline.sender):
-            self._noticed(now)
-        elif decline.busy:
-            self._put_off(search, asking, now)
-        else:
-            self._refused(search, asking, now)
-
-    def _helps(self, view: View, asking: Asking, accept: Accept) -> bool:
-        if asking.exchange is None or self._refining is None:
-            return helps(view, asking, accept)
-        return self._refining.helps(asking, accept)
-
-    def _put_off(self, search: Search, asking: Asking, now: float) -> None:
-        """The other side is busy or silent."""
-        if asking.exchange is None:
-            search.put_off((asking.asked, asking.offer.asked_lane), asking.offer.number, now)
-        else:
-            self._refused(search, asking, now)
-
-    def _refused(self, search: Search, asking: Asking, now: float) -> None:
-        if asking.exchange is None:
-            search.refused((asking.asked, asking.offer.asked_lane), now)
-        elif self._refining is not None:
-            self._refining.refused(asking.exchange, now)
+            planning.noticed(now)
+        elif not decline.busy:
+            planning.refused(now)
+        return actions
 
     # ---- asked ---------------------------------------------------------------------------------------------------
 
-    def _offered(self, view: View, search: Search, sender: PeerId, offer: Offer, now: float) -> Actions:
-        if offer.sender.peer == sender and view.take_in(offer.sender):
-            self._noticed(now)
-        if self._bound is not None and self._bound.asking == sender and self._bound.offer.number == offer.number:
-            return [Tell(sender, self._bound.accept)]
-        if self._bound is not None and (self._bound.asking != sender or offer.number < self._bound.offer.number):
-            return [Tell(sender, Decline(view.epoch, offer.number, True, view.standing()))]
-        self._bound = None  # a sender has one offer at a time: it gave up the one before
-        if not self._gives_way(sender, offer) or self._costs is not None:
-            return [Tell(sender, Decline(view.epoch, offer.number, True, view.standing()))]
-        self._asking = None
-        stands = (view.version, view.versions.get(sender)) == (offer.asked_version, offer.sender.version)
-        accept = self._answer(view, sender, offer) if stands else None
-        if accept is None:
-            return [Tell(sender, Decline(view.epoch, offer.number, False, view.standing()))]
-        self._bound = Bound(sender, offer, accept, now + self._talk.answer_s, self._talk.answer_s)
-        return [Tell(sender, accept)]
+    def _offered(self, view: View, planning: Planning, sender: PeerId, offer: Offer, now: float) -> Actions:
+        bound, actions = self._bound, list[Action]()
+        if bound is not None and bound.asking == sender:
+            if bound.offer.number == offer.number:
+                return [Tell(sender, Accept(view.epoch, offer.number))]
+            if bound.offer.number < offer.number:  # one at a time: it has given up the one before, or decided it
+                self._bound = None
+                if _version_of(self._own, offer) > _version_of(self._own, bound.offer):
+                    self._adopt(view, planning, bound.offer, now)
+                    actions = self._launching(view, f"all agreed to a plan of {short(sender)}")
+        if self._asking is not None and sender < self._own and self._costs is None:
+            # Of two offers that cross, all see the same one win.
+            actions += self._give_up(view, planning, self._asking, now)
+        if not self._is_free or self._costs is not None:
+            return [*actions, Tell(sender, Decline(view.epoch, offer.number, True, view.standing()))]
+        if not (is_as_things_stand(view, offer) and planning.accepts(offer)):
+            return [*actions, Tell(sender, Decline(view.epoch, offer.number, False, view.standing()))]
+        self._bound = Bound(sender, offer, now + self._talk.answer_s, self._talk.answer_s)
+        return [*actions, Tell(sender, Accept(view.epoch, offer.number))]
 
-    def _answer(self, view: View, sender: PeerId, offer: Offer) -> Accept | None:
-        if offer.is_single and self._refining is not None:
-            return self._refining.answer(sender, offer)
-        return answer_to(view, sender, offer)
-
-    def _gives_way(self, sender: PeerId, offer: Offer) -> bool:
-        """Whether no offer of ours is under way, or one to the same data node whose need is greater: of two offers that
-        cross, both sides see the same one win."""
-        asking = self._asking
-        if asking is None:
-            return True
-        ours = (asking.offer.need_s, self._own)
-        return asking.decided is None and asking.asked == sender and (offer.need_s, sender) > ours
+    def _adopt(self, view: View, planning: Planning, offer: Offer, now: float) -> None:
+        """All stand as offered. Whoever has agreed to that knows how all stood before, so nothing is left to tell."""
+        view.adopt(offer.standings)
+        self._news.clear()
+        planning.decided(now)
 
     # ---- news ----------------------------------------------------------------------------------------------------
 
     def _arrived(self, view: View, sender: PeerId, message: LaneControl, now: float) -> Actions:
-        assert self._search is not None
+        planning = self._planning
+        assert planning is not None
         match message:
             case Told():
-                return self._heard_news(view, self._search, sender, message, now)
+                return self._heard_news(view, planning, sender, message, now)
             case Heard(version=version):
-                self._acknowledged(view, self._search, sender, version, now)
+                self._acknowledged(view, sender, version)
             case Offer():
-                return self._offered(view, self._search, sender, message, now)
+                return self._offered(view, planning, sender, message, now)
             case Accept():
-                return self._accepted(view, self._search, sender, message, now)
+                return self._accepted(view, planning, sender, message, now)
             case Decline():
-                self._declined(self._search, view, sender, message, now)
+                return self._declined(view, planning, sender, message, now)
             case Abandon(number=number):
                 if self._bound is not None and (self._bound.asking, self._bound.offer.number) == (sender, number):
                     self._bound = None
-                    self._noticed(now)
+                    planning.noticed(now)
         return []
 
-    def _heard_news(self, view: View, search: Search, sender: PeerId, told: Told, now: float) -> Actions:
+    def _heard_news(self, view: View, planning: Planning, sender: PeerId, told: Told, now: float) -> Actions:
         if told.sender.peer != sender:
             return []
-        self._acknowledged(view, search, sender, told.heard, now)
-        news = view.take_in(told.sender)
-        self._news.owe(sender, now)
-        if told.other is not None and told.other.peer in view.others:
-            news |= view.take_in(told.other)
-            self._news.owe(told.other.peer, now)
-        actions: Actions = []
-        why = "another's lanes changed"
-        bound = self._bound
-        if bound is not None and (bound.asking, bound.offer.number) == (sender, told.number):
-            if bound.offer.is_single:
-                view.replace(bound.offer.asked_lane, bound.accept.lane.route)
-            else:
-                view.move(bound.offer.asked_lane, bound.accept.lane.route, bound.accept.lane.stages)
-            view.advance()
-            self._bound, news, why = None, True, f"traded with {short(sender)}, which asked us"
-            self._news.spread((peer for peer in view.others if peer != sender), now)
-            actions.append(self._acknowledge(view, sender))  # it waits for that
-        elif not news:  # told again, for what we said was lost
-            actions.append(self._acknowledge(view, sender))
-        if news:
-            self._noticed(now)
-            actions += self._launching(view, why)
-        return actions
+        self._acknowledged(view, sender, told.heard)
+        bound, why = self._bound, "another's lanes changed"
+        is_decision = bound is not None and (bound.asking, bound.offer.number) == (sender, told.number)
+        if bound is not None and is_decision:
+            self._bound, why = None, f"all agreed to a plan of {short(sender)}"
+            self._adopt(view, planning, bound.offer, now)
+        if view.take_in(told.sender):
+            self._news.owe(sender, now)
+            planning.noticed(now)
+        elif is_decision:
+            return self._launching(view, why)
+        elif view.versions.get(sender) == told.sender.version:
+            return [self._acknowledge(view, sender)]  # told again, for what we said was lost
+        return self._launching(view, why)
 
-    def _acknowledged(self, view: View, search: Search, sender: PeerId, version: int, now: float) -> None:
-        if version != view.version:
-            return
-        self._news.heard(sender)
-        asking = self._asking
-        if asking is not None and asking.decided is not None and asking.asked == sender:
-            self._asking = None
-            self._noticed(now)
+    def _acknowledged(self, view: View, sender: PeerId, version: int) -> None:
+        if version == view.version:
+            self._news.heard(sender)
+
+
+def _version_of(peer: PeerId, offer: Offer) -> int:
+    """At which a data node would stand; 0 where it is not named."""
+    return max((standing.version for standing in offer.standings if standing.peer == peer), default=0)
+
+
+def _share(own: PeerId, number: int) -> float:
+    """A share of 1 that differs from peer to peer and from time to time."""
+    return (zlib.crc32(f"{own} {number}".encode()) % 1024) / 1024

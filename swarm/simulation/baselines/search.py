@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from swarm.routing.deadlock import in_order
-from swarm.routing.route_forecast import RouteForecast
+from swarm.routing.plans.route_forecast import RouteForecast
 from swarm.simulation.baselines.moves import Change, Moves, Routes
 from swarm.simulation.forecast import forecast
 from swarm.simulation.instance import Instance, Plan

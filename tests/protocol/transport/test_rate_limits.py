@@ -122,8 +122,9 @@ def test_who_serves_nothing_has_no_part_in_what_is_common() -> None:
 
 
 def test_what_honest_peers_say_at_once_fits_their_due() -> None:
-    """The largest of each kind: lanes of two data nodes, a roster of 256 members, a reply to a stand-in of 256 hops."""
-    for octets, times in ((60 * 1024, 4), (48 * 1024, 4), (20 * 1024, 12)):
+    """The largest of each kind: an offer of lanes, a roster of 256 members, a reply to a stand-in of 256 hops. A
+    data node has one offer at a time, and makes it again after 1.5 s at the earliest."""
+    for octets, times in ((70 * 1024, 3), (48 * 1024, 4), (20 * 1024, 12)):
         patience = Patience(CommonPatience(0.0), 0.0)
         assert [patience.heard(0.0, octets) for _ in range(times)] == [0.0] * times
 

@@ -9,10 +9,10 @@ from dataclasses import replace
 
 import pytest
 
-import swarm.routing.route_forecast as module_under_test
+import swarm.routing.plans.route_forecast as module_under_test
 from swarm.routing.cost_model import Costs, PeerRoute
 from swarm.routing.path_rules import order_tree, orders
-from swarm.routing.route_forecast import Forecast, RouteForecast
+from swarm.routing.plans.route_forecast import Forecast, RouteForecast
 from swarm.simulation.forecast import forecast
 from swarm.vocabulary.types import PeerId
 from tests.swarm.routing.small_swarms import RULES, names, swarm

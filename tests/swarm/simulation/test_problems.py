@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from swarm.routing.path_rules import order_tree, orders
-from swarm.routing.route_forecast import RouteForecast
+from swarm.routing.plans.route_forecast import RouteForecast
 from swarm.routing.stage_balance import fair_sets, lanes_for
 from swarm.simulation import problems
 from swarm.simulation.instance import Instance

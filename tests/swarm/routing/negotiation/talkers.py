@@ -18,8 +18,8 @@ from swarm.routing.cost_model import Costs
 from swarm.routing.negotiation.negotiation_events import Arrived, Event, Member, SwarmChanged, TalkRules, Tell, Tick
 from swarm.routing.negotiation.negotiator import Negotiator
 from swarm.routing.path_rules import PathRules
-from swarm.routing.stage_balance import fair_sets, lanes_for, visits
-from swarm.vocabulary.routing_messages import Heard, LaneControl, Standing, Told
+from swarm.routing.stage_balance import fair_sets, free_lanes, lanes_for, visits
+from swarm.vocabulary.routing_messages import Heard, LaneControl, Offer, Standing, Told
 from swarm.vocabulary.types import PeerId
 
 PARTS = math.lcm(*range(1, 33))
@@ -51,7 +51,8 @@ class Party:
         self.incarnations = dict.fromkeys(costs.data_nodes, 0)
         self.machines: dict[PeerId, Negotiator] = {}
         self.histories: dict[tuple[bytes, PeerId, int], Standing] = {}
-        self.decided: list[tuple[PeerId, Told]] = []
+        self.offers: dict[tuple[bytes, PeerId, int], Offer] = {}
+        self.decided: dict[tuple[bytes, PeerId, int], Offer] = {}
         for peer in costs.data_nodes:
             self.machines[peer] = Negotiator(peer, copy.deepcopy(rules), copy.deepcopy(self.talk))
         self.announce_members()
@@ -113,23 +114,41 @@ class Party:
     def remember(self, sender: PeerId, message: LaneControl) -> None:
         """At one version a data node stands in one way only, whoever tells of it."""
         standings = [message.sender] if not isinstance(message, Heard) and hasattr(message, "sender") else []
-        if isinstance(message, Told) and message.other is not None:
-            standings.append(message.other)
-            self.decided.append((sender, message))
+        if isinstance(message, Offer):
+            self.offers[message.epoch, sender, message.number] = message
+        if isinstance(message, Told) and message.number is not None:
+            decided = message.epoch, sender, message.number
+            self.decided[decided] = self.offers[decided]
+            standings += self.offers[decided].standings
         for standing in standings:
             known = self.histories.setdefault((message.epoch, standing.peer, standing.version), standing)
             assert known == standing
 
-    def assert_trades_keep_the_sum(self) -> None:
-        """Every decided trade is one exchange: what both had before is what both have after."""
-        for _, told in self.decided:
-            assert told.other is not None
-            before, after = Counter[int](), Counter[int]()
-            for standing in (told.sender, told.other):
-                held = self.histories[told.epoch, standing.peer, standing.version - 1]
-                before.update(shares([lane.stages for lane in held.lanes]))
+    def assert_offers_keep_the_sum(self) -> None:
+        """Every decided offer leaves all visits as they were, and begins where the last one ended."""
+        ends: dict[tuple[bytes, PeerId, int], Counter[int]] = {}
+        for (epoch, _, _), offer in self.decided.items():
+            for standing in offer.standings:
+                key = epoch, standing.peer, standing.version
+                assert key not in ends, "two offers were decided at one version"
+                ends[key] = shares([lane.stages for lane in standing.lanes])
+        for (epoch, _, _), offer in self.decided.items():
+            after, before = Counter[int](), Counter[int]()
+            for standing in offer.standings:
                 after.update(shares([lane.stages for lane in standing.lanes]))
+                held = self.histories.get((epoch, standing.peer, standing.version - 1))
+                if held is not None:
+                    before.update(shares([lane.stages for lane in held.lanes]))
+                else:
+                    before.update(self.dealt_to(standing.peer, [one.peer for one in offer.standings]))
             assert before == after
+
+    def dealt_to(self, peer: PeerId, among: Sequence[PeerId]) -> Counter[int]:
+        """What the ring deals to a data node."""
+        count, rank = len(among), sorted(among).index(peer)
+        each = self.talk.microbatches
+        lanes = free_lanes(self.rules) if each is None else lanes_for(self.rules, count, each)
+        return shares(fair_sets(self.rules, count * lanes)[rank::count])
 
     def assert_settled(self) -> None:
         assert all(machine.settled for machine in self.machines.values())

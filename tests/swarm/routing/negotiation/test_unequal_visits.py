@@ -59,7 +59,7 @@ def test_the_talk_ends_and_the_weak_stage_is_visited_less(weather: Weather, seed
     talkers = party(weather, seed)
     talkers.run(LONG)
     talkers.assert_settled()
-    talkers.assert_trades_keep_the_sum()
+    talkers.assert_offers_keep_the_sum()
     assert_visits_are_what_was_dealt(talkers)
     for peer in talkers.machines:
         assert shares_of(talkers, peer).visits == (13, 9, 13, 13, 12)
@@ -75,7 +75,7 @@ def test_shares_change_at_any_step_and_nothing_is_lost_or_doubled(seed: int) -> 
     talkers.announce_members(within_s=4.0, costs=moved(talkers, 4))
     talkers.run(LONG)
     talkers.assert_settled()
-    talkers.assert_trades_keep_the_sum()
+    talkers.assert_offers_keep_the_sum()
     assert_visits_are_what_was_dealt(talkers)
     for peer in talkers.machines:
         shares = talkers.machines[peer].shares

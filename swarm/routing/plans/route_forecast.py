@@ -58,9 +58,11 @@ class RouteForecast:
 
     def __init__(self, costs: Costs) -> None:
         self._costs = costs
-        self._number = {peer: number for number, peer in enumerate(sorted(costs.slots))}
+        self._number = {peer: number for number, peer in enumerate(sorted(costs.stage_of()))}
         self._slots = [costs.slots[peer] for peer in self._number]
         self._rows: dict[tuple[PeerId, PeerRoute], _Row] = {}
+        self.played = 0
+        """Events of all forecasts so far: what they cost."""
 
     def alone_s(self, data_node: PeerId, route: PeerRoute) -> float:
         """The round trip of a route if it never waits."""
@@ -124,9 +126,12 @@ class RouteForecast:
                 peer = rows[unit][place][0]
                 queue = queues[peer]
                 queue.append((now, unit, place))
+                until = busy_until[peer]
+                if until + rows[unit][place][3] > limit_s:
+                    self.played += ticket
+                    return None
                 if is_called[peer]:
                     continue
-                until = busy_until[peer]
                 if now < until:
                     is_called[peer] = True
                     ticket += 1
@@ -141,6 +146,7 @@ class RouteForecast:
                 if frees < 0 and not has_slot:
                     continue  # what came later may pass it
                 if now + left_s > limit_s:
+                    self.played += ticket
                     return None
                 del queue[k]
                 free[peer] += frees  # nobody looks before the end of this task
@@ -157,6 +163,7 @@ class RouteForecast:
                     is_called[peer] = True
                     heappush(events, (end + overhead_s, end, ticket, -1, peer))
                 break
+        self.played += ticket
         if under_way:  # they wait for each other for ever
             if limit_s < math.inf:
                 return None

@@ -14,7 +14,7 @@ from itertools import islice
 from swarm.routing.cost_model import Costs, PeerRoute
 from swarm.routing.deadlock import in_order
 from swarm.routing.path_rules import PathRules, order_tree, orders
-from swarm.routing.route_forecast import Forecast
+from swarm.routing.plans.route_forecast import Forecast
 from swarm.routing.route_search import NEAREST, cheapest_by_set
 from swarm.vocabulary.types import PeerId
 
@@ -22,6 +22,8 @@ LEAST_URGENCY = 1e-3
 MOST_ORDERS = 64
 """Of one set of stages that are looked at."""
 
+Plan = dict[PeerId, tuple[PeerRoute, ...]]
+"""The routes of each data node's microbatches in launch order."""
 Change = tuple[tuple[int, PeerRoute], ...]
 """New routes for some of the microbatches."""
 
@@ -51,6 +53,7 @@ class RouteChanges:
         self._routes = plan[data_node]
         self._waited = expected.waited_s[data_node]
         self._length = len(self._routes)
+        self._nearest: dict[int, Sequence[PeerId]] = {}
         self._swaps: dict[tuple[int, int, int], tuple[float, PeerRoute] | None] = {}
         last = expected.worth[0]
         urgency = {
@@ -73,11 +76,11 @@ class RouteChanges:
                     else:
                         foreign[peer] = foreign.get(peer, 0.0) + weight
         factor = 1 + costs.backward_factor
-        self._compute = {peer: factor * seconds for peer, seconds in costs.forward_s.items()}
+        self._compute = {peer: factor * costs.forward_s[peer] for peer in self._stage_of}
         self._time = {
             peer: c + waiting.get(peer, 0.0) / max(1, visits.get(peer, 0)) for peer, c in self._compute.items()
         }
-        crowd = {peer: costs.service_s(peer) ** 2 / max(last, 1e-9) for peer in costs.forward_s}
+        crowd = {peer: costs.service_s(peer) ** 2 / max(last, 1e-9) for peer in self._stage_of}
         self._harm = {peer: crowd[peer] * foreign.get(peer, 0.0) for peer in crowd}
         self._harm_each = {peer: harm / max(self._urgency, LEAST_URGENCY) for peer, harm in self._harm.items()}
         """In seconds of the own data node."""
@@ -160,11 +163,12 @@ class RouteChanges:
                     yield self._urgency * seconds + harm, tuple((place, changed) for place in block)
 
     def _near(self, stage: int) -> Sequence[PeerId]:
-        peers = self._costs.stages[stage]
-        if len(peers) <= NEAREST:
-            return peers
-        message = self._costs.message_s[self._own]
-        return sorted(peers, key=lambda peer: 2 * message[peer] + self._time[peer] + self._harm[peer])[:NEAREST]
+        if stage not in self._nearest:
+            peers, message = self._costs.stages[stage], self._costs.message_s[self._own]
+            if len(peers) > NEAREST:
+                peers = tuple(sorted(peers, key=lambda p: 2 * message[p] + self._time[p] + self._harm[p])[:NEAREST])
+            self._nearest[stage] = peers
+        return self._nearest[stage]
 
     def orders(self) -> Iterator[tuple[float, Change]]:
         """The same peers in another order."""
@@ -179,6 +183,31 @@ class RouteChanges:
                 if changed != route:
                     seconds = self._links_s(changed) - links_s - 0.5 * waited
                     yield self._urgency * seconds, tuple((place, changed) for place in block)
+
+    def routes(self, most: int) -> Iterator[tuple[float, Change]]:
+        """Other peers for all hops at once: the cheapest route, for those that take longest, of one microbatch and of
+        all on the same route; at what visits seem to cost, and at half and twice that beyond computing."""
+        for place in self.longest[:most]:
+            route = self._routes[place]
+            stages = self.stages(place)
+            tree = order_tree(self._rules, stages)
+            now_s = self._links_s(route) + math.fsum(
+                self._compute[peer] + self._waits(place, hop) + self._harm_each[peer] for hop, peer in enumerate(route)
+            )
+            alike = [k for k, other in enumerate(self._routes) if other == route]
+            for share in (1.0, 0.5, 2.0):
+                price = {
+                    peer: self._compute[peer] + share * (self._time[peer] - self._compute[peer] + self._harm_each[peer])
+                    for stage in stages
+                    for peer in self._costs.stages[stage]
+                }
+                among = [self._near(stage) if stage in stages else () for stage in range(len(self._costs.stages))]
+                best = cheapest_by_set(self._costs, self._own, price, tree, among=among).get(stages)
+                if best is None or best.route == route:
+                    continue
+                score = self._urgency * (best.price - now_s)
+                for places in {(place,), tuple(alike)}:
+                    yield score, tuple((k, best.route) for k in places)
 
     def launches(self) -> Iterator[tuple[float, Change]]:
         """Two microbatches change places."""

@@ -1,0 +1,1 @@
+"""Plans of all data nodes' microbatches: exact forecasts of them, and the search for better ones."""
