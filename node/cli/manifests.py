@@ -21,6 +21,8 @@ class ManifestChanges:
     seed: int | None = None
     source: str | None = None
     """`data.source`."""
+    labels: str | None = None
+    """`data.labels`."""
     blocks: tuple[int, ...] | None = None
     """`stages.blocks`."""
     per_path: int | None = None
@@ -135,6 +137,8 @@ def _changed(table: dict[str, Any], changes: ManifestChanges) -> dict[str, Any]:
         table["seed"] = changes.seed
     if changes.source is not None:
         table["data"] |= {"source": changes.source, "files": None}
+    if changes.labels is not None:
+        table["data"]["labels"] = changes.labels
     if changes.blocks is not None:
         table["stages"] |= {"blocks": changes.blocks, "per_path": None}
     if changes.per_path is not None:

@@ -6,16 +6,19 @@ split between data nodes follow from them.
 
 from __future__ import annotations
 
+import json
 import os
 import sysconfig
 from array import array
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from node.data.listing import Listing, files_below, single_file, visible_below
+from node.data.formats.lines import LineSource
+from node.data.formats.listing import Listing, files_below, single_file, visible_below
 from protocol.manifest.manifest import DataSection
 from swarm.vocabulary.errors import ConfigError
 
@@ -62,13 +65,13 @@ def open_source(section: DataSection, place: Path | None) -> Source:
     if section.source == "python-stdlib":
         return python_standard_library()
     if kind == "huggingface":
-        return HuggingFaceSource(rest)
+        return HuggingFaceSource(rest, is_chat=section.labels == "assistant")
     if place is None:
         raise ConfigError(
             "the manifest names a path, and nobody has said where that text lies here",
             hint="Say it with --text FILE-OR-FOLDER.",
         )
-    source = files_at(place)
+    source = lines_at(place) if section.labels == "assistant" else files_at(place)
     if section.files is not None:
         source.listing.require(section.files)
     return source
@@ -136,10 +139,22 @@ def files_at(path: Path) -> FileSource:
     Raises:
         ConfigError: there is no such file or folder, it cannot be read, is too large, or has no text.
     """
-    try:
+    with _mapped(path):
         if path.is_dir():
             return FileSource(visible_below(path), DOCUMENT_BYTES)
         return FileSource(single_file(path), PIECE_BYTES)
+
+
+def lines_at(path: Path) -> LineSource:
+    """The source of the lines of a file, or of the `.jsonl` files below a folder. Raises as `files_at`."""
+    with _mapped(path):
+        return LineSource(visible_below(path) if path.is_dir() else single_file(path))
+
+
+@contextmanager
+def _mapped(path: Path) -> Iterator[None]:
+    try:
+        yield
     except FileNotFoundError:
         raise ConfigError(f"data.source: there is no file or folder {path} on this machine") from None
     except OSError as error:
@@ -151,10 +166,12 @@ class HuggingFaceSource:
     they are read.
     """
 
-    def __init__(self, place: str) -> None:
-        """`place` is `NAME[:CONFIG[:SPLIT[:COLUMN]]]`; empty parts mean no config, `train` and `text`."""
+    def __init__(self, place: str, *, is_chat: bool = False) -> None:
+        """`place` is `NAME[:CONFIG[:SPLIT[:COLUMN]]]`; empty parts mean no config, `train` and `text`, or `messages`
+        where rows are conversations."""
         name, config, split, column = (place.split(":") + [""] * 3)[:4]
-        self._column = column or "text"
+        self._is_chat = is_chat
+        self._column = column or ("messages" if is_chat else "text")
         self._rows = _load_data_set(name, config or None, split or "train")
         if self._column not in self._rows.column_names:
             columns = ", ".join(self._rows.column_names)
@@ -162,7 +179,8 @@ class HuggingFaceSource:
         self.names = _RowNames(len(self._rows))
 
     def read(self, name: str) -> bytes:
-        return str(self._rows[int(name)][self._column]).encode()
+        found = self._rows[int(name)][self._column]
+        return (json.dumps({"messages": found}, default=str) if self._is_chat else str(found)).encode()
 
 
 class _RowNames(Sequence[str]):

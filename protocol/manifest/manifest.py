@@ -138,6 +138,10 @@ class DataSection(Section):
     """Of the tokenizer file, so that all data nodes use the same one; required with `file:`."""
     held_out: Share = 0.02
     """Share of the documents that is never trained on."""
+    labels: Literal["all", "assistant"] = "all"
+    """The tokens that the model learns to predict. `assistant`: documents are conversations (JSON Lines with
+    `messages`, or a column of that name), written in ChatML, and only what the assistant says is predicted."""
+    added_later: ClassVar[frozenset[str]] = frozenset({"labels"})
 
     @field_validator("source")
     @classmethod
@@ -159,6 +163,12 @@ class DataSection(Section):
     def _files_are_of_a_path(self) -> Self:
         if self.files is not None and not self.source.startswith("path:"):
             raise ValueError("files must not be given when source is not `path:...`")
+        return self
+
+    @model_validator(mode="after")
+    def _labels_are_of_conversations(self) -> Self:
+        if self.labels == "assistant" and self.source == "python-stdlib":
+            raise ValueError('labels = "assistant" needs a source of conversations, which python-stdlib is not')
         return self
 
     @model_validator(mode="after")
@@ -288,6 +298,8 @@ class Manifest(Section):
             )
         if self.routing is not None and not self.stages.has_experts:
             raise ValueError("routing must not be given when no stage has several experts (stages.experts)")
+        if self.reshards and self.data.labels != "all":
+            raise ValueError('routing.reshard must not be given where data.labels is not "all"')
         if self.reshards and self.microbatch_tokens < self.route_prefix + FEWEST_SCORED:
             raise ValueError(
                 f"routing.reshard needs microbatches (training.rows x model.sequence, {self.microbatch_tokens}) of"

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from node.data import listing
-from node.data.listing import files_below
+from node.data.formats import listing
+from node.data.formats.listing import files_below
 from node.data.sources import (
     DOCUMENT_BYTES,
     MAX_DOCUMENTS,
