@@ -76,7 +76,9 @@ def tokenizer_place(data: DataSection, told: Path | None, *, own: bool) -> Reaso
 
 
 def places(data: DataSection, told: ToldPlaces, *, own: bool) -> Reasoned[Places | None]:
-    """The places of all that reading the run's text opens, or None when something of it may not be; see `may_open`."""
+    """The places of all that reading the run's text opens, or None when the text may not be; see `may_open`. A
+    tokenizer's file that nobody has named here is left out: other peers have it (`node.runtime.run_tokenizer`).
+    """
     kind, _, rest = data.source.partition(":")
     text: Reasoned[Path | None] = Reasoned(None, "the source code of this machine's Python")
     if kind == "path":
@@ -92,8 +94,6 @@ def places(data: DataSection, told: ToldPlaces, *, own: bool) -> Reasoned[Places
     if data.tokenizer == "bytes":
         return Reasoned(Places(text.value), text.reason)
     tokenizer = tokenizer_place(data, told.tokenizer, own=own)
-    if tokenizer.value is None:
-        return Reasoned(None, tokenizer.reason)
     return Reasoned(Places(text.value, tokenizer.value), text.reason)
 
 
