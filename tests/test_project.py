@@ -94,9 +94,9 @@ node/runtime: node/averaging node/averaging/anchor node/checkpoint node/concurre
     node/model node/network node/observability node/pipeline node/reachability node/routing node/start protocol/dht
     protocol/identity protocol/interfaces protocol/manifest swarm/experts swarm/membership swarm/pipeline swarm/routing
 node/dial: node/model protocol/interfaces protocol/manifest swarm/membership swarm/pipeline
-node/cli: node/checkpoint node/cli/views node/context node/data node/dial node/experts node/export node/local_swarm
-    node/model node/network node/observability node/runtime node/solo node/start protocol/identity protocol/manifest
-    swarm/experts swarm/membership swarm/pipeline swarm/workload
+node/cli: node/checkpoint node/cli/views node/context node/data node/data/formats node/dial node/experts node/export
+    node/local_swarm node/model node/network node/observability node/runtime node/solo node/start protocol/identity
+    protocol/manifest swarm/experts swarm/membership swarm/pipeline swarm/workload
 node/lab/chaos: node/averaging node/averaging/anchor node/averaging/exchange node/cli node/lab/audit
     node/lab/emulation node/lab/experiment node/local_swarm node/network node/observability protocol/codecs
     protocol/identity protocol/interfaces protocol/transport swarm/pipeline

@@ -119,7 +119,7 @@ def _read(path: Path) -> Manifest:
 
 def _with_files(manifest: Manifest) -> Manifest:
     """With the list of its text's files, which is for others to compare theirs with."""
-    if not manifest.data.source.startswith("path:") or manifest.data.files is not None:
+    if not manifest.data.is_of_files or manifest.data.files is not None:
         return manifest
     from node.data.places import as_written
     from node.data.sources import files_at

@@ -19,8 +19,10 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from node.data.formats.token_shards import READ_AS
 from node.data.tokenizers import Tokenizer, Tokens
 from protocol.manifest.manifest import DataSection
+from swarm.vocabulary.errors import ConfigError
 
 UNSCORED: Final = -100
 """The label that `torch.nn.functional.cross_entropy` leaves out by default."""
@@ -56,6 +58,8 @@ class _Message(NamedTuple):
 
 def marking(data: DataSection, tokenizer: Tokenizer) -> Marking:
     """The way from the bytes of the run's documents to tokens and labels."""
+    if data.kind == "tokens":
+        return lambda document: made_before(document, tokenizer)
     if data.labels == "assistant":
         return lambda document: conversation(document, tokenizer)
     return lambda document: whole_text(document, tokenizer)
@@ -65,6 +69,22 @@ def whole_text(document: bytes, tokenizer: Tokenizer) -> Marked:
     """A text, all of whose tokens are labels."""
     tokens = tokenizer.encode(document)
     return Marked(np.append(tokens, tokenizer.end_of_document) if tokens.size else tokens)
+
+
+def made_before(document: bytes, tokenizer: Tokenizer) -> Marked:
+    """Tokens that were made before, as READ_AS, with their end or without it; all of them are labels.
+
+    Raises:
+        ConfigError: they are of another tokenizer.
+    """
+    tokens = np.frombuffer(document, dtype=READ_AS).astype(np.int64)
+    if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < tokenizer.size:
+        raise ConfigError(
+            f"data.source has tokens from {tokens.min()} to {tokens.max()}, the run's tokenizer {tokenizer.size}",
+            hint="Make the shards with the run's own tokenizer.",
+        )
+    ends = not tokens.size or tokens[-1] == tokenizer.end_of_document
+    return Marked(tokens if ends else np.append(tokens, tokenizer.end_of_document))
 
 
 def conversation(document: bytes, tokenizer: Tokenizer) -> Marked:

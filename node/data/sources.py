@@ -19,6 +19,7 @@ from typing import Any, Final, Protocol
 
 from node.data.formats.lines import LineSource
 from node.data.formats.listing import Listing, files_below, single_file, visible_below
+from node.data.formats.token_shards import TokenShards
 from protocol.manifest.manifest import DataSection
 from swarm.vocabulary.errors import ConfigError
 
@@ -61,7 +62,7 @@ def open_source(section: DataSection, place: Path | None) -> Source:
         ConfigError: it is not on this machine, holds no text, is not the manifest's, or needs an extra that is not
             installed.
     """
-    kind, _, rest = section.source.partition(":")
+    kind, rest = section.kind, section.source.partition(":")[2]
     if section.source == "python-stdlib":
         return python_standard_library()
     if kind == "huggingface":
@@ -71,7 +72,7 @@ def open_source(section: DataSection, place: Path | None) -> Source:
             "the manifest names a path, and nobody has said where that text lies here",
             hint="Say it with --text FILE-OR-FOLDER.",
         )
-    source = lines_at(place) if section.labels == "assistant" else files_at(place)
+    source = _at(place, section)
     if section.files is not None:
         source.listing.require(section.files)
     return source
@@ -143,6 +144,18 @@ def files_at(path: Path) -> FileSource:
         if path.is_dir():
             return FileSource(visible_below(path), DOCUMENT_BYTES)
         return FileSource(single_file(path), PIECE_BYTES)
+
+
+def shards_at(path: Path) -> TokenShards:
+    """The source of the shards of tokens below a folder. Raises as `files_at`."""
+    with _mapped(path):
+        return TokenShards(visible_below(path))
+
+
+def _at(place: Path, section: DataSection) -> FileSource | LineSource | TokenShards:
+    if section.kind == "tokens":
+        return shards_at(place)
+    return lines_at(place) if section.labels == "assistant" else files_at(place)
 
 
 def lines_at(path: Path) -> LineSource:

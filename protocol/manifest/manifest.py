@@ -38,8 +38,13 @@ DEFAULT_PREFIX: Final = 256
 prose from another."""
 FEWEST_SCORED: Final = 16
 """Tokens of a document that are scored on other experts: the mean loss of fewer says more of them than of these."""
-SOURCES: Final = "`python-stdlib`, `path:FILE-OR-FOLDER` and `huggingface:OWNER/NAME[:CONFIG[:SPLIT[:COLUMN]]]`"
+SOURCES: Final = (
+    "`python-stdlib`, `path:FILE-OR-FOLDER`, `tokens:FOLDER` and `huggingface:OWNER/NAME[:CONFIG[:SPLIT[:COLUMN]]]`"
+)
 
+
+FILE_KINDS: Final = ("path", "tokens")
+"""Sources that name a place."""
 
 HexDigest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Experts = Annotated[int, Field(ge=1, le=MAX_EXPERTS)]
@@ -128,10 +133,11 @@ class DataSection(Section):
     """The source of text. Every data node reads the same source and takes its share of the documents."""
 
     source: Annotated[str, Field(min_length=1, max_length=512)] = "python-stdlib"
-    """`python-stdlib`, `path:FILE-OR-FOLDER`, or `huggingface:OWNER/NAME[:CONFIG[:SPLIT[:COLUMN]]]`. A path says where
-    the author has the text; whoever joins by link says with --text where it lies there."""
+    """`python-stdlib`, `path:FILE-OR-FOLDER`, `tokens:FOLDER` (shards of tokens, as `skipstone tokenize` makes
+    them), or `huggingface:OWNER/NAME[:CONFIG[:SPLIT[:COLUMN]]]`. A path says where the author has the text; whoever
+    joins by link says with --text where it lies there."""
     files: FilesSection | None = None
-    """Only of `path:`; `skipstone new` writes it."""
+    """Only of `path:` and `tokens:`; `skipstone new` writes it."""
     tokenizer: Annotated[str, Field(pattern=r"^(bytes|file:.+)$", max_length=512)] = "bytes"
     """`bytes`, or `file:TOKENIZER.json` in the format of the `tokenizers` library."""
     tokenizer_sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
@@ -143,12 +149,24 @@ class DataSection(Section):
     `messages`, or a column of that name), written in ChatML, and only what the assistant says is predicted."""
     added_later: ClassVar[frozenset[str]] = frozenset({"labels"})
 
+    @property
+    def kind(self) -> str:
+        """What the source is: `python-stdlib`, `path`, `tokens` or `huggingface`."""
+        return self.source.partition(":")[0]
+
+    @property
+    def is_of_files(self) -> bool:
+        """Whether the text is files that somebody has to have."""
+        return self.kind in FILE_KINDS
+
     @field_validator("source")
     @classmethod
     def _source_is_known(cls, source: str) -> str:
         kind, _, rest = source.partition(":")
         known = (
-            source == "python-stdlib" or (kind == "path" and rest) or (kind == "huggingface" and _HUB.fullmatch(rest))
+            source == "python-stdlib"
+            or (kind in FILE_KINDS and rest)
+            or (kind == "huggingface" and _HUB.fullmatch(rest))
         )
         if not known:
             raise ValueError(f"is none of {SOURCES}")
@@ -161,14 +179,14 @@ class DataSection(Section):
 
     @model_validator(mode="after")
     def _files_are_of_a_path(self) -> Self:
-        if self.files is not None and not self.source.startswith("path:"):
-            raise ValueError("files must not be given when source is not `path:...`")
+        if self.files is not None and not self.is_of_files:
+            raise ValueError("files must not be given when source is neither `path:...` nor `tokens:...`")
         return self
 
     @model_validator(mode="after")
     def _labels_are_of_conversations(self) -> Self:
-        if self.labels == "assistant" and self.source == "python-stdlib":
-            raise ValueError('labels = "assistant" needs a source of conversations, which python-stdlib is not')
+        if self.labels == "assistant" and self.kind not in ("path", "huggingface"):
+            raise ValueError(f'labels = "assistant" needs a source of conversations, which {self.kind} is not')
         return self
 
     @model_validator(mode="after")
@@ -350,6 +368,14 @@ def manifest_from_table(table: dict[str, Any]) -> Manifest:
         return Manifest.model_validate(_tuples(table))
     except ValidationError as error:
         raise ManifestError("manifest: " + "; ".join(_explain(dict(item)) for item in error.errors()[:5])) from None
+
+
+def data_section(table: dict[str, Any]) -> DataSection:
+    """Checks a table of `[data]` alone. Raises as `manifest_from_table`."""
+    try:
+        return DataSection.model_validate(table)
+    except ValidationError as error:
+        raise ManifestError("data: " + "; ".join(_explain(dict(item)) for item in error.errors()[:5])) from None
 
 
 def _check_protocol(version: object) -> None:

@@ -1,1 +1,1 @@
-"""What documents are read from: the files at a place, their lines, tokens that were made before, rows of a hub."""
+"""What documents are read from: the files at a place, their lines, tokens that were made before."""

@@ -32,7 +32,7 @@ class LineSource:
         self.listing = listing
         names = listing.names if len(listing.names) == 1 else [name for name in listing.names if name.endswith(SUFFIX)]
         try:
-            self.names = _LineNames(names, [_line_starts(listing, name) for name in names])
+            self.names = PlacedNames(names, [_line_starts(listing, name) for name in names])
         except OSError as error:
             raise ConfigError(f"{listing.root}: {error.strerror}: {error.filename}") from None
         if not self.names:
@@ -51,8 +51,8 @@ class LineSource:
         return line
 
 
-class _LineNames(Sequence[str]):
-    """Made when they are asked for."""
+class PlacedNames(Sequence[str]):
+    """Names `FILE@START`, of documents of several files that begin at these places; made when they are asked for."""
 
     def __init__(self, files: Sequence[str], starts: Sequence[array[int]]) -> None:
         self._files = files
@@ -60,7 +60,9 @@ class _LineNames(Sequence[str]):
         self._ends = list(accumulate(map(len, starts)))
         """For each file, how many lines it and those before it have."""
         if len(self) > MAX_LINES:
-            raise ConfigError(f"data.source has {len(self)} lines, more than {MAX_LINES}", hint="Name a part of it.")
+            raise ConfigError(
+                f"data.source has {len(self)} documents, more than {MAX_LINES}", hint="Name a part of it."
+            )
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
