@@ -57,6 +57,9 @@ def new(
     data: Annotated[
         str | None, typer.Option(help="python-stdlib, path:FILE-OR-FOLDER or huggingface:NAME[:...].")
     ] = None,
+    revision: Annotated[
+        str | None, typer.Option(help="With huggingface:NAME: its commit [default: the newest, asked of the hub]")
+    ] = None,
     labels: Annotated[
         str | None,
         typer.Option(help="all, or assistant: --data is conversations, and only the assistant's words are learnt."),
@@ -103,6 +106,7 @@ def new(
         name=name,
         seed=seed,
         source=data,
+        revision=revision,
         labels=labels,
         blocks=parse_blocks(stages),
         per_path=stages_per_path,

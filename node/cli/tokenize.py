@@ -28,6 +28,7 @@ def tokenize(
     folder: Annotated[Path, typer.Argument(help="The folder to write; it must not exist, or be empty.")],
     data: Annotated[str, typer.Option(help="path:FILE-OR-FOLDER or huggingface:NAME[:...], as of `new`.")],
     tokenizer: Annotated[Path | None, typer.Option(help="A tokenizer.json [default: the bytes themselves]")] = None,
+    revision: Annotated[str | None, typer.Option(help="Of a data set of the hub: its commit.")] = None,
     shard_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a shard, about.")] = SHARD_TOKENS,
 ) -> None:
     """Tokenize a text into shards, in the format of Megatron-LM, for a run's tokens:FOLDER."""
@@ -38,7 +39,7 @@ def tokenize(
     from protocol.manifest.manifest import data_section
 
     keys = {} if tokenizer is None else tokenizer_keys(tokenizer)
-    section = data_section({"source": data, **keys})
+    section = data_section({"source": data, "revision": revision, **keys})
     cutter: Tokenizer = ByteTokenizer() if tokenizer is None else FileTokenizer(tokenizer, keys["tokenizer_sha256"])
     source = open_source(section, as_written(section).text)
     writer = ShardWriter(folder, cutter.size, shard_tokens)

@@ -6,8 +6,6 @@ split between data nodes follow from them.
 
 from __future__ import annotations
 
-import json
-import os
 import sysconfig
 from array import array
 from bisect import bisect_right
@@ -17,6 +15,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, Final, Protocol
 
+from node.data.formats.hub import HuggingFaceSource
 from node.data.formats.lines import LineSource
 from node.data.formats.listing import Listing, files_below, single_file, visible_below
 from node.data.formats.token_shards import TokenShards
@@ -29,8 +28,6 @@ PIECE_BYTES: Final = 2**14
 """A source that is one file is cut into documents of this size: one document could neither be split nor held out."""
 MAX_DOCUMENTS: Final = 2**24
 """The order of an epoch takes 16 bytes for each."""
-MAX_HUB_BYTES: Final = 2**38
-"""All files of a data set of the hub together."""
 
 _NOT_THE_LIBRARY: Final = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
 """Folders left out of `python-stdlib`: some systems install Python without its tests, and the rest is not Python's
@@ -66,7 +63,7 @@ def open_source(section: DataSection, place: Path | None) -> Source:
     if section.source == "python-stdlib":
         return python_standard_library()
     if kind == "huggingface":
-        return HuggingFaceSource(rest, is_chat=section.labels == "assistant")
+        return HuggingFaceSource(rest, section.revision, is_chat=section.labels == "assistant")
     if place is None:
         raise ConfigError(
             "the manifest names a path, and nobody has said where that text lies here",
@@ -172,80 +169,6 @@ def _mapped(path: Path) -> Iterator[None]:
         raise ConfigError(f"data.source: there is no file or folder {path} on this machine") from None
     except OSError as error:
         raise ConfigError(f"data.source: {path} cannot be read: {error.strerror}") from None
-
-
-class HuggingFaceSource:
-    """A source of a text column of a data set of the Hugging Face hub; a row is a document. Rows stay on disk until
-    they are read.
-    """
-
-    def __init__(self, place: str, *, is_chat: bool = False) -> None:
-        """`place` is `NAME[:CONFIG[:SPLIT[:COLUMN]]]`; empty parts mean no config, `train` and `text`, or `messages`
-        where rows are conversations."""
-        name, config, split, column = (place.split(":") + [""] * 3)[:4]
-        self._is_chat = is_chat
-        self._column = column or ("messages" if is_chat else "text")
-        self._rows = _load_data_set(name, config or None, split or "train")
-        if self._column not in self._rows.column_names:
-            columns = ", ".join(self._rows.column_names)
-            raise ConfigError(f"data.source: {name} has no column {self._column!r}; it has {columns}")
-        self.names = _RowNames(len(self._rows))
-
-    def read(self, name: str) -> bytes:
-        found = self._rows[int(name)][self._column]
-        return (json.dumps({"messages": found}, default=str) if self._is_chat else str(found)).encode()
-
-
-class _RowNames(Sequence[str]):
-    """Row numbers as names, without a list of millions of strings."""
-
-    def __init__(self, count: int) -> None:
-        self._count = count
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [str(number) for number in range(self._count)[index]]
-        return str(range(self._count)[index])
-
-
-def _load_data_set(name: str, config: str | None, split: str) -> Any:
-    """Without the person's token, so that nothing private is read, and without code of the data set, which `datasets`
-    runs no more since version 4."""
-    try:
-        import datasets  # an extra: heavy, and not needed for local text
-        from huggingface_hub import HfApi
-    except ImportError:
-        raise ConfigError(
-            "data.source names a Hugging Face data set, and the `datasets` library is not installed",
-            hint="Install it with `pip install 'skipstone[datasets]'`, or use another data.source.",
-        ) from None
-    if int(datasets.__version__.partition(".")[0]) < 4:
-        raise ConfigError(
-            (
-                f"data.source: version {datasets.__version__} of the `datasets` library can run code that a data "
-                "set brings along"
-            ),
-            hint="Install a newer one with `pip install 'skipstone[datasets]'`.",
-        )
-    if os.path.lexists(name):  # the library would take that
-        raise ConfigError(
-            f"data.source: there is a file or folder {name} here, which would be read in place of the hub's data set",
-            hint="Start the node in another folder.",
-        )
-    try:
-        files = HfApi(token=False).dataset_info(name, files_metadata=True, token=False).siblings or ()
-        size = sum(file.size or 0 for file in files)
-        rows = datasets.load_dataset(name, config, split=split, token=False) if size <= MAX_HUB_BYTES else None
-    except Exception as error:  # of these libraries, and of those that they fetch with
-        raise ConfigError(f"data.source: the data set {name!r} cannot be loaded: {error}") from error
-    if rows is None:
-        raise ConfigError(f"data.source: the data set {name!r} has {size} bytes, more than {MAX_HUB_BYTES}")
-    if len(rows) > MAX_DOCUMENTS:
-        raise ConfigError(f"data.source: the data set {name!r} has {len(rows)} rows, more than {MAX_DOCUMENTS}")
-    return rows
 
 
 def _is_of_the_library(folder: str) -> bool:

@@ -147,7 +147,10 @@ class DataSection(Section):
     labels: Literal["all", "assistant"] = "all"
     """The tokens that the model learns to predict. `assistant`: documents are conversations (JSON Lines with
     `messages`, or a column of that name), written in ChatML, and only what the assistant says is predicted."""
-    added_later: ClassVar[frozenset[str]] = frozenset({"labels"})
+    revision: Annotated[str, Field(pattern=r"^[0-9a-f]{40}$")] | None = None
+    """Only of `huggingface:`: the commit of the data set, so that all data nodes read the same; `skipstone new` writes
+    it."""
+    added_later: ClassVar[frozenset[str]] = frozenset({"labels", "revision"})
 
     @property
     def kind(self) -> str:
@@ -181,6 +184,12 @@ class DataSection(Section):
     def _files_are_of_a_path(self) -> Self:
         if self.files is not None and not self.is_of_files:
             raise ValueError("files must not be given when source is neither `path:...` nor `tokens:...`")
+        return self
+
+    @model_validator(mode="after")
+    def _revision_is_of_the_hub(self) -> Self:
+        if self.revision is not None and self.kind != "huggingface":
+            raise ValueError("revision must not be given when source is not `huggingface:...`")
         return self
 
     @model_validator(mode="after")
