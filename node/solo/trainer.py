@@ -329,7 +329,7 @@ class SoloTrainer:
         loss = found * microbatch.size / microbatch.scored
         name = MicrobatchId(SOLO, self.microbatches)
         for part, of_part in gradients.items():
-            addition = self._accumulators[part].add(name, microbatch.size, of_part)
+            addition = self._accumulators[part].add(name, microbatch.size, of_part, microbatch.scored)
             if addition is not Addition.ADDED:
                 raise StateError(
                     f"training has diverged: microbatch {name} has loss {loss}, and {addition.value}",

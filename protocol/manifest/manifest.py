@@ -282,6 +282,11 @@ class Manifest(Section):
         return self.training.rows * self.model.sequence
 
     @property
+    def tells_labels(self) -> bool:
+        """Whether only some tokens are labels, so that hops are told of each microbatch how many."""
+        return self.data.labels != "all"
+
+    @property
     def packs_documents(self) -> bool:
         """Whether microbatches are whole documents, each with positions and attention of its own."""
         return self.model.attention == "documents"
