@@ -24,6 +24,7 @@ from node.cli.leave import leave
 from node.cli.new import new
 from node.cli.solo import solo
 from node.cli.status import evaluate, status
+from node.cli.tokenize import tokenize
 from node.cli.up import up
 from node.cli.views.text import harmless
 from node.observability.version import installed_version
@@ -87,6 +88,7 @@ app.command()(solo)
 app.command("eval")(evaluate)
 app.command()(export)
 app.command()(generate)
+app.command()(tokenize)
 
 
 def main() -> None:

@@ -107,6 +107,8 @@ def _reading(manifest: Manifest, options: NodeOptions, text: Reasoned[Places | N
         said.append(f"if it is the run's text ({_number(files.count, 'file')}, {count(files.bytes)} bytes)")
     if tokenizer is not None:
         said.append(f"and {tokenizer.absolute()}")
+    elif manifest.data.tokenizer_sha256 is not None:
+        said.append("and the run's tokenizer, which peers give")
     return f"{', '.join(said)}; as a data node only"
 
 

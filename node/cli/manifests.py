@@ -21,6 +21,10 @@ class ManifestChanges:
     seed: int | None = None
     source: str | None = None
     """`data.source`."""
+    revision: str | None = None
+    """`data.revision`."""
+    labels: str | None = None
+    """`data.labels`."""
     blocks: tuple[int, ...] | None = None
     """`stages.blocks`."""
     per_path: int | None = None
@@ -56,7 +60,8 @@ def changed_manifest(base: Manifest, changes: ManifestChanges) -> Manifest:
     """The manifest with the changes, checked again; raises as `chosen_manifest`."""
     from protocol.manifest.manifest import manifest_from_table
 
-    return _with_files(manifest_from_table(_changed(base.model_dump(), changes)))
+    changed = manifest_from_table(_changed(base.model_dump(), changes))
+    return _with_revision(changed) if changes.source is not None else _with_files(changed)
 
 
 def router_of(path: Path | None, manifest: Manifest) -> Router | None:
@@ -115,9 +120,21 @@ def _read(path: Path) -> Manifest:
     return read_signed_manifest(text, None).manifest if "signature" in table else manifest_from_table(table)
 
 
+def _with_revision(manifest: Manifest) -> Manifest:
+    """With what fixes a text that has just been named: the newest commit of a data set of the hub, which is asked for
+    it, or the list of files."""
+    data = manifest.data
+    if data.kind != "huggingface" or data.revision is not None:
+        return _with_files(manifest)
+    from node.data.formats.hub import newest_commit
+
+    commit = newest_commit(data.source.partition(":")[2])
+    return manifest.model_copy(update={"data": data.model_copy(update={"revision": commit})})
+
+
 def _with_files(manifest: Manifest) -> Manifest:
     """With the list of its text's files, which is for others to compare theirs with."""
-    if not manifest.data.source.startswith("path:") or manifest.data.files is not None:
+    if not manifest.data.is_of_files or manifest.data.files is not None:
         return manifest
     from node.data.places import as_written
     from node.data.sources import files_at
@@ -134,7 +151,11 @@ def _changed(table: dict[str, Any], changes: ManifestChanges) -> dict[str, Any]:
     if changes.seed is not None:
         table["seed"] = changes.seed
     if changes.source is not None:
-        table["data"] |= {"source": changes.source, "files": None}
+        table["data"] |= {"source": changes.source, "files": None, "revision": None}
+    if changes.revision is not None:
+        table["data"]["revision"] = changes.revision
+    if changes.labels is not None:
+        table["data"]["labels"] = changes.labels
     if changes.blocks is not None:
         table["stages"] |= {"blocks": changes.blocks, "per_path": None}
     if changes.per_path is not None:

@@ -57,6 +57,13 @@ def new(
     data: Annotated[
         str | None, typer.Option(help="python-stdlib, path:FILE-OR-FOLDER or huggingface:NAME[:...].")
     ] = None,
+    revision: Annotated[
+        str | None, typer.Option(help="With huggingface:NAME: its commit [default: the newest, asked of the hub]")
+    ] = None,
+    labels: Annotated[
+        str | None,
+        typer.Option(help="all, or assistant: --data is conversations, and only the assistant's words are learnt."),
+    ] = None,
     stages: Annotated[str | None, typer.Option(help="Blocks of each stage, such as 0,2,2,2.")] = None,
     stages_per_path: Annotated[int | None, VisitedPerPath] = None,
     visit_ratio: Annotated[float | None, VisitRatio] = None,
@@ -99,6 +106,8 @@ def new(
         name=name,
         seed=seed,
         source=data,
+        revision=revision,
+        labels=labels,
         blocks=parse_blocks(stages),
         per_path=stages_per_path,
         visit_ratio=visit_ratio,

@@ -54,7 +54,7 @@ def up(
     announce("skipstone up: starting a local swarm", as_json=json)
     changes = ManifestChanges(seed=seed, source=data, per_path=stages_per_path, visit_ratio=visit_ratio)
     chosen = chosen_manifest(manifest, changes)
-    if chosen.data.source.startswith("path:"):
+    if chosen.data.is_of_files:
         from node.data.places import as_written
         from node.data.sources import open_source
 

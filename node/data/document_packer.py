@@ -21,7 +21,8 @@ import numpy.typing as npt
 import torch
 
 from node.data.documents import Fragment, Place, permutation
-from node.data.packing import BLOCK_TOKENS, UNSCORED, Cursor, Microbatch, Sample
+from node.data.labels import UNSCORED
+from node.data.packing import BLOCK_TOKENS, Cursor, Microbatch, Sample
 from node.data.sampling import Sampler
 from node.data.tokenizers import Tokens
 from node.experts.block_routers import BlockRouter, BlockRouters
@@ -63,6 +64,8 @@ class _Stretch:
     """That it was read as."""
     affinity: Affinity = ()
     """Of the document; known once its block is packed."""
+    wanted: Tokens | None = None
+    """As of its fragment, for `labels`."""
 
     def tokens_of(self, piece: Piece) -> Tokens:
         before = int(self.labels[piece.start - 1]) if piece.start else self.before
@@ -70,17 +73,20 @@ class _Stretch:
 
     def labels_of(self, piece: Piece) -> Tokens:
         """The labels of a piece, those that are left out of the loss in their places."""
+        labels = self.labels if self.wanted is None else self.wanted
         unscored = min(piece.stop, max(piece.start, self.unscored))
         if unscored == piece.start:
-            return self.labels[piece.start : piece.stop]
-        return np.concatenate((np.full(unscored - piece.start, UNSCORED), self.labels[unscored : piece.stop]))
+            return labels[piece.start : piece.stop]
+        return np.concatenate((np.full(unscored - piece.start, UNSCORED), labels[unscored : piece.stop]))
 
     def parted(self, tokens: int) -> tuple[_Stretch, _Stretch]:
         """So many tokens of it, and the rest."""
-        before = int(self.labels[tokens - 1])
+        before, wanted = int(self.labels[tokens - 1]), self.wanted
+        now, rest = (None, None) if wanted is None else (wanted[:tokens], wanted[tokens:])
+        unscored = max(0, self.unscored - tokens)
         return (
-            replace(self, labels=self.labels[:tokens]),
-            _Stretch(before, self.labels[tokens:], True, max(0, self.unscored - tokens), self.source),
+            replace(self, labels=self.labels[:tokens], wanted=now),
+            _Stretch(before, self.labels[tokens:], True, unscored, self.source, wanted=rest),
         )
 
 
@@ -261,13 +267,14 @@ class DocumentPacker:
 def _stretches(fragments: Iterator[Fragment], unscored: int) -> Iterator[tuple[Place, _Stretch]]:
     """Each document, or the rest of one that reading begins in, with the place of its first label."""
     for fragment in fragments:
-        start, tokens = fragment.start, fragment.tokens
+        start, tokens, wanted = fragment.start, fragment.tokens, fragment.wanted
         if start.offset:  # it was read from the token before its first label
             first = start.offset + 1
-            rest = _Stretch(int(tokens[0]), tokens[1:], True, max(0, unscored - first), fragment)
+            left = None if wanted is None else wanted[1:]
+            rest = _Stretch(int(tokens[0]), tokens[1:], True, max(0, unscored - first), fragment, wanted=left)
             yield Place(start.epoch, start.position, first), rest
         elif tokens.size:  # the end of document, which is its last token, stands before the first as well
-            yield start, _Stretch(int(tokens[-1]), tokens, False, unscored, fragment)
+            yield start, _Stretch(int(tokens[-1]), tokens, False, unscored, fragment, wanted=wanted)
 
 
 def _sum(affinities: list[Affinity]) -> Affinity:

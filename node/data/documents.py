@@ -13,10 +13,12 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
+from node.data.labels import MalformedDocumentError, Marked, Marking, whole_text
 from node.data.sources import Source
 from node.data.tokenizers import Tokenizer, Tokens
 from node.experts.router import DocumentRouter
@@ -24,6 +26,9 @@ from swarm.vocabulary.errors import ConfigError
 from swarm.vocabulary.types import PeerId
 
 logger = logging.getLogger(__name__)
+
+MOST_TOLD: Final = 100
+"""Documents that are left out, of each of which a line is logged; there may be millions of them."""
 
 Selection = Callable[[str], bool]
 """Says of a document's name whether to read it."""
@@ -50,6 +55,13 @@ class Fragment:
     """Of the document."""
     opening: Tokens = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     """The document from its beginning on, its end left out: what its route is chosen by."""
+    wanted: Tokens | None = None
+    """The tokens as labels, where not all of them are (`node.data.labels`)."""
+
+    @property
+    def labels(self) -> Tokens:
+        """The tokens as labels, UNSCORED where one is none."""
+        return self.tokens if self.wanted is None else self.wanted
 
 
 def is_held_out(seed: int, name: str, share: float) -> bool:
@@ -89,13 +101,22 @@ class Documents:
 
     Args:
         router: of a run with experts; whoever packs the documents asks it for their routes.
+        mark: makes tokens of a document's bytes; None for a text by the tokenizer, all of whose tokens are labels.
     """
 
-    def __init__(self, source: Source, tokenizer: Tokenizer, seed: int, router: DocumentRouter | None = None) -> None:
+    def __init__(
+        self,
+        source: Source,
+        tokenizer: Tokenizer,
+        seed: int,
+        router: DocumentRouter | None = None,
+        mark: Marking | None = None,
+    ) -> None:
         self.router = router
         self._source = source
-        self._tokenizer = tokenizer
+        self._mark = mark or (lambda document: whole_text(document, tokenizer))
         self._seed = seed
+        self._left_out = 0
 
     def routed_by(self, router: DocumentRouter | None) -> Documents:
         """The same documents, with another router."""
@@ -118,15 +139,17 @@ class Documents:
             name = self._source.names[int(order[position])]
             offset = start.offset if position == start.position else 0
             if offset or wanted(name):
-                tokens = self._tokens(name)
-                if tokens.size > offset:
-                    yield Fragment(Place(start.epoch, position, offset), tokens[offset:], name, tokens[:-1])
+                marked = self._marked(name)
+                tokens, labels = marked.tokens, marked.wanted
+                if marked.is_of_use and tokens.size > offset:
+                    rest = None if labels is None else labels[offset:]
+                    yield Fragment(Place(start.epoch, position, offset), tokens[offset:], name, tokens[:-1], rest)
 
     def endless(self, start: Place, wanted: Selection) -> Iterator[Fragment]:
         """The wanted documents, epoch after epoch.
 
         Raises:
-            ConfigError: a whole epoch has no wanted document with text in it.
+            ConfigError: a whole epoch has no wanted document with text in it, or none of whose text is a label.
         """
         while True:
             empty = True
@@ -140,14 +163,17 @@ class Documents:
                 )
             start = Place(start.epoch + 1)
 
-    def _tokens(self, name: str) -> Tokens:
-        """With the end of document; nothing at all for a document that is empty or cannot be read any more."""
+    def _marked(self, name: str) -> Marked:
+        """Nothing at all for a document that is empty, is none, or cannot be read any more."""
         try:
-            tokens = self._tokenizer.encode(self._source.read(name))
-        except OSError as error:
-            logger.warning("document %s is left out: %s", name, error.strerror)
-            return np.empty(0, dtype=np.int64)
-        return np.append(tokens, self._tokenizer.end_of_document) if tokens.size else tokens
+            return self._mark(self._source.read(name))
+        except (OSError, MalformedDocumentError) as error:
+            self._left_out += 1
+            if self._left_out <= MOST_TOLD:
+                why = error.strerror if isinstance(error, OSError) else error
+                more = "; of others nothing is said" if self._left_out == MOST_TOLD else ""
+                logger.warning("document %s is left out: %s%s", name, why, more)
+            return Marked(np.empty(0, dtype=np.int64))
 
 
 def _hash(text: str) -> int:

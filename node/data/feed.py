@@ -7,6 +7,7 @@ from typing import Final
 
 from node.data.document_packer import DocumentPacker, reading_place
 from node.data.documents import Documents, Fragment, Place, is_held_out, owner
+from node.data.labels import marking
 from node.data.packing import Cursor, Microbatch, Packer
 from node.data.places import Places, as_written
 from node.data.row_packer import RowPacker
@@ -45,7 +46,7 @@ def open_text(manifest: Manifest) -> Documents:
 
 def _documents(manifest: Manifest, where: Places, routing: DocumentRouter | None) -> Documents:
     source, tokenizer = open_source(manifest.data, where.text), open_tokenizer(manifest, where.tokenizer)
-    return Documents(source, tokenizer, manifest.seed, routing)
+    return Documents(source, tokenizer, manifest.seed, routing, marking(manifest.data, tokenizer))
 
 
 class TrainingFeed:
@@ -79,7 +80,7 @@ class TrainingFeed:
         return self._packer.cursor
 
     def next(self, data_nodes: tuple[PeerId, ...] = ()) -> Microbatch:
-        """The next microbatch, when these data nodes are live (this one always counts as live).
+        """The next microbatch with a label in it, when these data nodes are live (this one always counts as live).
 
         A change of the data nodes takes effect with the next block of the packer.
 
@@ -87,9 +88,11 @@ class TrainingFeed:
             ConfigError: a whole epoch has nothing for this data node.
         """
         self._data_nodes = tuple(sorted({*data_nodes, self._own}))
-        microbatch = self._packer.next()
-        assert microbatch is not None, "epochs do not end"
-        return microbatch
+        while True:  # an epoch without a label is an error of the documents
+            microbatch = self._packer.next()
+            assert microbatch is not None, "epochs do not end"
+            if microbatch.scored:
+                return microbatch
 
     def _is_mine(self, name: str) -> bool:
         if is_held_out(self._manifest.seed, name, self._manifest.data.held_out):

@@ -18,10 +18,6 @@ BLOCK_TOKENS: Final = 2**20
 """Tokens that are packed and shuffled together, about."""
 
 
-UNSCORED: Final = -100
-"""The label that `torch.nn.functional.cross_entropy` leaves out by default."""
-
-
 @dataclass(frozen=True, slots=True, order=True)
 class Cursor:
     """A packer's position, in a few numbers that a checkpoint can hold. Later ones are greater."""
@@ -77,7 +73,8 @@ class Microbatch:
 
     @property
     def scored(self) -> int:
-        """The number of tokens that are predicted: all, but in held-out text of a run with experts."""
+        """The number of tokens that are predicted: all, but in held-out text of a run with experts, and in
+        conversations."""
         return self.size if self.labels.min() >= 0 else int((self.labels >= 0).sum())
 
     @property

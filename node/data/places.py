@@ -76,10 +76,12 @@ def tokenizer_place(data: DataSection, told: Path | None, *, own: bool) -> Reaso
 
 
 def places(data: DataSection, told: ToldPlaces, *, own: bool) -> Reasoned[Places | None]:
-    """The places of all that reading the run's text opens, or None when something of it may not be; see `may_open`."""
-    kind, _, rest = data.source.partition(":")
+    """The places of all that reading the run's text opens, or None when the text may not be; see `may_open`. A
+    tokenizer's file that nobody has named here is left out: other peers have it (`node.runtime.run_tokenizer`).
+    """
+    kind, rest = data.kind, data.source.partition(":")[2]
     text: Reasoned[Path | None] = Reasoned(None, "the source code of this machine's Python")
-    if kind == "path":
+    if data.is_of_files:
         text = may_open(rest, "--text", told.text, own=own)
     elif kind == "huggingface":
         if not (own or told.hub):
@@ -87,20 +89,17 @@ def places(data: DataSection, told: ToldPlaces, *, own: bool) -> Reasoned[Places
                 None, f"nothing is fetched from a hub for somebody else's manifest ({rest}) without --allow-hub"
             )
         text = Reasoned(None, "from the Hugging Face hub")
-    if kind == "path" and text.value is None:
+    if data.is_of_files and text.value is None:
         return Reasoned(None, text.reason)
     if data.tokenizer == "bytes":
         return Reasoned(Places(text.value), text.reason)
     tokenizer = tokenizer_place(data, told.tokenizer, own=own)
-    if tokenizer.value is None:
-        return Reasoned(None, tokenizer.reason)
     return Reasoned(Places(text.value, tokenizer.value), text.reason)
 
 
 def as_written(data: DataSection) -> Places:
     """The places as written in a manifest whose author runs it here, hidden ones included: `solo`, `up`, benchmarks."""
-    kind, _, rest = data.source.partition(":")
-    text = _from_home(rest) if kind == "path" else None
+    text = _from_home(data.source.partition(":")[2]) if data.is_of_files else None
     return Places(text, None if data.tokenizer == "bytes" else _from_home(data.tokenizer.removeprefix("file:")))
 
 

@@ -2,7 +2,7 @@
 
 The documents are one long stream, each followed by an end-of-document token. A row is the next `sequence` tokens of it,
 and its labels are the same tokens one further on; what is left of a document goes on in the next row. So every token is
-an input once and, but for the very first, a label once.
+an input once and, but for the very first, a label once, if it is one at all (`node.data.labels`).
 
 Rows are shuffled within a block of about a million tokens. Without that, one long document fills whole inner steps, and
 their gradients and losses are that document's rather than the text's.
@@ -91,11 +91,12 @@ class RowPacker:
         rows = min(self._block_rows, microbatches * self._rows)
         size = rows * self._sequence
         stream = np.concatenate([fragment.tokens for fragment in self._pending])
+        labels = np.concatenate([fragment.labels for fragment in self._pending])
         self._drop(size)
         place = self.cursor.block
         return _Block(
             stream[:size].reshape(rows, self._sequence),
-            stream[1 : size + 1].reshape(rows, self._sequence),
+            labels[1 : size + 1].reshape(rows, self._sequence),
             permutation(f"rows:{self._seed}:{place.epoch}:{place.position}:{place.offset}", rows),
         )
 
@@ -121,4 +122,5 @@ def _from(fragment: Fragment, count: int) -> Fragment:
     """The fragment without its first tokens, copied, so that what is gone can be freed."""
     start = fragment.start
     tokens: Tokens = fragment.tokens[count:].copy()
-    return Fragment(Place(start.epoch, start.position, start.offset + count), tokens)
+    wanted = None if fragment.wanted is None else fragment.wanted[count:].copy()
+    return Fragment(Place(start.epoch, start.position, start.offset + count), tokens, wanted=wanted)

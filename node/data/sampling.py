@@ -12,7 +12,8 @@ import numpy as np
 import torch
 
 from node.data.documents import Fragment, is_drawn
-from node.data.packing import UNSCORED, Microbatch, Sample
+from node.data.labels import UNSCORED
+from node.data.packing import Microbatch, Sample
 from node.data.tokenizers import Tokens
 from protocol.manifest.manifest import FEWEST_SCORED, Manifest
 from protocol.manifest.model import document_cost

@@ -6,16 +6,19 @@ split between data nodes follow from them.
 
 from __future__ import annotations
 
-import os
 import sysconfig
 from array import array
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from node.data.listing import Listing, files_below, single_file, visible_below
+from node.data.formats.hub import HuggingFaceSource
+from node.data.formats.lines import LineSource
+from node.data.formats.listing import Listing, files_below, single_file, visible_below
+from node.data.formats.token_shards import TokenShards
 from protocol.manifest.manifest import DataSection
 from swarm.vocabulary.errors import ConfigError
 
@@ -25,8 +28,6 @@ PIECE_BYTES: Final = 2**14
 """A source that is one file is cut into documents of this size: one document could neither be split nor held out."""
 MAX_DOCUMENTS: Final = 2**24
 """The order of an epoch takes 16 bytes for each."""
-MAX_HUB_BYTES: Final = 2**38
-"""All files of a data set of the hub together."""
 
 _NOT_THE_LIBRARY: Final = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
 """Folders left out of `python-stdlib`: some systems install Python without its tests, and the rest is not Python's
@@ -58,17 +59,17 @@ def open_source(section: DataSection, place: Path | None) -> Source:
         ConfigError: it is not on this machine, holds no text, is not the manifest's, or needs an extra that is not
             installed.
     """
-    kind, _, rest = section.source.partition(":")
+    kind, rest = section.kind, section.source.partition(":")[2]
     if section.source == "python-stdlib":
         return python_standard_library()
     if kind == "huggingface":
-        return HuggingFaceSource(rest)
+        return HuggingFaceSource(rest, section.revision, is_chat=section.labels == "assistant")
     if place is None:
         raise ConfigError(
             "the manifest names a path, and nobody has said where that text lies here",
             hint="Say it with --text FILE-OR-FOLDER.",
         )
-    source = files_at(place)
+    source = _at(place, section)
     if section.files is not None:
         source.listing.require(section.files)
     return source
@@ -136,85 +137,38 @@ def files_at(path: Path) -> FileSource:
     Raises:
         ConfigError: there is no such file or folder, it cannot be read, is too large, or has no text.
     """
-    try:
+    with _mapped(path):
         if path.is_dir():
             return FileSource(visible_below(path), DOCUMENT_BYTES)
         return FileSource(single_file(path), PIECE_BYTES)
+
+
+def shards_at(path: Path) -> TokenShards:
+    """The source of the shards of tokens below a folder. Raises as `files_at`."""
+    with _mapped(path):
+        return TokenShards(visible_below(path))
+
+
+def _at(place: Path, section: DataSection) -> FileSource | LineSource | TokenShards:
+    if section.kind == "tokens":
+        return shards_at(place)
+    return lines_at(place) if section.labels == "assistant" else files_at(place)
+
+
+def lines_at(path: Path) -> LineSource:
+    """The source of the lines of a file, or of the `.jsonl` files below a folder. Raises as `files_at`."""
+    with _mapped(path):
+        return LineSource(visible_below(path) if path.is_dir() else single_file(path))
+
+
+@contextmanager
+def _mapped(path: Path) -> Iterator[None]:
+    try:
+        yield
     except FileNotFoundError:
         raise ConfigError(f"data.source: there is no file or folder {path} on this machine") from None
     except OSError as error:
         raise ConfigError(f"data.source: {path} cannot be read: {error.strerror}") from None
-
-
-class HuggingFaceSource:
-    """A source of a text column of a data set of the Hugging Face hub; a row is a document. Rows stay on disk until
-    they are read.
-    """
-
-    def __init__(self, place: str) -> None:
-        """`place` is `NAME[:CONFIG[:SPLIT[:COLUMN]]]`; empty parts mean no config, `train` and `text`."""
-        name, config, split, column = (place.split(":") + [""] * 3)[:4]
-        self._column = column or "text"
-        self._rows = _load_data_set(name, config or None, split or "train")
-        if self._column not in self._rows.column_names:
-            columns = ", ".join(self._rows.column_names)
-            raise ConfigError(f"data.source: {name} has no column {self._column!r}; it has {columns}")
-        self.names = _RowNames(len(self._rows))
-
-    def read(self, name: str) -> bytes:
-        return str(self._rows[int(name)][self._column]).encode()
-
-
-class _RowNames(Sequence[str]):
-    """Row numbers as names, without a list of millions of strings."""
-
-    def __init__(self, count: int) -> None:
-        self._count = count
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [str(number) for number in range(self._count)[index]]
-        return str(range(self._count)[index])
-
-
-def _load_data_set(name: str, config: str | None, split: str) -> Any:
-    """Without the person's token, so that nothing private is read, and without code of the data set, which `datasets`
-    runs no more since version 4."""
-    try:
-        import datasets  # an extra: heavy, and not needed for local text
-        from huggingface_hub import HfApi
-    except ImportError:
-        raise ConfigError(
-            "data.source names a Hugging Face data set, and the `datasets` library is not installed",
-            hint="Install it with `pip install 'skipstone[datasets]'`, or use another data.source.",
-        ) from None
-    if int(datasets.__version__.partition(".")[0]) < 4:
-        raise ConfigError(
-            (
-                f"data.source: version {datasets.__version__} of the `datasets` library can run code that a data "
-                "set brings along"
-            ),
-            hint="Install a newer one with `pip install 'skipstone[datasets]'`.",
-        )
-    if os.path.lexists(name):  # the library would take that
-        raise ConfigError(
-            f"data.source: there is a file or folder {name} here, which would be read in place of the hub's data set",
-            hint="Start the node in another folder.",
-        )
-    try:
-        files = HfApi(token=False).dataset_info(name, files_metadata=True, token=False).siblings or ()
-        size = sum(file.size or 0 for file in files)
-        rows = datasets.load_dataset(name, config, split=split, token=False) if size <= MAX_HUB_BYTES else None
-    except Exception as error:  # of these libraries, and of those that they fetch with
-        raise ConfigError(f"data.source: the data set {name!r} cannot be loaded: {error}") from error
-    if rows is None:
-        raise ConfigError(f"data.source: the data set {name!r} has {size} bytes, more than {MAX_HUB_BYTES}")
-    if len(rows) > MAX_DOCUMENTS:
-        raise ConfigError(f"data.source: the data set {name!r} has {len(rows)} rows, more than {MAX_DOCUMENTS}")
-    return rows
 
 
 def _is_of_the_library(folder: str) -> bool:

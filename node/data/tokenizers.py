@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from node.data.detokenizer import ByteTextStream, TextStream, WindowTextStream
-from node.data.listing import open_regular, resolved
+from node.data.formats.listing import open_regular, resolved
 from protocol.manifest.manifest import Manifest
 from swarm.vocabulary.errors import ConfigError, ManifestError
 

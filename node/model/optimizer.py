@@ -2,7 +2,8 @@
 
 A microbatch's loss is a mean over its tokens. An accumulator sums the gradients of these means, each as often as it has
 tokens, and the inner step takes the sum divided by the tokens of the part's own visits: the mean over tokens, whatever
-microbatches they came in and however often the stage was skipped.
+microbatches they came in and however often the stage was skipped. Where only some tokens are labels, the losses of the
+others are 0, and the sum is divided by the labels.
 
 The learning rate of an inner step follows from the tokens that all replicas of the module have trained on: a pure
 function, so that every replica has the same one without asking.
@@ -98,6 +99,8 @@ class Accumulator:
         """Microbatches added since the last step, less those taken back."""
         self.tokens = 0
         """Tokens of these microbatches. Below 0 when more has been taken back since the last step than added."""
+        self.labels = 0
+        """Those that are predicted."""
         self.sums = tuple(torch.zeros_like(parameter, dtype=_sum_type(parameter)) for parameter in self.parameters)
         """In the order of the part's parameters."""
         self._current: set[MicrobatchId] = set()
@@ -116,8 +119,11 @@ class Accumulator:
         """Whether the microbatch went into one of the remembered steps."""
         return any(microbatch in step for step in self._recent)
 
-    def add(self, microbatch: MicrobatchId, tokens: int, gradients: Sequence[Tensor]) -> Addition:
-        """Adds a microbatch's gradients, given in the order of the part's parameters, or says why not.
+    def add(
+        self, microbatch: MicrobatchId, tokens: int, gradients: Sequence[Tensor], labels: int | None = None
+    ) -> Addition:
+        """Adds a microbatch's gradients, given in the order of the part's parameters, or says why not. `labels`: how
+        many of its tokens are; None for all.
 
         All or nothing: a gradient with one element that is not finite leaves no trace, not even of its id; nor does one
         for which there is no memory.
@@ -127,29 +133,33 @@ class Accumulator:
         if not are_finite(gradients):
             return Addition.NOT_FINITE
         fold(self.sums, gradients, tokens)
-        self.promise(microbatch, tokens)
+        self.promise(microbatch, tokens, labels)
         return Addition.ADDED
 
-    def promise(self, microbatch: MicrobatchId, tokens: int) -> None:
+    def promise(self, microbatch: MicrobatchId, tokens: int, labels: int | None = None) -> None:
         """Counts a microbatch that the accumulator has not, whose gradients whoever computes them adds to `sums`, so
         many times, or by `add_to`, before the next step.
         """
         self._current.add(microbatch)
         self.visits += 1
         self.tokens += tokens
+        self.labels += tokens if labels is None else labels
 
-    def break_promise(self, microbatch: MicrobatchId, tokens: int) -> None:
+    def break_promise(self, microbatch: MicrobatchId, tokens: int, labels: int | None = None) -> None:
         """Undoes `promise`; nothing of the microbatch's gradient has been added."""
         self._current.remove(microbatch)
         self.visits -= 1
         self.tokens -= tokens
+        self.labels -= tokens if labels is None else labels
 
     def add_to(self, place: int, rows: slice, gradient: Tensor, tokens: int) -> None:
         """Adds a part of a gradient that was promised: of some rows of one of the parameters, and finite."""
         total = self.sums[place][rows]
         total.add_(gradient.to(total.dtype), alpha=tokens)
 
-    def retract(self, microbatch: MicrobatchId, tokens: int, gradients: Sequence[Tensor]) -> bool:
+    def retract(
+        self, microbatch: MicrobatchId, tokens: int, gradients: Sequence[Tensor], labels: int | None = None
+    ) -> bool:
         """Takes a microbatch's gradients back; False, and nothing is changed, when it is not among those remembered.
 
         If its sum is still open, this undoes `add`, up to the rounding of the sum. If an inner step has been taken in
@@ -164,12 +174,13 @@ class Accumulator:
         added.remove(microbatch)
         self.visits -= 1
         self.tokens -= tokens
+        self.labels -= tokens if labels is None else labels
         return True
 
     def hand_over_mean(self) -> None:
-        """Adds the mean over the visits' tokens to the parameters' `.grad`, which another part has filled where its
+        """Adds the mean over the visits' labels to the parameters' `.grad`, which another part has filled where its
         embeddings are tied; without visits there is none."""
-        if self.tokens <= 0:
+        if self.tokens <= 0 or self.labels <= 0:
             return
         # Sums as wide as the parameters become the gradients; beside others there must be room before any is divided.
         means = [
@@ -177,7 +188,7 @@ class Accumulator:
             for parameter, total in zip(self.parameters, self.sums, strict=True)
         ]
         for parameter, total, mean in zip(self.parameters, self.sums, means, strict=True):
-            total.div_(self.tokens)
+            total.div_(self.labels)
             if mean is not total:
                 mean.copy_(total)
             parameter.grad = mean if parameter.grad is None else parameter.grad.add_(mean)
@@ -189,7 +200,7 @@ class Accumulator:
             total.zero_()
         self._recent.append(self._current)
         self._current = set()
-        self.visits = self.tokens = 0
+        self.visits = self.tokens = self.labels = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,6 +71,7 @@ class Admission:
         self._module = module
         self._tensor = hidden_tensor(manifest)
         self._packs_documents, self._longest = manifest.packs_documents, manifest.model.sequence
+        self._tells_labels = manifest.tells_labels
         self._codecs = allowed_codecs(manifest)
         self._modules = frozenset(manifest.modules()) - {ModuleId(0)}
         self._rules = path_rules(manifest)
@@ -79,6 +80,10 @@ class Admission:
         """Checks a header. Raises ProtocolViolation when an honest peer could not have sent this."""
         if not self._is_of_this_run(tensor, message.path.documents):
             raise ProtocolViolation(self._of_another_run(tensor, message.path.documents))
+        rows, tokens, _ = tensor.shape
+        fewest, most = (1, rows * tokens) if self._tells_labels and not _only_evaluates(message) else (0, 0)
+        if not fewest <= message.path.labels <= most:
+            raise ProtocolViolation(f"{message.path.labels} labels were announced; {fewest} to {most} can be meant")
         codecs = self._codecs[Traffic.ACTIVATIONS if isinstance(message, Forward) else Traffic.GRADIENTS]
         if tensor.codec not in codecs or tensor.byte_length > tensor.raw_bytes:
             raise ProtocolViolation(

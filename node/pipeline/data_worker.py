@@ -177,7 +177,7 @@ class DataWorker:
             found.take_back()
             raise
         if is_new:
-            total.promise(microbatch, text.size)
+            total.promise(microbatch, text.size, text.scored)
         return output
 
     def _finish(self, job: Job, text: Microbatch) -> Output:
@@ -196,6 +196,6 @@ class DataWorker:
         return Output(step_due=self.stage.optimizer.due)
 
     def _add(self, total: Accumulator, job: Job, text: Microbatch, gradients: tuple[Tensor, ...]) -> None:
-        addition = total.add(job.key.microbatch, text.size, gradients)
+        addition = total.add(job.key.microbatch, text.size, gradients, text.scored)
         if addition is Addition.NOT_FINITE:
             raise ProtocolViolation(f"microbatch {job.key.microbatch}: {addition.value}")

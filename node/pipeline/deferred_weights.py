@@ -222,6 +222,8 @@ class _PutOff:
     """What is not, each with its tokens and rows."""
     held_bytes: int
     ended: Callable[[float | None], None]
+    labels: int | None = None
+    """Of the tokens; None where all are."""
     begun: bool = False
     """Whether something of it has been added."""
     seconds: float = 0.0
@@ -263,19 +265,25 @@ class DeferredWeights:
         return self._passes.first_half(visit, gradient)
 
     def put_off(
-        self, microbatch: MicrobatchId, tokens: int, half: SplitGradients, ended: Callable[[float | None], None]
+        self,
+        microbatch: MicrobatchId,
+        tokens: int,
+        half: SplitGradients,
+        ended: Callable[[float | None], None],
+        labels: int | None = None,
     ) -> Addition:
         """Promises the sums a microbatch's gradient, which is bounded, to be computed later; from now on it counts. Or
         says why not.
 
         Args:
+            labels: how many of the tokens are; None for all.
             ended: called when nothing is kept any more, with the seconds that it took; None when it was cancelled.
         """
         if self._sums.has(microbatch):
             return Addition.DUPLICATE
-        self._sums.promise(microbatch, tokens)
+        self._sums.promise(microbatch, tokens, labels)
         pieces = deque((product, *piece) for product in half.products for piece in product.pieces())
-        waiting = _PutOff(microbatch, tokens, deque(half.others), pieces, half.held_bytes, ended)
+        waiting = _PutOff(microbatch, tokens, deque(half.others), pieces, half.held_bytes, ended, labels)
         self._waiting[microbatch] = waiting
         self.visits += 1
         self.held_bytes += waiting.held_bytes
@@ -307,7 +315,7 @@ class DeferredWeights:
             return False
         assert waiting.work is not None
         waiting.work.cancel()
-        self._sums.break_promise(microbatch, waiting.tokens)
+        self._sums.break_promise(microbatch, waiting.tokens, waiting.labels)
         self._end(waiting, None)
         return True
 

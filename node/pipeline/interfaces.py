@@ -47,6 +47,8 @@ class Job:
     """For what is sent on."""
     check_codec: bool = False
     """Whether to say how large the encoding's error is."""
+    labels: int = 0
+    """Tokens of the microbatch that are predicted; 0 where all are."""
 
 
 class Worker(Protocol):

@@ -308,7 +308,7 @@ class MicrobatchRunner(MachineRunner[Event, Action]):
         holding = self.custody.get(action.key)
         if load.forgotten or holding is None:
             return
-        load.documents = holding.path.documents
+        load.documents, load.labels = holding.path.documents, holding.path.labels
         traffic, codec = self._codec_for(action)
         self._encoded += codec is not Codec.NONE
         check = codec is not Codec.NONE and self._encoded % CHECKED_EVERY == 1
@@ -322,6 +322,7 @@ class MicrobatchRunner(MachineRunner[Event, Action]):
             load.documents,
             codec,
             check,
+            load.labels,
         )
         crash_point(f"before {action.work.name.lower()}")
         try:
@@ -361,7 +362,8 @@ class MicrobatchRunner(MachineRunner[Event, Action]):
         self.handle(Computed(action.key, seconds))
 
     async def _retraction(self, action: Retract, load: Load) -> None:
-        job = Job(load.ticket, action.key, Work.BACKWARD, Purpose.TRAIN, load.input, load.gradient, load.documents)
+        given, labels = (load.input, load.gradient, load.documents), load.labels
+        job = Job(load.ticket, action.key, Work.BACKWARD, Purpose.TRAIN, *given, labels=labels)
         try:
             taken_back = await self._worker.retract(job)
         except SkipstoneError as error:

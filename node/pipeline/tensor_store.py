@@ -21,7 +21,8 @@ class Load:
     gradient: Encoded | None = None
     output: Encoded | None = None
     documents: tuple[int, ...] = ()
-    """Of its microbatch, kept for as long as its gradient may have to be taken back."""
+    """Of its microbatch, kept for as long as its gradient may have to be taken back; and so are the labels."""
+    labels: int = 0
     users: int = 0
     forgotten: bool = False
 

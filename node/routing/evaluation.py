@@ -42,16 +42,23 @@ WINDOW = 8
 long. Still less than a hop's slots."""
 
 
-Signing = Callable[[MicrobatchId, Path, Purpose, float, tuple[int, ...]], Path]
-"""Signs the route of a microbatch of this data node, of these documents, that is to live so many seconds without news
-(`protocol.identity.route_signatures.Routes.signed`)."""
+Signing = Callable[[MicrobatchId, Path, Purpose, float, tuple[int, ...], int], Path]
+"""Signs the route of a microbatch of this data node, of these documents and labels, that is to live so many seconds
+without news (`protocol.identity.route_signatures.Routes.signed`)."""
 MAX_MICROBATCHES = 256
 
 
 class Departures:
-    """Sends microbatches of this data node on their way; the worker has their texts until they are back."""
+    """Sends microbatches of this data node on their way; the worker has their texts until they are back.
 
-    def __init__(self, worker: DataWorker, runner: MicrobatchRunner, sign: Signing) -> None:
+    Args:
+        tells_labels: whether hops are told how many labels a microbatch that is trained on has.
+    """
+
+    def __init__(
+        self, worker: DataWorker, runner: MicrobatchRunner, sign: Signing, *, tells_labels: bool = False
+    ) -> None:
+        self._tells_labels = tells_labels
         self._worker = worker
         self._runner = runner
         self._sign = sign
@@ -60,7 +67,8 @@ class Departures:
         self, microbatch: MicrobatchId, text: Microbatch, path: Path, purpose: Purpose, lifetime_s: float
     ) -> None:
         self._worker.texts[microbatch] = text
-        path = self._sign(microbatch, path, purpose, lifetime_s, text.documents)
+        labels = text.scored if self._tells_labels and purpose is Purpose.TRAIN else 0
+        path = self._sign(microbatch, path, purpose, lifetime_s, text.documents, labels)
         self._runner.handle(Started(microbatch, path, purpose, lifetime_s))
 
     def text_of(self, microbatch: MicrobatchId) -> Microbatch | None:

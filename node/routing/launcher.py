@@ -149,7 +149,7 @@ class DataNode(PathEnds):
         if departure is None:
             return False
         text, path = departure.text, departure.path
-        flight = self.flights.start(path, now, text.size)
+        flight = self.flights.start(path, now, text.size, text.scored)
         self._reading.sent(text, flight.microbatch)
         in_usual_ones = self.sizes.add(text.workload)
         self._times.launched(flight.microbatch, path, queue, now, in_usual_ones)
@@ -186,6 +186,8 @@ class DataNode(PathEnds):
             self._evaluator.loss_known(microbatch, loss)
         else:
             self._times.turned(microbatch, self._clock.monotonic())
+            text = self._departures.text_of(microbatch)
+            loss *= 1 if text is None else text.size / text.scored  # the head's mean is over all tokens
             self.flights.returned(microbatch, path, loss)
             outlier = self._outliers_of(microbatch).returned(path, loss)
             if outlier is not None:

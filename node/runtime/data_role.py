@@ -188,7 +188,7 @@ async def data_role(given: ModuleContext, first: Anchor | None) -> AsyncIterator
     prefetcher = Prefetcher(feed, live_data_nodes, lambda: data_node.wake(), rules.window + 1)
     async with module_rounds(given, replica, first) as rounds, AsyncExitStack() as stack:
         runner = microbatch_runner_for(given, worker, planner, link_codecs(given, worker), rounds)
-        departures = Departures(worker, runner, given.session.routes.signed)
+        departures = Departures(worker, runner, given.session.routes.signed, tells_labels=manifest.tells_labels)
         evaluator = Evaluator(own.peer, planner, departures, clock, measured)
         flights = Flights(own.peer, rules, number, counts_of(position), worker.steps)
         reading = ReadingPosition(

@@ -27,6 +27,7 @@ from node.model.device import choose_devices
 from node.network.proofs import Proofs
 from node.network.router_exchange import fetch_router, router_given
 from node.network.session import NetworkSession, Whereabouts, present
+from node.network.tokenizer_exchange import tokenizer_given
 from node.observability.event_log import Both, Watched, open_event_log
 from node.observability.events import Ended, EventSink, Note
 from node.reachability.monitor import reachable
@@ -35,6 +36,7 @@ from node.runtime.malloc import keep_freed_memory
 from node.runtime.module_choice import FittingModules, asked_modules, choose, choose_smaller
 from node.runtime.mover import MovePeriods, Mover, NextModule, stay_for_ever
 from node.runtime.resume import find_own
+from node.runtime.run_tokenizer import run_tokenizer
 from node.runtime.serving import Moving, serve_module
 from node.start.cut_model import open_start
 from protocol.dht.directory import DirectorySettings
@@ -108,10 +110,16 @@ async def run_node(
             router = await unless(stop, _router(options, session, signed.manifest))
             if router is None and signed.manifest.routing is not None:
                 return
+            own = signed.author == identity.peer
+            tokenizer = await unless(stop, run_tokenizer(options, session, signed.manifest.data, text, own=own))
+            if tokenizer is None:
+                return
+            text = tokenizer.text
             async with reachable(options.reach, options.advertise, session, logged):
                 with (
                     _manifest_given(session, signed),
                     router_given(session, router),
+                    tokenizer_given(session, tokenizer.content),
                     DeviceThreads(devices.value) as threads,
                     ComputeThread(set_up=threads.set_up, settle=threads.settle) as compute,
                 ):

@@ -304,7 +304,7 @@ class SoloTrainer:
                 return None
             text = self._feed.next()
             self._resharding.score(text)
-            losses.append((self._microbatch(text), text.size))
+            losses.append((self._microbatch(text), text.scored))
             self.steps += stage_zero.optimizer.due
             for hosted in self._hosted:
                 if hosted.optimizer.due:
@@ -325,10 +325,11 @@ class SoloTrainer:
         # Counted by route, as a data node counts: else routes that alternate would always skip the same stages.
         turn = self._turns[microbatch.route] if microbatch.route else self.microbatches
         self._turns[microbatch.route] += 1
-        loss, gradients = self._model.gradients(microbatch, self._choose(turn))
+        found, gradients = self._model.gradients(microbatch, self._choose(turn))
+        loss = found * microbatch.size / microbatch.scored
         name = MicrobatchId(SOLO, self.microbatches)
         for part, of_part in gradients.items():
-            addition = self._accumulators[part].add(name, microbatch.size, of_part)
+            addition = self._accumulators[part].add(name, microbatch.size, of_part, microbatch.scored)
             if addition is not Addition.ADDED:
                 raise StateError(
                     f"training has diverged: microbatch {name} has loss {loss}, and {addition.value}",

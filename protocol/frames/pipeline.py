@@ -40,18 +40,20 @@ class _Route:
     lifetime_s: Annotated[float, Range(0, MAX_LIFETIME_MS / 1000)]
     signature: RouteSignature
     documents: Documents
+    labels: Annotated[int, Range(0, 2**32 - 1)]
 
     def fault(self) -> str | None:
         """Why no microbatch goes this way; None when one may."""
-        if (self.modules or self.documents) and not self.signature:
-            return f"{len(self.modules)} modules and {len(self.documents)} documents that nobody has signed"
+        if (self.modules or self.documents or self.labels) and not self.signature:
+            what = f"{len(self.modules)} modules, {len(self.documents)} documents and {self.labels} labels"
+            return f"{what} that nobody has signed"
         return None
 
     @property
     def path(self) -> Path:
         signed = None
         if self.signature:
-            signed = SignedRoute(self.modules, self.lifetime_s, self.signature, self.documents)
+            signed = SignedRoute(self.modules, self.lifetime_s, self.signature, self.documents, self.labels)
         return Path(self.microbatch.data_node, self.hops, signed)
 
 
@@ -68,8 +70,16 @@ _SETTLED: Final = converter(_Settled, wire.Settled.DESCRIPTOR)
 def _write_route(message: MicrobatchTensor | Recall, _: Around) -> dict[str, Any]:
     path, signed = message.path, message.path.route or SignedRoute((), 0.0, b"")
     lifetime_s = message.lifetime_s if isinstance(message, Forward) else signed.lifetime_s
-    modules, signature, documents = signed.modules, signed.signature, signed.documents
-    route = _Route(message.microbatch, path.hops, message.position, modules, lifetime_s, signature, documents)
+    route = _Route(
+        message.microbatch,
+        path.hops,
+        message.position,
+        signed.modules,
+        lifetime_s,
+        signed.signature,
+        signed.documents,
+        signed.labels,
+    )
     return {"route": _ROUTE.write(route, None)}
 
 

@@ -268,7 +268,7 @@ class Hop(_message.Message):
     def __init__(self, module: _Optional[_Union[ModuleId, _Mapping]] = ..., peer: _Optional[str] = ...) -> None: ...
 
 class Route(_message.Message):
-    __slots__ = ("microbatch", "hops", "position", "modules", "lifetime_ms", "signature", "documents")
+    __slots__ = ("microbatch", "hops", "position", "modules", "lifetime_ms", "signature", "documents", "labels")
     MICROBATCH_FIELD_NUMBER: _ClassVar[int]
     HOPS_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
@@ -276,6 +276,7 @@ class Route(_message.Message):
     LIFETIME_MS_FIELD_NUMBER: _ClassVar[int]
     SIGNATURE_FIELD_NUMBER: _ClassVar[int]
     DOCUMENTS_FIELD_NUMBER: _ClassVar[int]
+    LABELS_FIELD_NUMBER: _ClassVar[int]
     microbatch: MicrobatchId
     hops: _containers.RepeatedCompositeFieldContainer[Hop]
     position: int
@@ -283,7 +284,8 @@ class Route(_message.Message):
     lifetime_ms: int
     signature: bytes
     documents: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, microbatch: _Optional[_Union[MicrobatchId, _Mapping]] = ..., hops: _Optional[_Iterable[_Union[Hop, _Mapping]]] = ..., position: _Optional[int] = ..., modules: _Optional[_Iterable[_Union[ModuleId, _Mapping]]] = ..., lifetime_ms: _Optional[int] = ..., signature: _Optional[bytes] = ..., documents: _Optional[_Iterable[int]] = ...) -> None: ...
+    labels: int
+    def __init__(self, microbatch: _Optional[_Union[MicrobatchId, _Mapping]] = ..., hops: _Optional[_Iterable[_Union[Hop, _Mapping]]] = ..., position: _Optional[int] = ..., modules: _Optional[_Iterable[_Union[ModuleId, _Mapping]]] = ..., lifetime_ms: _Optional[int] = ..., signature: _Optional[bytes] = ..., documents: _Optional[_Iterable[int]] = ..., labels: _Optional[int] = ...) -> None: ...
 
 class Forward(_message.Message):
     __slots__ = ("route", "purpose", "tensor")
@@ -734,7 +736,7 @@ class LaneAbandon(_message.Message):
     def __init__(self, epoch: _Optional[bytes] = ..., number: _Optional[int] = ...) -> None: ...
 
 class Question(_message.Message):
-    __slots__ = ("id", "manifest", "status", "evaluate", "state", "dial_back", "call", "called", "router")
+    __slots__ = ("id", "manifest", "status", "evaluate", "state", "dial_back", "call", "called", "router", "tokenizer")
     ID_FIELD_NUMBER: _ClassVar[int]
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
@@ -744,6 +746,7 @@ class Question(_message.Message):
     CALL_FIELD_NUMBER: _ClassVar[int]
     CALLED_FIELD_NUMBER: _ClassVar[int]
     ROUTER_FIELD_NUMBER: _ClassVar[int]
+    TOKENIZER_FIELD_NUMBER: _ClassVar[int]
     id: int
     manifest: ManifestQuestion
     status: StatusQuestion
@@ -753,7 +756,8 @@ class Question(_message.Message):
     call: CallQuestion
     called: CalledQuestion
     router: RouterQuestion
-    def __init__(self, id: _Optional[int] = ..., manifest: _Optional[_Union[ManifestQuestion, _Mapping]] = ..., status: _Optional[_Union[StatusQuestion, _Mapping]] = ..., evaluate: _Optional[_Union[EvaluateQuestion, _Mapping]] = ..., state: _Optional[_Union[StateQuestion, _Mapping]] = ..., dial_back: _Optional[_Union[DialBackQuestion, _Mapping]] = ..., call: _Optional[_Union[CallQuestion, _Mapping]] = ..., called: _Optional[_Union[CalledQuestion, _Mapping]] = ..., router: _Optional[_Union[RouterQuestion, _Mapping]] = ...) -> None: ...
+    tokenizer: TokenizerQuestion
+    def __init__(self, id: _Optional[int] = ..., manifest: _Optional[_Union[ManifestQuestion, _Mapping]] = ..., status: _Optional[_Union[StatusQuestion, _Mapping]] = ..., evaluate: _Optional[_Union[EvaluateQuestion, _Mapping]] = ..., state: _Optional[_Union[StateQuestion, _Mapping]] = ..., dial_back: _Optional[_Union[DialBackQuestion, _Mapping]] = ..., call: _Optional[_Union[CallQuestion, _Mapping]] = ..., called: _Optional[_Union[CalledQuestion, _Mapping]] = ..., router: _Optional[_Union[RouterQuestion, _Mapping]] = ..., tokenizer: _Optional[_Union[TokenizerQuestion, _Mapping]] = ...) -> None: ...
 
 class ManifestQuestion(_message.Message):
     __slots__ = ()
@@ -762,6 +766,12 @@ class ManifestQuestion(_message.Message):
 class RouterQuestion(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class TokenizerQuestion(_message.Message):
+    __slots__ = ("piece",)
+    PIECE_FIELD_NUMBER: _ClassVar[int]
+    piece: int
+    def __init__(self, piece: _Optional[int] = ...) -> None: ...
 
 class StatusQuestion(_message.Message):
     __slots__ = ()
@@ -846,7 +856,7 @@ class CalledQuestion(_message.Message):
     def __init__(self, record: _Optional[bytes] = ...) -> None: ...
 
 class Answer(_message.Message):
-    __slots__ = ("id", "manifest", "status", "evaluation", "refused", "state", "dial_back", "call", "called", "router")
+    __slots__ = ("id", "manifest", "status", "evaluation", "refused", "state", "dial_back", "call", "called", "router", "tokenizer")
     ID_FIELD_NUMBER: _ClassVar[int]
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
@@ -857,6 +867,7 @@ class Answer(_message.Message):
     CALL_FIELD_NUMBER: _ClassVar[int]
     CALLED_FIELD_NUMBER: _ClassVar[int]
     ROUTER_FIELD_NUMBER: _ClassVar[int]
+    TOKENIZER_FIELD_NUMBER: _ClassVar[int]
     id: int
     manifest: bytes
     status: bytes
@@ -867,4 +878,5 @@ class Answer(_message.Message):
     call: bytes
     called: bytes
     router: bytes
-    def __init__(self, id: _Optional[int] = ..., manifest: _Optional[bytes] = ..., status: _Optional[bytes] = ..., evaluation: _Optional[bytes] = ..., refused: _Optional[str] = ..., state: _Optional[bytes] = ..., dial_back: _Optional[bytes] = ..., call: _Optional[bytes] = ..., called: _Optional[bytes] = ..., router: _Optional[bytes] = ...) -> None: ...
+    tokenizer: bytes
+    def __init__(self, id: _Optional[int] = ..., manifest: _Optional[bytes] = ..., status: _Optional[bytes] = ..., evaluation: _Optional[bytes] = ..., refused: _Optional[str] = ..., state: _Optional[bytes] = ..., dial_back: _Optional[bytes] = ..., call: _Optional[bytes] = ..., called: _Optional[bytes] = ..., router: _Optional[bytes] = ..., tokenizer: _Optional[bytes] = ...) -> None: ...

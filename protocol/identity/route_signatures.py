@@ -10,8 +10,12 @@ with all integers big-endian; of a microbatch of documents over
     "skipstone-route-documents:1" 0 | ... as above, with the number of modules (2) before them | tokens of each document
     (4)
 
-so that no peer on the way can make others mask it otherwise. Only who was given the microbatch knows the signature, so
-nobody else can send its tensors.
+and where some of its tokens are labels and others not over
+
+    "skipstone-route-labels:1" 0 | ... as that, with the number of labels (4) before the tokens of each document
+
+so that no peer on the way can make others mask or count it otherwise. Only who was given the microbatch knows the
+signature, so nobody else can send its tensors.
 """
 
 from __future__ import annotations
@@ -29,6 +33,7 @@ from swarm.vocabulary.types import MicrobatchId, ModuleId, Path, PeerId, RunId, 
 
 DOMAIN: Final = b"skipstone-route:2\0"
 DOCUMENTS_DOMAIN: Final = b"skipstone-route-documents:1\0"
+LABELS_DOMAIN: Final = b"skipstone-route-labels:1\0"
 REMEMBERED: Final = 4096
 """Signatures that have been found good: of what comes again, as every microbatch does on its way back, none is checked
 twice."""
@@ -53,16 +58,17 @@ class Routes:
         purpose: Purpose,
         lifetime_s: float,
         documents: tuple[int, ...] = (),
+        labels: int = 0,
     ) -> Path:
         """Signs the route of one of our own microbatches; returns its path, as everybody will read it: the lifetime in
         whole milliseconds, so that what comes back is on the same route.
         """
         lifetime_s = milliseconds(lifetime_s) / 1000
         modules = tuple(hop.module for hop in path.hops)
-        data = signed_bytes(self._run, microbatch, purpose, lifetime_s, modules, documents)
+        data = signed_bytes(self._run, microbatch, purpose, lifetime_s, modules, documents, labels)
         signature = self._identity.sign(data)
         self._remember(_name_of(microbatch.data_node, signature, data))
-        return replace(path, route=SignedRoute(modules, lifetime_s, signature, documents))
+        return replace(path, route=SignedRoute(modules, lifetime_s, signature, documents, labels))
 
     def fault(self, message: MicrobatchTensor) -> str | None:
         """The reason why the message does not go where its data node has signed that it may; None when it does. Takes
@@ -76,7 +82,9 @@ class Routes:
         purpose = (
             message.purpose if isinstance(message, Forward) else Purpose.TRAIN
         )  # what is evaluated never comes back
-        data = signed_bytes(self._run, microbatch, purpose, route.lifetime_s, route.modules, route.documents)
+        data = signed_bytes(
+            self._run, microbatch, purpose, route.lifetime_s, route.modules, route.documents, route.labels
+        )
         name = _name_of(microbatch.data_node, route.signature, data)
         if name in self._good:
             return None
@@ -98,14 +106,17 @@ def signed_bytes(
     lifetime_s: float,
     modules: tuple[ModuleId, ...],
     documents: tuple[int, ...] = (),
+    labels: int = 0,
 ) -> bytes:
     """The bytes that are signed. The data node is not in it: its key is."""
-    parts = [DOCUMENTS_DOMAIN if documents else DOMAIN]
+    parts = [LABELS_DOMAIN if labels else DOCUMENTS_DOMAIN if documents else DOMAIN]
     parts += [bytes.fromhex(run), microbatch.number.to_bytes(8), purpose.value.to_bytes(1)]
     parts.append(milliseconds(lifetime_s).to_bytes(4))
-    if documents:
+    if documents or labels:
         parts.append(len(modules).to_bytes(2))
     parts += [module.stage.to_bytes(2) + module.expert.to_bytes(2) for module in modules]
+    if labels:
+        parts.append(labels.to_bytes(4))
     parts += [tokens.to_bytes(4) for tokens in documents]
     return b"".join(parts)
 

@@ -18,6 +18,8 @@ from swarm.vocabulary.pipeline_messages import ControlMessage, TensorMessage
 from swarm.vocabulary.types import MAX_STAGES, Digest, ModuleId, PeerId, Stage
 
 MAX_RECORD_BYTES: Final = 2048
+TOKENIZER_PIECE_BYTES: Final = 2**16
+MAX_TOKENIZER_PIECES: Final = 2**11
 MAX_EVALUATION_MICROBATCHES: Final = 256
 
 Record = Annotated[bytes, Length(1, MAX_RECORD_BYTES)]
@@ -36,7 +38,8 @@ class Refusal:
 @dataclass(frozen=True, slots=True)
 class Question:
     """One of the questions of link.proto. `microbatches` and `stages` are only for `evaluate`, `module` and `digest`
-    only for `state`, `port` only for `dial_back`, `peer` only for `call`, `record` for `call` and `called`."""
+    only for `state`, `port` only for `dial_back`, `peer` only for `call`, `record` for `call` and `called`, `piece`
+    only for `tokenizer`."""
 
     about: QuestionAbout
     microbatches: Annotated[int, Range(1, MAX_EVALUATION_MICROBATCHES)] = 0
@@ -50,6 +53,8 @@ class Question:
     """That is to be told to open a link."""
     record: Record = b""
     """The SignedRecord of the peer that wants the link."""
+    piece: Annotated[int, Range(0, MAX_TOKENIZER_PIECES - 1)] = 0
+    """Which TOKENIZER_PIECE_BYTES of the file."""
 
 
 class QuestionAbout(enum.Enum):
@@ -68,6 +73,8 @@ class QuestionAbout(enum.Enum):
     """Passed on: a peer wants a link that is opened from here. The answer is empty, and comes when the link stands."""
     ROUTER = "router"
     """The run's router; the answer is `node.experts.router`'s."""
+    TOKENIZER = "tokenizer"
+    """A piece of the run's tokenizer file; the answer is shorter, or empty, from its end on."""
 
 
 Ask = Callable[[PeerId, Question, float], Awaitable[bytes]]

@@ -38,8 +38,13 @@ DEFAULT_PREFIX: Final = 256
 prose from another."""
 FEWEST_SCORED: Final = 16
 """Tokens of a document that are scored on other experts: the mean loss of fewer says more of them than of these."""
-SOURCES: Final = "`python-stdlib`, `path:FILE-OR-FOLDER` and `huggingface:OWNER/NAME[:CONFIG[:SPLIT[:COLUMN]]]`"
+SOURCES: Final = (
+    "`python-stdlib`, `path:FILE-OR-FOLDER`, `tokens:FOLDER` and `huggingface:OWNER/NAME[:CONFIG[:SPLIT[:COLUMN]]]`"
+)
 
+
+FILE_KINDS: Final = ("path", "tokens")
+"""Sources that name a place."""
 
 HexDigest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Experts = Annotated[int, Field(ge=1, le=MAX_EXPERTS)]
@@ -128,23 +133,43 @@ class DataSection(Section):
     """The source of text. Every data node reads the same source and takes its share of the documents."""
 
     source: Annotated[str, Field(min_length=1, max_length=512)] = "python-stdlib"
-    """`python-stdlib`, `path:FILE-OR-FOLDER`, or `huggingface:OWNER/NAME[:CONFIG[:SPLIT[:COLUMN]]]`. A path says where
-    the author has the text; whoever joins by link says with --text where it lies there."""
+    """`python-stdlib`, `path:FILE-OR-FOLDER`, `tokens:FOLDER` (shards of tokens, as `skipstone tokenize` makes
+    them), or `huggingface:OWNER/NAME[:CONFIG[:SPLIT[:COLUMN]]]`. A path says where the author has the text; whoever
+    joins by link says with --text where it lies there."""
     files: FilesSection | None = None
-    """Only of `path:`; `skipstone new` writes it."""
+    """Only of `path:` and `tokens:`; `skipstone new` writes it."""
     tokenizer: Annotated[str, Field(pattern=r"^(bytes|file:.+)$", max_length=512)] = "bytes"
     """`bytes`, or `file:TOKENIZER.json` in the format of the `tokenizers` library."""
     tokenizer_sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
     """Of the tokenizer file, so that all data nodes use the same one; required with `file:`."""
     held_out: Share = 0.02
     """Share of the documents that is never trained on."""
+    labels: Literal["all", "assistant"] = "all"
+    """The tokens that the model learns to predict. `assistant`: documents are conversations (JSON Lines with
+    `messages`, or a column of that name), written in ChatML, and only what the assistant says is predicted."""
+    revision: Annotated[str, Field(pattern=r"^[0-9a-f]{40}$")] | None = None
+    """Only of `huggingface:`: the commit of the data set, so that all data nodes read the same; `skipstone new` writes
+    it."""
+    added_later: ClassVar[frozenset[str]] = frozenset({"labels", "revision"})
+
+    @property
+    def kind(self) -> str:
+        """What the source is: `python-stdlib`, `path`, `tokens` or `huggingface`."""
+        return self.source.partition(":")[0]
+
+    @property
+    def is_of_files(self) -> bool:
+        """Whether the text is files that somebody has to have."""
+        return self.kind in FILE_KINDS
 
     @field_validator("source")
     @classmethod
     def _source_is_known(cls, source: str) -> str:
         kind, _, rest = source.partition(":")
         known = (
-            source == "python-stdlib" or (kind == "path" and rest) or (kind == "huggingface" and _HUB.fullmatch(rest))
+            source == "python-stdlib"
+            or (kind in FILE_KINDS and rest)
+            or (kind == "huggingface" and _HUB.fullmatch(rest))
         )
         if not known:
             raise ValueError(f"is none of {SOURCES}")
@@ -157,8 +182,20 @@ class DataSection(Section):
 
     @model_validator(mode="after")
     def _files_are_of_a_path(self) -> Self:
-        if self.files is not None and not self.source.startswith("path:"):
-            raise ValueError("files must not be given when source is not `path:...`")
+        if self.files is not None and not self.is_of_files:
+            raise ValueError("files must not be given when source is neither `path:...` nor `tokens:...`")
+        return self
+
+    @model_validator(mode="after")
+    def _revision_is_of_the_hub(self) -> Self:
+        if self.revision is not None and self.kind != "huggingface":
+            raise ValueError("revision must not be given when source is not `huggingface:...`")
+        return self
+
+    @model_validator(mode="after")
+    def _labels_are_of_conversations(self) -> Self:
+        if self.labels == "assistant" and self.kind not in ("path", "huggingface"):
+            raise ValueError(f'labels = "assistant" needs a source of conversations, which {self.kind} is not')
         return self
 
     @model_validator(mode="after")
@@ -245,6 +282,11 @@ class Manifest(Section):
         return self.training.rows * self.model.sequence
 
     @property
+    def tells_labels(self) -> bool:
+        """Whether only some tokens are labels, so that hops are told of each microbatch how many."""
+        return self.data.labels != "all"
+
+    @property
     def packs_documents(self) -> bool:
         """Whether microbatches are whole documents, each with positions and attention of its own."""
         return self.model.attention == "documents"
@@ -288,6 +330,8 @@ class Manifest(Section):
             )
         if self.routing is not None and not self.stages.has_experts:
             raise ValueError("routing must not be given when no stage has several experts (stages.experts)")
+        if self.reshards and self.data.labels != "all":
+            raise ValueError('routing.reshard must not be given where data.labels is not "all"')
         if self.reshards and self.microbatch_tokens < self.route_prefix + FEWEST_SCORED:
             raise ValueError(
                 f"routing.reshard needs microbatches (training.rows x model.sequence, {self.microbatch_tokens}) of"
@@ -338,6 +382,14 @@ def manifest_from_table(table: dict[str, Any]) -> Manifest:
         return Manifest.model_validate(_tuples(table))
     except ValidationError as error:
         raise ManifestError("manifest: " + "; ".join(_explain(dict(item)) for item in error.errors()[:5])) from None
+
+
+def data_section(table: dict[str, Any]) -> DataSection:
+    """Checks a table of `[data]` alone. Raises as `manifest_from_table`."""
+    try:
+        return DataSection.model_validate(table)
+    except ValidationError as error:
+        raise ManifestError("data: " + "; ".join(_explain(dict(item)) for item in error.errors()[:5])) from None
 
 
 def _check_protocol(version: object) -> None:

@@ -34,13 +34,15 @@ class Flight:
     path: Path
     started: float
     tokens: int = 1
+    scored: int = 1
+    """Tokens that are predicted."""
     loss: float | None = None
-    """Nats per token, once the loss has been computed."""
+    """Nats per token that is predicted, once the loss has been computed."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepDone:
-    """A step is complete. `loss` is the mean over its tokens, in nats."""
+    """A step is complete. `loss` is the mean over its tokens that are predicted, in nats."""
 
     step: int
     loss: float
@@ -136,11 +138,12 @@ class Flights:
             return Reasoned(False, f"step {self.steps_done + 1} is not complete")
         return Reasoned(True, "there is room")
 
-    def start(self, path: Path, now: float, tokens: int = 1) -> Flight:
-        """Numbers and notes a new microbatch of so many tokens on its planned path."""
+    def start(self, path: Path, now: float, tokens: int = 1, scored: int | None = None) -> Flight:
+        """Numbers and notes a new microbatch of so many tokens on its planned path. `scored`: how many of them are
+        predicted; None for all."""
         microbatch = MicrobatchId(self.own, self._next_number)
         self._next_number += 1
-        flight = Flight(microbatch, path, now, tokens)
+        flight = Flight(microbatch, path, now, tokens, tokens if scored is None else scored)
         self._flying[microbatch] = flight
         self.counts = replace(self.counts, started=self.counts.started + 1)
         return flight
@@ -167,7 +170,8 @@ class Flights:
             return None
         done, self._done = self._done, []
         self.steps_done += 1
-        loss = sum(each.tokens * each.loss for each in done if each.loss is not None) / tokens
+        losses = [each.scored * each.loss for each in done if each.loss is not None]
+        loss = sum(losses) / sum(each.scored for each in done)
         return StepDone(self.steps_done, loss, len(done))
 
     def abandon(self, microbatch: MicrobatchId) -> Flight | None:

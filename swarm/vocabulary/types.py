@@ -116,6 +116,8 @@ class SignedRoute:
     """64 bytes, by the data node's identity key."""
     documents: tuple[int, ...] = ()
     """Tokens of each document of the microbatch; empty where it is rows of one stream."""
+    labels: int = 0
+    """Tokens of the microbatch that are predicted, in a run where that is known of each; 0 where all are, or none."""
 
     def __post_init__(self) -> None:
         if len(self.modules) > MAX_HOPS:
@@ -151,6 +153,11 @@ class Path:
     def documents(self) -> tuple[int, ...]:
         """Tokens of each document of the microbatch that takes it, as its data node has signed."""
         return () if self.route is None else self.route.documents
+
+    @property
+    def labels(self) -> int:
+        """Tokens of the microbatch that are predicted, as its data node has signed; 0 where it has said nothing."""
+        return 0 if self.route is None else self.route.labels
 
     def peer_at(self, position: int) -> PeerId:
         """The peer at a position; both ends are the data node.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,6 +23,7 @@ def small_run(
     per_path: int | None = None,
     visit_ratio: float = 1.0,
     attention: str = "causal",
+    labels: str = "all",
     **training: object,
 ) -> Manifest:
     """A byte-level model of `text` with a step of four microbatches."""
@@ -40,7 +42,7 @@ def small_run(
                 "attention": attention,
             },
             "stages": {"blocks": blocks, "per_path": per_path, "visit_ratio": visit_ratio},
-            "data": {"source": f"path:{text}", "held_out": 0.1},
+            "data": {"source": f"path:{text}", "held_out": 0.1, "labels": labels},
             "training": {
                 "rows": 2,
                 "inner_tokens": 256,
@@ -67,6 +69,19 @@ def write_documents(folder: Path) -> Path:
     for number in range(200):
         words = " ".join(f"word{(number + k * k) % 23}" for k in range(1 + number * number % 9))
         (folder / f"{number:03}.txt").write_text(words)
+    return folder
+
+
+def write_conversations(folder: Path) -> Path:
+    """Two hundred conversations of one or two questions, whose answers can be learnt."""
+    folder.mkdir()
+    lines = []
+    for number in range(200):
+        asked = [{"role": "user", "content": f"{'What is ' * (number % 4)}{number}?"} for _ in range(1 + number % 2)]
+        answers = [{"role": "assistant", "content": f"word{(number + k) % 5} and so on"} for k in range(len(asked))]
+        messages = [each for pair in zip(asked, answers, strict=True) for each in pair]
+        lines.append(json.dumps({"messages": messages}))
+    (folder / "talk.jsonl").write_text("\n".join(lines))
     return folder
 
 

@@ -21,7 +21,7 @@ from protocol.manifest.manifest import Manifest
 from swarm.routing.planner import visited_stages
 from swarm.vocabulary.types import ModuleId, PeerId
 from tests.e2e.run_of_experts import run_of_experts
-from tests.e2e.small_run import Watch, small_run, write_documents, write_text
+from tests.e2e.small_run import Watch, small_run, write_conversations, write_documents, write_text
 from tests.e2e.solo_run import assert_same_parameters, solo_losses
 
 pytestmark = pytest.mark.e2e
@@ -55,6 +55,17 @@ async def test_a_swarm_of_whole_documents_equals_one_process(tmp_path: Path) -> 
     manifest = small_run(write_documents(tmp_path / "text"), inner_steps=4, attention="documents")
     texts = iter(TrainingFeed(manifest, open_documents(manifest), PeerId("a")).next, None)
     assert len({text.size for text in islice(texts, 40)}) > 2
+    await _compare(manifest, tmp_path)
+
+
+@pytest.mark.parametrize("attention", ["causal", pytest.param("documents", marks=pytest.mark.long)])
+async def test_a_swarm_of_conversations_equals_one_process(tmp_path: Path, attention: str) -> None:
+    """Microbatches with unequal numbers of labels: only what the assistant says is learnt, and told as the loss."""
+    text = write_conversations(tmp_path / "text")
+    manifest = small_run(text, inner_steps=4, attention=attention, labels="assistant")
+    texts = list(islice(iter(TrainingFeed(manifest, open_documents(manifest), PeerId("a")).next, None), 40))
+    assert len({text.scored for text in texts}) > 5
+    assert all(0 < text.scored < text.size for text in texts)
     await _compare(manifest, tmp_path)
 
 

@@ -49,7 +49,7 @@ def wan(
     from node.data.sources import open_source
     from node.lab.wan.measurement import Measurement
 
-    if read.manifest.data.source.startswith("path:"):
+    if read.manifest.data.is_of_files:
         data = read.manifest.data
         open_source(
             data, as_written(data).text

@@ -623,3 +623,19 @@ def test_leave_without_a_running_node(tmp_path: Path) -> None:
     result = run("leave", "--identity", str(tmp_path / "identity.key"))
     assert result.exit_code == 78
     assert "no node is running here" in result.output
+
+
+def test_tokenize_writes_shards_that_a_run_may_name(tmp_path: Path) -> None:
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a").write_text("hello")
+    (tmp_path / "text" / "b").write_text("you")
+    made = run("tokenize", str(tmp_path / "shards"), "--data", f"path:{tmp_path / 'text'}", "--shard-tokens", "5")
+    assert made.exit_code == 0, made.output
+    assert "2 documents, 10 tokens, 2 shards" in made.output
+    assert run("new", str(tmp_path / "run.toml"), "--data", f"tokens:{tmp_path / 'shards'}").exit_code == 0
+    manifest = read_signed_manifest((tmp_path / "run.toml").read_bytes(), None).manifest
+    assert manifest.data.files is not None
+    assert manifest.data.files.count == 4
+    again = run("tokenize", str(tmp_path / "shards"), "--data", f"path:{tmp_path / 'text'}")
+    assert again.exit_code == 78
+    assert "not empty" in again.output

@@ -44,17 +44,17 @@ def test_a_hidden_place_is_named_by_the_person_or_by_nobody(source: str) -> None
 
 def test_the_tokenizer_likewise() -> None:
     data = DataSection(tokenizer="file:/there/t.json", tokenizer_sha256=SHA)
-    refused = places(data, NOTHING_TOLD, own=False)
+    refused = tokenizer_place(data, None, own=False)
     assert refused.value is None
     assert "--tokenizer" in refused.reason
-    assert tokenizer_place(data, None, own=False).value is None
+    assert places(data, NOTHING_TOLD, own=False).value == Places(), "it is no file of this machine; peers have it"
     assert places(data, ToldPlaces(tokenizer=HERE), own=False).value == Places(None, HERE)
     assert places(data, NOTHING_TOLD, own=True).value == Places(None, Path("/there/t.json"))
 
 
-def test_text_without_its_tokenizer_is_not_read() -> None:
+def test_a_tokenizer_that_nobody_has_named_is_left_to_the_peers_and_text_is_not() -> None:
     data = DataSection(source="path:x", tokenizer="file:t.json", tokenizer_sha256=SHA)
-    assert places(data, ToldPlaces(text=HERE), own=False).value is None
+    assert places(data, ToldPlaces(text=HERE), own=False).value == Places(HERE)
     assert places(data, ToldPlaces(tokenizer=HERE), own=False).value is None
     assert places(data, ToldPlaces(text=HERE, tokenizer=HERE), own=False).value == Places(HERE, HERE)
 

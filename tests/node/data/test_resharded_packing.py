@@ -10,7 +10,8 @@ import pytest
 
 from node.data.document_packer import DocumentPacker, reading_place
 from node.data.documents import Documents
-from node.data.packing import UNSCORED, Cursor, Microbatch
+from node.data.labels import UNSCORED
+from node.data.packing import Cursor, Microbatch
 from node.data.sampling import Sampler
 from node.data.tokenizers import ByteTokenizer
 from node.experts.block_routers import BlockRouters

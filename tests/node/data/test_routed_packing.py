@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from node.data.document_packer import DocumentPacker, reading_place
 from node.data.documents import Documents, Place
 from node.data.feed import held_out_microbatches
-from node.data.packing import UNSCORED, Cursor, Microbatch
+from node.data.labels import UNSCORED
+from node.data.packing import Cursor, Microbatch
 from node.data.tokenizers import ByteTokenizer, Tokens
 from node.experts.block_routers import BlockRouters
 from swarm.experts.routes import best_route

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import sys
 import tracemalloc
 import types
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from node.data import listing
-from node.data.listing import files_below
+from node.cli.manifests import ManifestChanges, changed_manifest
+from node.data.formats import listing
+from node.data.formats.hub import MAX_HUB_BYTES, newest_commit
+from node.data.formats.listing import files_below
 from node.data.sources import (
     DOCUMENT_BYTES,
     MAX_DOCUMENTS,
-    MAX_HUB_BYTES,
     PIECE_BYTES,
     FileSource,
     files_at,
@@ -233,11 +236,16 @@ def test_only_an_owner_and_a_name_are_looked_up_on_a_hub(name: str) -> None:
         small_manifest(data__source=f"huggingface:{name}")
 
 
+COMMIT = "0123456789abcdef" * 2 + "01234567"
+ROWS = [{"text": "hello", "messages": [{"role": "assistant", "content": "hi"}], "talk": [{"role": "user"}]}]
+
+
 class Hub:
     """Stands in for the libraries of the Hugging Face hub."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...] = (10,), version: str = "4.1.0") -> None:
         self.asked: list[dict[str, object]] = []
+        self.commit = COMMIT
         self._files = [types.SimpleNamespace(size=size) for size in sizes]
         monkeypatch.setitem(
             sys.modules, "datasets", types.SimpleNamespace(load_dataset=self._load, __version__=version)
@@ -248,18 +256,17 @@ class Hub:
         self.asked.append({"token": token})
         return types.SimpleNamespace(dataset_info=self._info)
 
-    def _info(self, name: str, files_metadata: bool, token: object) -> object:
-        assert files_metadata
-        self.asked.append({"token": token})
-        return types.SimpleNamespace(siblings=self._files)
+    def _info(self, name: str, files_metadata: bool, token: object, revision: str | None = None) -> object:
+        self.asked.append({"token": token} | ({} if revision is None else {"revision": revision}))
+        return types.SimpleNamespace(siblings=self._files if files_metadata else None, sha=self.commit)
 
     def _load(self, name: str, config: str | None, **said: object) -> object:
         self.asked.append(said)
-        return Rows([{"text": "hello"}])
+        return Rows(ROWS)
 
 
-class Rows(list[dict[str, str]]):
-    column_names = ("text",)
+class Rows(list[dict[str, object]]):
+    column_names = ("text", "messages", "talk")
 
 
 class TestHub:
@@ -268,7 +275,7 @@ class TestHub:
         source = open_source(DataSection(source="huggingface:some/set"), None)
         assert source.read("0") == b"hello"
         assert [said["token"] for said in hub.asked] == [False, False, False]
-        assert hub.asked[-1] == {"split": "train", "token": False}
+        assert hub.asked[-1] == {"split": "train", "token": False, "revision": None}
 
     def test_a_folder_of_that_name_is_not_taken_for_it(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         hub = Hub(monkeypatch)
@@ -289,3 +296,50 @@ class TestHub:
         with pytest.raises(ConfigError, match="more than"):
             open_source(DataSection(source="huggingface:some/set"), None)
         assert all("split" not in said for said in hub.asked), "nothing was loaded"
+
+    def test_a_commit_is_asked_for_and_loaded(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        hub = Hub(monkeypatch)
+        open_source(DataSection(source="huggingface:some/set", revision=COMMIT), None)
+        assert hub.asked[-2:] == [
+            {"token": False, "revision": COMMIT},
+            {"split": "train", "token": False, "revision": COMMIT},
+        ]
+
+    def test_what_the_name_is_now_is_not_taken_for_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        hub = Hub(monkeypatch)
+        hub.commit = "f" * 40
+        with pytest.raises(ConfigError, match=f"is {'f' * 40} on the hub, the manifest asks for {COMMIT}"):
+            open_source(DataSection(source="huggingface:some/set", revision=COMMIT), None)
+        assert all("split" not in said for said in hub.asked), "nothing was loaded"
+
+    def test_rows_may_be_conversations(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        Hub(monkeypatch)
+        source = open_source(DataSection(source="huggingface:some/set", labels="assistant"), None)
+        assert json.loads(source.read("0")) == {"messages": ROWS[0]["messages"]}
+        other = open_source(DataSection(source="huggingface:some/set:::talk", labels="assistant"), None)
+        assert json.loads(other.read("0")) == {"messages": ROWS[0]["talk"]}
+
+    def test_a_new_manifest_has_the_newest_commit_or_the_one_that_is_named(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        hub = Hub(monkeypatch)
+        named = ManifestChanges(source="huggingface:some/set:config")
+        assert changed_manifest(small_manifest(), named).data.revision == COMMIT
+        assert hub.asked == [{"token": False}, {"token": False}]
+        other = changed_manifest(small_manifest(), replace(named, revision="e" * 40))
+        assert other.data.revision == "e" * 40
+        assert len(hub.asked) == 2, "the hub was asked for nothing more"
+        assert changed_manifest(other, ManifestChanges(seed=1)).data.revision == "e" * 40
+        older = small_manifest(data__source="huggingface:some/set")
+        assert changed_manifest(older, ManifestChanges()).data.revision is None, "it keeps its RunId"
+
+    def test_without_the_hub_the_option_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+        with pytest.raises(ConfigError) as caught:
+            newest_commit("some/set")
+        assert "--revision" in caught.value.hint
+
+    def test_a_revision_is_a_commit_of_the_hub(self) -> None:
+        for source, revision in (("huggingface:some/set", "main"), ("path:x", COMMIT)):
+            with pytest.raises(ManifestError, match="revision"):
+                small_manifest(data__source=source, data__revision=revision)

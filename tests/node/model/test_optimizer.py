@@ -64,6 +64,19 @@ def test_each_microbatch_counts_once_whatever_is_repeated(numbers: list[int]) ->
     torch.testing.assert_close(vector, torch.full((2,), -mean))
 
 
+def test_a_step_is_the_mean_over_labels_however_many_each_microbatch_has() -> None:
+    """Each gradient is of a mean over 32 tokens, so 1/32 of the sum over its labels."""
+    accumulator = Accumulator(TwoParameters())
+    for number, (labels, each) in enumerate([(4, 2.0), (20, 5.0), (1, 7.0)]):
+        accumulator.add(microbatch(number), 32, gradients(each * labels / 32), labels)
+    accumulator.add(microbatch(3), 32, gradients(9.0), 8)
+    assert accumulator.retract(microbatch(3), 32, gradients(9.0), 8)
+    accumulator.promise(microbatch(4), 32, 16)
+    accumulator.break_promise(microbatch(4), 32, 16)
+    assert (accumulator.tokens, accumulator.labels) == (96, 25)
+    torch.testing.assert_close(mean_of(accumulator)[0], torch.full((2, 2), (4 * 2.0 + 20 * 5.0 + 7.0) / 25))
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_gradient_that_is_not_finite_leaves_no_trace(bad: float) -> None:
     accumulator = Accumulator(TwoParameters())

@@ -181,6 +181,29 @@ def test_what_its_data_node_has_not_signed() -> None:
 
 # ---- microbatches of documents ---------------------------------------------------------------------------------------
 
+
+def of_labels(labels: int) -> Path:
+    """A path whose data node has signed so many."""
+    modules = tuple(hop.module for hop in AB.hops)
+    return replace(AB, route=SignedRoute(modules, 60.0, bytes(64), labels=labels))
+
+
+def test_labels_are_told_where_some_tokens_are_none_and_of_what_is_trained_on() -> None:
+    talks = small_manifest(data__source="path:talks", data__labels="assistant")
+    rules, most = Admission(talks, A, ModuleId(1), signed), talks.microbatch_tokens
+    tensor = hidden(*talks.hidden_shape)
+    for labels in (1, most):
+        rules.check(DATA, forward(of_labels(labels)), tensor)
+        rules.check(B, backward(of_labels(labels)), tensor)
+    rules.check(DATA, replace(forward(of_labels(0)), purpose=Purpose.EVALUATE), tensor)
+    others = Admission(small_manifest(), A, ModuleId(1), signed)
+    wrong = [(rules, forward(of_labels(labels))) for labels in (0, most + 1, 2**32 - 1)]
+    wrong += [(rules, replace(forward(of_labels(1)), purpose=Purpose.EVALUATE)), (others, forward(of_labels(1)))]
+    for admission, message in wrong:
+        with pytest.raises(ProtocolViolation, match="labels were announced"):
+            admission.check(DATA, message, tensor)
+
+
 OF_DOCUMENTS = small_manifest(model__attention="documents")
 LARGEST = OF_DOCUMENTS.microbatch_tokens
 LONGEST = OF_DOCUMENTS.model.sequence

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from node.concurrency.compute_thread import ComputeThread
-from node.data.packing import UNSCORED, Microbatch, Sample
+from node.data.labels import UNSCORED
+from node.data.packing import Microbatch, Sample
 from node.experts.route_tables import route_tables
 from node.experts.router import Router, StageTable
 from node.experts.table_learner import FIRST_AT, TableLearner

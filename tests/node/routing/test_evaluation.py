@@ -30,7 +30,7 @@ OWN = PeerId("own")
 
 
 def unsigned(
-    microbatch: MicrobatchId, path: Path, purpose: Purpose, lifetime_s: float, documents: tuple[int, ...]
+    microbatch: MicrobatchId, path: Path, purpose: Purpose, lifetime_s: float, documents: tuple[int, ...], labels: int
 ) -> Path:
     return path
 

@@ -78,6 +78,7 @@ HOPS = (Hop(ModuleId(1, 0), B), Hop(ModuleId(300, 2), C), Hop(ModuleId(0, 0), B)
 ROUTE = SignedRoute((ModuleId(1), ModuleId(300, 2), ModuleId(0)), 61.5, SIGNATURE)
 PATH, SIGNED_PATH = Path(A, HOPS), Path(A, HOPS, ROUTE)
 OF_DOCUMENTS = Path(A, HOPS, replace(ROUTE, documents=(1, 300, 2**20)))
+OF_LABELS = Path(A, HOPS, replace(ROUTE, labels=300))
 HIDDEN = TensorSpec((2, 128, 64), DType.BFLOAT16, Codec.INT8, outliers=3)
 FLOATS, PLANES = TensorSpec((5000,), DType.FLOAT32), TensorSpec((5000,), DType.FLOAT32, Codec.PLANES, 0, 12345)
 ROUND, FIRST_ROUND = RoundId(ModuleId(3, 1), 300, 2, B), RoundId(ModuleId(0), 1, 0, A)
@@ -102,6 +103,7 @@ EXAMPLES: Final[dict[str, SmallFrame]] = {
     "announcement": AnnouncementFrame(b"record"),
     "forward": TensorFrame(Forward(MICROBATCH, SIGNED_PATH, 1, Purpose.TRAIN, 61.5), HIDDEN, 12, 3),
     "forward of documents": TensorFrame(Forward(MICROBATCH, OF_DOCUMENTS, 1, Purpose.TRAIN, 61.5), HIDDEN, 12, 3),
+    "backward of labels": TensorFrame(Backward(MICROBATCH, OF_LABELS, 1), HIDDEN, 12, 3),
     "forward at first hop": TensorFrame(Forward(FIRST_MICROBATCH, PATH, 0, Purpose.EVALUATE, 0.0), HIDDEN, 0, 3),
     "forward unsigned": TensorFrame(Forward(MICROBATCH, PATH, 3, Purpose.TRAIN, 1.25), FLOATS, 2**32 - 1, 2),
     "backward": TensorFrame(Backward(MICROBATCH, SIGNED_PATH, -1), HIDDEN, 13, 2),
@@ -128,6 +130,7 @@ EXAMPLES: Final[dict[str, SmallFrame]] = {
     "question dial_back": QuestionFrame(4, Question(QuestionAbout.DIAL_BACK, port=65_535)),
     "question call": QuestionFrame(5, Question(QuestionAbout.CALL, peer=B, record=b"record")),
     "question router": QuestionFrame(7, Question(QuestionAbout.ROUTER)),
+    "question tokenizer": QuestionFrame(7, Question(QuestionAbout.TOKENIZER, piece=258)),
     "question called": QuestionFrame(6, Question(QuestionAbout.CALLED, record=b"record")),
     **{f"answer {about.value}": AnswerFrame(9, about, b"content") for about in QuestionAbout},
     "answer empty": AnswerFrame(9, QuestionAbout.CALLED, b""),

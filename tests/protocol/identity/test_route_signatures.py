@@ -65,6 +65,12 @@ def test_nobody_on_the_way_makes_others_mask_it_otherwise() -> None:
     for documents in ((6, 5), (11,), (5, 6, 1), ()):
         lie = replace(path, route=replace(path.route, documents=documents))
         assert read_by_another(forward(lie)) == NOT_ITS
+    counted = Routes(DATA_NODE, RUN).signed(NUMBER, PATH, Purpose.TRAIN, LIFETIME_S, (5, 6), 7)
+    assert counted.route is not None
+    assert counted.labels == 7
+    assert read_by_another(Backward(NUMBER, counted, 1)) is None
+    for route in (replace(counted.route, labels=6), replace(counted.route, labels=0), replace(path.route, labels=7)):
+        assert read_by_another(forward(replace(counted, route=route))) == NOT_ITS
     unsigned = signed()
     assert unsigned.route is not None
     assert read_by_another(forward(replace(unsigned, route=replace(unsigned.route, documents=(11,))))) == NOT_ITS

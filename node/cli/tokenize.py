@@ -1,0 +1,69 @@
+"""`skipstone tokenize`: makes shards of tokens of a text, once for all data nodes and epochs.
+
+It stands alone because each command is a module of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+
+from node.cli.views.text import count
+from swarm.vocabulary.errors import ConfigError
+
+if TYPE_CHECKING:
+    from node.data.sources import Source
+    from node.data.tokenizers import Tokenizer, Tokens
+
+log = logging.getLogger(__name__)
+
+SHARD_TOKENS: Final = 2**27
+
+
+def tokenize(
+    folder: Annotated[Path, typer.Argument(help="The folder to write; it must not exist, or be empty.")],
+    data: Annotated[str, typer.Option(help="path:FILE-OR-FOLDER or huggingface:NAME[:...], as of `new`.")],
+    tokenizer: Annotated[Path | None, typer.Option(help="A tokenizer.json [default: the bytes themselves]")] = None,
+    revision: Annotated[str | None, typer.Option(help="Of a data set of the hub: its commit.")] = None,
+    shard_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a shard, about.")] = SHARD_TOKENS,
+) -> None:
+    """Tokenize a text into shards, in the format of Megatron-LM, for a run's tokens:FOLDER."""
+    from node.data.formats.token_shards import ShardWriter
+    from node.data.places import as_written
+    from node.data.sources import open_source
+    from node.data.tokenizers import ByteTokenizer, FileTokenizer, tokenizer_keys
+    from protocol.manifest.manifest import data_section
+
+    keys = {} if tokenizer is None else tokenizer_keys(tokenizer)
+    section = data_section({"source": data, "revision": revision, **keys})
+    cutter: Tokenizer = ByteTokenizer() if tokenizer is None else FileTokenizer(tokenizer, keys["tokenizer_sha256"])
+    source = open_source(section, as_written(section).text)
+    writer = ShardWriter(folder, cutter.size, shard_tokens)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()):
+            raise ConfigError(f"{folder} is not empty", hint="Name another folder.")
+        writer.write(_documents(source, cutter))
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be written: {error.strerror or error}") from error
+    made = f"{count(writer.documents)} documents, {count(writer.tokens)} tokens, {count(writer.shards)} shards"
+    typer.echo(f"{folder}: {made}")
+    typer.echo(f"Train on them with: --data tokens:{folder}, and the same tokenizer in the manifest")
+
+
+def _documents(source: Source, tokenizer: Tokenizer) -> Iterator[Tokens]:
+    """Each with its end, as Megatron-LM's `--append-eod`; without those that are empty or cannot be read."""
+    from node.data.labels import whole_text
+
+    for name in source.names:
+        try:
+            tokens = whole_text(source.read(name), tokenizer).tokens
+        except OSError as error:
+            log.warning("document %s is left out: %s", name, error.strerror)
+            continue
+        if tokens.size:
+            yield tokens

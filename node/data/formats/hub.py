@@ -1,0 +1,125 @@
+"""Data sets of the Hugging Face hub, by the `datasets` library, as they were at a commit.
+
+Nothing is fetched with the person's token, so that nothing private is read, and no code of a data set is run, which
+`datasets` does no more since version 4.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from typing import Any, Final
+
+from node.data.formats.lines import MAX_LINES
+from swarm.vocabulary.errors import ConfigError
+
+MAX_HUB_BYTES: Final = 2**38
+"""All files of a data set together."""
+
+
+class HuggingFaceSource:
+    """A source of a column of a data set; a row is a document. The whole set is fetched and rows stay on disk until
+    they are read; which of them a data node reads follows from their numbers, as of any documents.
+    """
+
+    def __init__(self, place: str, revision: str | None = None, *, is_chat: bool = False) -> None:
+        """`place` is `NAME[:CONFIG[:SPLIT[:COLUMN]]]`; empty parts mean no config, `train` and `text`, or `messages`
+        where rows are conversations. `revision` is the commit of it; None, as in older manifests, for the newest.
+
+        Raises:
+            ConfigError: it cannot be loaded, is another one now, or is too large.
+        """
+        name, config, split, column = (place.split(":") + [""] * 3)[:4]
+        self._is_chat = is_chat
+        self._column = column or ("messages" if is_chat else "text")
+        self._rows = _load_data_set(name, config or None, split or "train", revision)
+        if self._column not in self._rows.column_names:
+            columns = ", ".join(self._rows.column_names)
+            raise ConfigError(f"data.source: {name} has no column {self._column!r}; it has {columns}")
+        self.names = _RowNames(len(self._rows))
+
+    def read(self, name: str) -> bytes:
+        found = self._rows[int(name)][self._column]
+        return (json.dumps({"messages": found}, default=str) if self._is_chat else str(found)).encode()
+
+
+def newest_commit(place: str) -> str:
+    """The commit to which the hub's data set `NAME[:...]` resolves now, 40 hexadecimal digits.
+
+    Raises:
+        ConfigError: there is no such data set, or the hub cannot be asked.
+    """
+    name = place.partition(":")[0]
+    try:
+        from huggingface_hub import HfApi
+
+        commit = HfApi(token=False).dataset_info(name, files_metadata=False, token=False).sha
+    except Exception as error:  # of that library, and of those that it fetches with
+        raise ConfigError(
+            f"data.source: which commit of the data set {name!r} is to be read is not known: {error}",
+            hint="Name it with --revision COMMIT, or install what asks the hub: pip install 'skipstone[datasets]'.",
+        ) from error
+    return str(commit)
+
+
+class _RowNames(Sequence[str]):
+    """Row numbers as names, without a list of millions of strings."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [str(number) for number in range(self._count)[index]]
+        return str(range(self._count)[index])
+
+
+def _load_data_set(name: str, config: str | None, split: str, revision: str | None) -> Any:
+    try:
+        import datasets  # an extra: heavy, and not needed for local text
+        from huggingface_hub import HfApi
+    except ImportError:
+        raise ConfigError(
+            "data.source names a Hugging Face data set, and the `datasets` library is not installed",
+            hint="Install it with `pip install 'skipstone[datasets]'`, or use another data.source.",
+        ) from None
+    if int(datasets.__version__.partition(".")[0]) < 4:
+        raise ConfigError(
+            (
+                f"data.source: version {datasets.__version__} of the `datasets` library can run code that a data "
+                "set brings along"
+            ),
+            hint="Install a newer one with `pip install 'skipstone[datasets]'`.",
+        )
+    if os.path.lexists(name):  # the library would take that
+        raise ConfigError(
+            f"data.source: there is a file or folder {name} here, which would be read in place of the hub's data set",
+            hint="Start the node in another folder.",
+        )
+    try:
+        info = HfApi(token=False).dataset_info(name, revision=revision, files_metadata=True, token=False)
+        size = sum(file.size or 0 for file in info.siblings or ())
+        _require(name, revision, info.sha, size)
+        rows = datasets.load_dataset(name, config, split=split, revision=revision, token=False)
+    except ConfigError:
+        raise
+    except Exception as error:  # of these libraries, and of those that they fetch with
+        raise ConfigError(f"data.source: the data set {name!r} cannot be loaded: {error}") from error
+    if len(rows) > MAX_LINES:
+        raise ConfigError(f"data.source: the data set {name!r} has {len(rows)} rows, more than {MAX_LINES}")
+    return rows
+
+
+def _require(name: str, revision: str | None, found: str | None, size: int) -> None:
+    """Before anything of it is fetched."""
+    if revision is not None and found != revision:
+        raise ConfigError(
+            f"data.source: the data set {name!r} is {found} on the hub, the manifest asks for {revision}",
+            hint="Ask the run's author; that commit is not there any more, or the name is another data set's.",
+        )
+    if size > MAX_HUB_BYTES:
+        raise ConfigError(f"data.source: the data set {name!r} has {size} bytes, more than {MAX_HUB_BYTES}")

@@ -1,0 +1,101 @@
+"""The run's tokenizer file on this machine: where the person says, kept from an earlier time, or from peers.
+
+What came from peers is kept beside the node's key, under the hash that the manifest has of it, so that it is fetched
+once. A file is given to others only after its own hash was found to be the manifest's: an option, or a manifest of this
+machine's, may name any file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+from node.context.options import NodeOptions
+from node.data.places import Places, tokenizer_place
+from node.data.tokenizers import tokenizer_bytes
+from node.network.session import NetworkSession
+from node.network.tokenizer_exchange import fetch_tokenizer
+from protocol.manifest.manifest import DataSection
+from swarm.vocabulary.errors import ConfigError, Unreachable
+from swarm.vocabulary.types import Reasoned
+
+log = logging.getLogger(__name__)
+
+FOLDER: Final = "tokenizers"
+
+
+@dataclass(frozen=True, slots=True)
+class RunTokenizer:
+    """What a node has of the run's tokenizer."""
+
+    text: Reasoned[Places | None]
+    """What may be opened for the run's text, the tokenizer's file with it; None where that is needed and nobody gave
+    it."""
+    content: bytes | None = None
+    """Of the file, for others."""
+
+
+async def run_tokenizer(
+    options: NodeOptions, session: NetworkSession, data: DataSection, text: Reasoned[Places | None], *, own: bool
+) -> RunTokenizer:
+    """Finds the tokenizer's file, and asks the peers for it where it is not here and this node may read the text.
+
+    Args:
+        text: what may be opened without it.
+        own: whether this machine's identity is the manifest's author.
+    """
+    sha256 = data.tokenizer_sha256
+    if sha256 is None:
+        return RunTokenizer(text)
+    named, kept = tokenizer_place(data, options.told.tokenizer, own=own), kept_file(options.identity_path, sha256)
+    for place in (named.value, kept):
+        content = None if place is None else await asyncio.to_thread(_content, place, sha256)
+        if content is not None:
+            return RunTokenizer(_with(text, place), content)
+    if named.value is not None:  # whoever opens it says what is wrong with it
+        return RunTokenizer(_with(text, named.value))
+    if text.value is None or not options.reads_text or (options.asked_stage or 0) > 0:
+        return RunTokenizer(text)
+    if options.link is None:
+        return RunTokenizer(Reasoned(None, named.reason))
+    try:
+        content = await fetch_tokenizer(session, sha256, options.patience_s)
+        await asyncio.to_thread(_keep, kept, content)
+    except (Unreachable, OSError) as error:
+        return RunTokenizer(Reasoned(None, f"{error}; say with --tokenizer where the run's tokenizer lies here"))
+    return RunTokenizer(_with(text, kept), content)
+
+
+def kept_file(identity: Path, sha256: str) -> Path:
+    """The place where a tokenizer's file that peers have given is kept, beside the node's key."""
+    return identity.parent / FOLDER / f"{sha256}.json"
+
+
+def _with(text: Reasoned[Places | None], tokenizer: Path | None) -> Reasoned[Places | None]:
+    return text if text.value is None else replace(text, value=replace(text.value, tokenizer=tokenizer))
+
+
+def _content(place: Path, sha256: str) -> bytes | None:
+    try:
+        return tokenizer_bytes(place, sha256)
+    except ConfigError as error:
+        log.info("%s", error)
+        return None
+
+
+def _keep(file: Path, content: bytes) -> None:
+    """Whole or not at all: nodes that share the folder may do this at the same time. It is hashed whenever it is read,
+    so it need not be on the disk yet when this returns."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial = file.with_suffix(f".{os.getpid()}")
+    try:
+        partial.write_bytes(content)
+        partial.replace(file)
+    finally:
+        with suppress(FileNotFoundError):
+            partial.unlink()
