@@ -187,6 +187,7 @@ async def data_role(given: ModuleContext, first: Anchor | None) -> AsyncIterator
     replica = LocalReplica(stage.parts, manifest.training.fragments, stage.optimizer, worker.parameters_changed)
     prefetcher = Prefetcher(feed, live_data_nodes, lambda: data_node.wake(), rules.window + 1)
     async with module_rounds(given, replica, first) as rounds, AsyncExitStack() as stack:
+        del first
         runner = microbatch_runner_for(given, worker, planner, link_codecs(given, worker), rounds)
         departures = Departures(worker, runner, given.session.routes.signed)
         evaluator = Evaluator(own.peer, planner, departures, clock, measured)

@@ -59,6 +59,7 @@ async def serve_module(
         return None
     async with make(given, first.anchor) as role:
         given.resumed.state = None
+        del first  # its anchor lasts no longer than the rounds keep it
 
         async def status(asker: PeerId, question: Question) -> bytes:
             return status_json(own, role, given.compute, session.tunnels)

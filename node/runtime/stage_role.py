@@ -123,6 +123,7 @@ async def stage_role(given: ModuleContext, first: Anchor | None) -> AsyncIterato
     planner = Planner(path_rules(manifest), given.session.membership, times)
     replica = LocalReplica((worker.part,), manifest.training.fragments, worker.optimizer, worker.parameters_changed)
     async with module_rounds(given, replica, first) as rounds:
+        del first
         runner = microbatch_runner_for(given, worker, planner, link_codecs(given, worker), rounds)
         yield StageRole(given, worker, runner, rounds)
 

@@ -14,8 +14,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from node.averaging.anchor.anchor import Vector
 from node.averaging.anchor.layout import Layout, layout_of
+from node.averaging.anchor.shared_vector import Vector
 from node.model.initialization import parameters_of
 
 

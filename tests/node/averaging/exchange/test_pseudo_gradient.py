@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 from torch import nn
 
-from node.averaging.anchor.anchor import Vector, initial_anchor
+from node.averaging.anchor.anchor import initial_anchor
 from node.averaging.anchor.module_vector import LocalReplica
+from node.averaging.anchor.shared_vector import Vector
 from node.averaging.exchange.pseudo_gradient import SentParts, Source
 from protocol.codecs import decode_into, encoded_bytes
 from swarm.vocabulary.types import Codec
