@@ -19,7 +19,7 @@ from torch import Tensor
 
 from node.averaging.anchor.layout import Layout
 from node.averaging.anchor.shared_vector import SharedVector, Vector, cut_vector, empty_vector
-from node.checkpoint.state import AnchorState
+from node.checkpoint.state import AnchorState, TensorsInParts
 from swarm.vocabulary.errors import CorruptSnapshot
 from swarm.vocabulary.types import AnchorVersion
 
@@ -114,7 +114,7 @@ def restored_anchor(layout: Layout, saved: AnchorState) -> Anchor:
     return Anchor(layout, version, parameters, momentum, hashes)
 
 
-class Named(Mapping[str, Tensor]):
+class Named(TensorsInParts):
     """The parameters in a vector, by name, each made when it is asked for. A tensor shares the vector's memory, unless
     it lies in several of its arrays: then it is a copy.
     """
@@ -126,6 +126,15 @@ class Named(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         place = self._places[name]
         return torch.from_numpy(self._vector[place.start : place.stop]).view(place.shape)
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        return self._places[name].shape
+
+    def parts_of(self, name: str) -> Iterator[Tensor]:
+        part = slice(self._places[name].start, self._places[name].stop)
+        if isinstance(self._vector, SharedVector):
+            return (torch.from_numpy(piece) for _, piece in self._vector.pieces(part))
+        return iter((torch.from_numpy(self._vector[part]),))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._places)

@@ -57,6 +57,7 @@ class MadeUpOptimizer:
     def __init__(self, part: nn.Module) -> None:
         self.steps = self.tokens = 0
         self.replicas = 1
+        self.before_change = lambda: None
         self._parameters = list(part.parameters())
 
     def start_anew(self, steps: int, tokens: int) -> None:

@@ -204,7 +204,7 @@ async def test_a_folder_that_cannot_be_written_costs_only_the_resumption(tmp_pat
 async def test_arrays_of_fragments_in_common_with_a_known_anchor_are_shared():
     layout = small_layout(fragments=4)
     known = state(1, layout)
-    first, end = layout.fragments[2]
+    _, end = layout.fragments[2]
     moved = known.parameters.copy()
     moved[layout.range_of(end - 1, end)][:] += 1.0
     hashes = hash_all(layout, moved, known.momentum)
