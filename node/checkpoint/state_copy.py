@@ -75,24 +75,50 @@ class StateCopy:
         Raises:
             StateError: the compute thread has stopped before all was copied.
         """
+        asked: Future[None] | None = None
         while True:
-            with self._changed:
-                piece = self._waiting.popleft() if self._waiting else None
-                if piece is not None:
-                    self.waiting_bytes -= len(piece)
-                    self._changed.notify_all()
-                elif self._next is None:
-                    return
-            if piece is None:
-                self._post(self.advance).result()
-            else:
+            piece = self._take()
+            if piece is not None:
                 yield piece
+            elif self._is_over():
+                return
+            elif asked is None:
+                asked = self._post(self.advance)
+                asked.add_done_callback(self._tell)
+            else:
+                # Not for the job alone: it may wait behind the one that finishes, which waits for us.
+                self._wait_for(asked)
+                if asked.done():
+                    asked.result()
+                    asked = None
 
     def give_up(self) -> None:
         """Takes no more; what is copied already is dropped."""
         with self._changed:
             self._given_up = True
             self._waiting.clear()
+            self.waiting_bytes = 0
+            self._changed.notify_all()
+
+    def _take(self) -> memoryview | None:
+        with self._changed:
+            if not self._waiting:
+                return None
+            piece = self._waiting.popleft()
+            self.waiting_bytes -= len(piece)
+            self._changed.notify_all()
+            return piece
+
+    def _is_over(self) -> bool:
+        with self._changed:
+            return self._next is None and not self._waiting
+
+    def _wait_for(self, job: Future[None]) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: job.done() or self._waiting or self._next is None)
+
+    def _tell(self, job: Future[None]) -> None:
+        with self._changed:
             self._changed.notify_all()
 
     def _has_room(self) -> bool:
@@ -108,6 +134,7 @@ class StateCopy:
             if not self._given_up:
                 self._waiting.append(data)
                 self.waiting_bytes += len(data)
+            self._changed.notify_all()
 
 
 def _slices(tensors: Sequence[Tensor]) -> Iterator[Tensor]:

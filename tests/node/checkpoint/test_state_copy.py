@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 
@@ -51,7 +52,7 @@ def test_all_the_tensors_come_one_after_the_other() -> None:
 
 
 def test_what_waits_to_be_written_is_never_more_than_there_is_room_for() -> None:
-    copy = StateCopy(TENSORS, at_once, room=600)
+    copy = StateCopy(TENSORS, lambda job: Future(), room=600)  # the compute thread has no time: it finishes
     held = []
     finishing = threading.Thread(target=copy.finish)
     finishing.start()
@@ -139,18 +140,23 @@ def test_a_failed_write_holds_nobody_up(compute: ComputeThread, tmp_path: Path) 
     assert replica.optimizer.steps == 4
 
 
-def test_the_next_capture_does_not_mix_with_the_one_before() -> None:
+def test_the_next_capture_does_not_mix_with_the_one_before(compute: ComputeThread) -> None:
     replica = Replica()
     replica.steps(0, 3)
-    first = capture_as_written((replica.part,), replica.optimizer, at_once, visits=3, tokens=96)
+    post = partial(compute.post, Priority.UPKEEP)
+    capture = partial(capture_as_written, (replica.part,), replica.optimizer, post, visits=3, tokens=96)
     expected_first = capture_module((replica.part,), replica.optimizer, visits=3, tokens=96)
-    assert first.copying is not None
-    writing: list[memoryview] = []
-    writer = threading.Thread(target=lambda: writing.extend(first.copying.pieces()))  # type: ignore[union-attr]
-    writer.start()
-    replica.steps(3, 1)
-    second = capture_as_written((replica.part,), replica.optimizer, at_once, visits=4, tokens=128)
-    writer.join(LONG_S)
+    captured: list[ReplicaState] = []
+    post(lambda: captured.append(capture())).result(LONG_S)
+    first = captured[0].copying
+    assert first is not None
+    capturing = post(lambda: captured.append(capture()))
+    writing = list(first.pieces())
+    capturing.result(LONG_S)
+    second = captured[1].copying
+    assert second is not None
+    second.give_up()
+    post(lambda: replica.steps(3, 1)).result(LONG_S)
     whole = torch.cat([tensor.reshape(-1) for tensor in expected_first.local.values()])
     assert torch.equal(numbers(writing)[: len(whole)], whole)
-    assert second.copying is not None
+    assert replica.optimizer.steps == 4
