@@ -237,9 +237,10 @@ class RoundWorkspace:
             return
         running.task.cancel()
         await asyncio.wait((running.task,))
+        await self._means.thread.run(Priority.UPKEEP, lambda: None)
         if not running.exchange.is_staged:
-            await self._means.thread.run(Priority.UPKEEP, lambda: None)
             self._store.give_back(*running.vectors)
+        running.exchange.let_go()
 
     def _keep(self, exchange: Exchange, staged: StagedRound) -> None:
         version = staged.anchor.version
@@ -268,5 +269,6 @@ async def _run(exchange: Exchange) -> None:
     """An exchange that fails here is to the others a member that has fallen silent; the round goes on without it."""
     try:
         await exchange.run()
+        exchange.let_go()
     except SkipstoneError as error:
         log.warning("the exchange of round %d broke off: %s", exchange.plan.roster.round.number, error)

@@ -161,6 +161,7 @@ class Exchange:
         }
         self._complete = asyncio.Event()
         self._tasks: asyncio.TaskGroup | None = None
+        self._is_over = False
 
     @property
     def is_staged(self) -> bool:
@@ -185,6 +186,15 @@ class Exchange:
                 await self._complete.wait()
             finally:
                 self._tasks = None
+
+    def let_go(self) -> None:
+        """Lets go of vectors and buffers, when `run` has ended and nothing of it is on the thread any more: what refers
+        to what in a circle would keep them until the garbage collector comes round."""
+        if not self._is_over:
+            self._is_over = True
+            self._arrivals.let_go()
+            self._results.clear()
+            del self._staging, self._reduction, self._comparison, self._source, self._staged, self._room
 
     def _start_sending(self, tasks: asyncio.TaskGroup) -> None:
         for peer in self.plan.others:
