@@ -5,8 +5,8 @@ twice. Counted is what numpy has allocated (by `tracemalloc`): anchors, the snap
 their way. A replica's own parameters, gradients and moments belong to its device and are torch's: not counted. "Steady"
 is between two rounds, "peak" the most at any moment of a round, with pieces that the wire in memory copies.
 
-A checkpoint is of a module with AdamW, written to a disk while an inner step waits for its tensors to be copied; counted
-is the most at any moment, beyond what was there before it.
+A checkpoint is of a module with AdamW, written to a disk while an inner step waits for its tensors to be copied;
+counted is the most at any moment, beyond what was there before it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import asyncio
 import gc
 import json
 import sys
+import tempfile
 import tracemalloc
 from functools import partial
 from pathlib import Path
