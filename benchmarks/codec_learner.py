@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from node.averaging.anchor.anchor import Vector
 from node.averaging.anchor.module_vector import LocalReplica
+from node.averaging.anchor.shared_vector import Vector
 from node.data.documents import Documents
 from node.data.feed import START, TrainingFeed
 from node.data.packing import Cursor, Microbatch

@@ -12,8 +12,8 @@ import numpy as np
 
 from benchmarks.codec_learner import Learner
 from benchmarks.error_feedback import DECAYS, ErrorFeedback
-from node.averaging.anchor.anchor import Vector
 from node.averaging.anchor.outer_step import OuterRule
+from node.averaging.anchor.shared_vector import Vector
 from protocol.codecs import decode_into, encode_into, encoded_bytes
 from swarm.vocabulary.types import Codec
 

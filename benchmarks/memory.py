@@ -163,7 +163,9 @@ def main() -> None:
     if given.job:
         head_process(given.job, given.vocabulary, given.hidden, given.tokens)
         return
-    print(json.dumps({"stage": stage(), "head": head(given.vocabulary, given.hidden, given.tokens, given.rounds)}))
+    host = _run("benchmarks.host_memory")
+    found = {"stage": stage(), "host": host, "head": head(given.vocabulary, given.hidden, given.tokens, given.rounds)}
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -6,11 +6,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
-from node.averaging.anchor.anchor import Vector
 from node.averaging.anchor.lone_replica import anchor_of
 from node.averaging.anchor.module_vector import LocalReplica
+from node.averaging.anchor.shared_vector import Vector
 from node.data.documents import Documents
 from node.data.feed import START, TrainingFeed
 from node.data.packing import Cursor, Microbatch
@@ -135,7 +136,7 @@ class Learner:
 
     def vector(self) -> Vector:
         """A copy of all parameters, [elements]."""
-        return anchor_of(self.replica).parameters
+        return np.asarray(anchor_of(self.replica).parameters)
 
     def write(self, values: Vector) -> None:
         self.replica.write(slice(0, self.replica.layout.elements), values)

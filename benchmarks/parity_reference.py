@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from benchmarks.parity_learner import Learner, Rule
-from node.averaging.anchor.anchor import Vector
+from node.averaging.anchor.shared_vector import Vector
 from node.data.packing import Microbatch
 
 

@@ -14,7 +14,7 @@ from random import SystemRandom
 
 import torch
 
-from node.averaging.anchor.anchor import Anchor, restored_anchor, tensors_of
+from node.averaging.anchor.anchor import Anchor, Named, restored_anchor
 from node.averaging.anchor.anchor_store import AnchorStore
 from node.averaging.anchor.layout import Layout
 from node.averaging.anchor.lone_replica import anchor_of
@@ -39,7 +39,7 @@ from swarm.averaging.round_events import Caught, OtherReplica, RoundRules
 from swarm.averaging.round_machine import RoundMachine
 from swarm.compression.round_codecs import RoundCodecs, Rung, ladder
 from swarm.vocabulary.announcement import Announcement
-from swarm.vocabulary.errors import CorruptSnapshot, StateError
+from swarm.vocabulary.errors import CorruptSnapshot
 from swarm.vocabulary.types import AnchorVersion, Codec, PeerId, PeerState
 
 log = logging.getLogger(__name__)
@@ -184,14 +184,9 @@ class ModuleRounds:
 
     def agreed_parameters(self, names: Container[str]) -> tuple[AnchorVersion, dict[str, torch.Tensor]]:
         """The current anchor's version, and a copy of those parameters of it that have these names; on any thread."""
-        while True:
-            anchor = self._store.current
-            try:
-                with self._store.pinned(anchor):
-                    found = tensors_of(anchor.layout, anchor.parameters)
-                    return anchor.version, {name: found[name].clone() for name in found if name in names}
-            except StateError:
-                log.debug("the anchor of round %d has been replaced meanwhile", anchor.version.round)
+        anchor = self._store.current
+        found = Named(anchor.layout, anchor.parameters)
+        return anchor.version, {name: found[name].clone() for name in found if name in names}
 
     async def finish_round(self) -> None:
         """Finishes the round under way before leaving: what we have worked since our anchor is in it."""
@@ -259,6 +254,7 @@ async def module_rounds(
         rounds = ModuleRounds(given, replica, start, averaging)
         if first is None:
             rounds.resume(since)
+        del start, first, saved  # what is not the current anchor any more is not to be kept here
         async with task_scope() as tasks:
             running = tasks.create_task(rounds.run())
             try:
@@ -284,7 +280,8 @@ def _put_on(replica: LocalReplica, first: Anchor | None) -> Anchor:
     """On the compute thread."""
     if first is None:
         return anchor_of(replica)
-    replica.write(slice(0, first.layout.elements), first.parameters)
+    for part, array in first.parameters.pieces():
+        replica.write(part, array)
     if first.version.round:
         replica.optimizer.start_anew(first.version.steps, first.version.tokens)
     return first

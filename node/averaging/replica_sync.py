@@ -16,11 +16,12 @@ from typing import Final
 
 import numpy as np
 
-from node.averaging.anchor.anchor import Anchor, Vector
+from node.averaging.anchor.anchor import Anchor
 from node.averaging.anchor.anchor_store import AnchorStore
 from node.averaging.anchor.lone_replica import step_alone, steps_between_rounds
 from node.averaging.anchor.module_vector import LocalReplica
 from node.averaging.anchor.outer_step import OuterRule
+from node.averaging.anchor.shared_vector import SharedVector, Vector
 from node.averaging.exchange.pseudo_gradient import SentParts, Source
 from node.concurrency.compute_thread import ComputeThread, Priority
 from node.model.optimizer import StepFigures
@@ -144,7 +145,8 @@ class ReplicaSync:
         except StateError as error:
             log.warning("%s; it starts again from its anchor", error)
             anchor = self._store.current
-            self._replica.write(slice(0, anchor.layout.elements), anchor.parameters)
+            for part, array in anchor.parameters.pieces():
+                self._replica.write(part, array)
             self._start_anew(anchor)
             return None
         self._stand(self._done)
@@ -159,10 +161,10 @@ class ReplicaSync:
         async with self._turn:
             base, done, since = await self._compute.run(Priority.UPKEEP, self._where_we_stand)
             if self._room is None:
-                self._room = np.empty(base.layout.elements, np.float32)
-            first, end = base.layout.fragments[base.version.fragment]
-            part = base.layout.range_of(first, end)
-            source = Source(base, self._room)
+                parts = [base.layout.range_of(*fragment) for fragment in base.layout.fragments]
+                self._room = np.empty(max(part.stop - part.start for part in parts), np.float32)
+            part = base.layout.range_of(*base.layout.fragments[base.version.fragment])
+            source = Source(base, SharedVector([self._room[: part.stop - part.start]], part.start))
             squares = await self._copy(part, source)
             return Snapshot(source, part, math.sqrt(squares), done, since)
 
@@ -191,8 +193,10 @@ class ReplicaSync:
         self.lost += self.since_anchor
         self._stand(self._done)
         async with self._turn:
-            for piece in _slices(slice(0, anchor.layout.elements)):
-                await self._compute.run(Priority.UPKEEP, partial(self._replica.write, piece, anchor.parameters[piece]))
+            for part, _ in anchor.parameters.pieces():
+                for piece in _slices(part):
+                    job = partial(self._replica.write, piece, anchor.parameters[piece])
+                    await self._compute.run(Priority.UPKEEP, job)
             await self._compute.run(Priority.UPKEEP, partial(self._start_anew, anchor))
 
     async def _copy(self, part: slice, source: Source) -> float:
@@ -205,7 +209,7 @@ class ReplicaSync:
                 norms.append(tasks.create_task(self._averaging.run(Priority.UPKEEP, job)))
         return math.fsum(norm.result() for norm in norms)
 
-    def _carry(self, piece: slice, before: Vector, after: Vector, done: Work | None) -> None:
+    def _carry(self, piece: slice, before: Vector | SharedVector, after: SharedVector, done: Work | None) -> None:
         """On the compute thread. Where there was no work since the snapshot, the replica is the new anchor, and one
         copy makes it so.
 

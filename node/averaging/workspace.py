@@ -14,8 +14,9 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
-from node.averaging.anchor.anchor import Anchor, Vector
+from node.averaging.anchor.anchor import Anchor
 from node.averaging.anchor.anchor_store import AnchorStore
+from node.averaging.anchor.shared_vector import StateVectors
 from node.averaging.audit.auditor import Auditor
 from node.averaging.exchange.all_reduce import Exchange, ExchangeMeans
 from node.averaging.exchange.arrival_rates import Incoming
@@ -37,7 +38,7 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True, eq=False)
 class _Running:
     exchange: Exchange
-    vectors: tuple[Vector, Vector]
+    vectors: StateVectors
     task: asyncio.Task[None]
 
 
@@ -215,7 +216,7 @@ class RoundWorkspace:
             raise ProtocolViolation("its roster starts from another anchor, or we never entered")
         plan = Plan(self._own, self._store.current.layout, roster)
         self._auditor.exchange_begins()
-        vectors = self._store.spare()
+        vectors = self._store.spare(plan.layout.range_of(plan.first_chunk, plan.end_chunk))
         exchange = Exchange(
             plan,
             snapshot.source,
@@ -236,9 +237,10 @@ class RoundWorkspace:
             return
         running.task.cancel()
         await asyncio.wait((running.task,))
+        await self._means.thread.run(Priority.UPKEEP, lambda: None)
         if not running.exchange.is_staged:
-            await self._means.thread.run(Priority.UPKEEP, lambda: None)
             self._store.give_back(*running.vectors)
+        running.exchange.let_go()
 
     def _keep(self, exchange: Exchange, staged: StagedRound) -> None:
         version = staged.anchor.version
@@ -267,5 +269,6 @@ async def _run(exchange: Exchange) -> None:
     """An exchange that fails here is to the others a member that has fallen silent; the round goes on without it."""
     try:
         await exchange.run()
+        exchange.let_go()
     except SkipstoneError as error:
         log.warning("the exchange of round %d broke off: %s", exchange.plan.roster.round.number, error)

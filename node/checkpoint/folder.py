@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,11 +19,11 @@ from node.checkpoint.snapshot import (
     Header,
     Owner,
     check_file,
+    has_size,
     header_bytes,
-    named_tensors,
     parse_header,
     read_state,
-    safetensors_pieces,
+    state_pieces,
 )
 from node.checkpoint.state import ReplicaState
 from node.checkpoint.storage import DiskStorage, Storage, write_durably
@@ -64,6 +64,8 @@ class CheckpointFolder:
     storage: Storage = field(default_factory=DiskStorage)
     router: bytes = b""
     """Of a run whose manifest names one."""
+    written: dict[Path, FileRecord] = field(default_factory=dict)
+    """By this process, one a peer and number: hashed on the way to the disk, and not read again to be believed."""
 
     def of(self, peer: PeerId) -> Path:
         """The folder of a peer's snapshots."""
@@ -110,7 +112,7 @@ def write_snapshot(folder: CheckpointFolder, peer: PeerId, module: ModuleId, sta
         folder.storage.make_folder(place)
         folder.storage.sync(folder.path)
         number = max(_numbers(folder.storage, place), default=0) + 1
-        return _write_pair(folder.storage, place, Owner(folder.run, peer, module), number, state)
+        header = _write_pair(folder.storage, place, Owner(folder.run, peer, module), number, state)
     except OSError as error:
         message = f"the checkpoint of module {module} could not be written to {place}: {error.strerror or error}"
         if error.errno in _FULL:
@@ -118,6 +120,8 @@ def write_snapshot(folder: CheckpointFolder, peer: PeerId, module: ModuleId, sta
         raise StateError(
             message, hint="Check the folder and its permissions; the snapshots before are kept."
         ) from error
+    folder.written[place / header.file.name] = header.file
+    return header
 
 
 def remove_older(folder: CheckpointFolder, peer: PeerId) -> None:
@@ -128,7 +132,7 @@ def remove_older(folder: CheckpointFolder, peer: PeerId) -> None:
     """
     place, kept = folder.of(peer), set[str]()
     whole = 0
-    for header in whole_snapshots(folder, peer, []):
+    for header in whole_snapshots(folder, peer, [], known=folder.written):
         kept |= {header.file.name, _header_name(header.number)}
         whole += 1
         if whole == KEPT:
@@ -138,6 +142,7 @@ def remove_older(folder: CheckpointFolder, peer: PeerId) -> None:
     # A json goes before its data: a snapshot ends as it began, with its json.
     rest = sorted(name for name in folder.storage.names(place) if _OWN_NAME.fullmatch(name) and name not in kept)
     for name in rest:
+        folder.written.pop(place / name, None)
         try:
             folder.storage.remove(place / name)
         except OSError as error:
@@ -162,12 +167,16 @@ def load_newest(folder: CheckpointFolder, peer: PeerId, module: ModuleId | None 
     return None
 
 
-def whole_snapshots(folder: CheckpointFolder, peer: PeerId, problems: list[Problem]) -> Iterator[Header]:
+def whole_snapshots(
+    folder: CheckpointFolder, peer: PeerId, problems: list[Problem], known: Mapping[Path, FileRecord] | None = None
+) -> Iterator[Header]:
     """A peer's snapshots whose both files are what was written, newest first. Adds to `problems` what is wrong with the
-    others."""
+    others. Of those that are `known` only the size is looked at."""
     for header in _headers(folder.storage, folder.of(peer), folder.run, problems):
+        path = folder.of(peer) / header.file.name
         try:
-            check_file(folder.of(peer), header.file)
+            if known is None or known.get(path) != header.file or not has_size(path, header.file.size):
+                check_file(folder.of(peer), header.file)
         except CorruptSnapshot as error:
             problems.append(Problem(folder.of(peer) / header.file.name, str(error)))
         else:
@@ -227,7 +236,7 @@ def _write_pair(storage: Storage, place: Path, owner: Owner, number: int, state:
 
     def noted() -> Iterator[memoryview]:
         nonlocal size
-        for piece in safetensors_pieces(named_tensors(state)):
+        for piece in state_pieces(state):
             hasher.update(piece)
             size += len(piece)
             yield piece
@@ -239,7 +248,7 @@ def _write_pair(storage: Storage, place: Path, owner: Owner, number: int, state:
         moved = {name: own.steps for name, own in inner.parameters.items()}
         header = Header(owner, number, inner.steps, moved, state.counters, version, state.data, record)
         write_durably(storage, json, place / _HEADER_BESIDE, [memoryview(header_bytes(header))])
-    except OSError:
+    except (OSError, StateError):
         with suppress(OSError):
             storage.remove(place / _DATA_BESIDE)
             storage.remove(place / _HEADER_BESIDE)

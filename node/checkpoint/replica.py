@@ -9,7 +9,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from node.checkpoint.snapshot import own_tensors
 from node.checkpoint.state import Agreed, Counters, ReplicaState
+from node.checkpoint.state_copy import Post, StateCopy
 from node.model.device import copied
 from node.model.initialization import parameters_of
 from node.model.optimizer import InnerOptimizer
@@ -29,6 +31,34 @@ def capture_module(
         inner=optimizer.export_state(names),
         counters=Counters(tokens, visits, *since),
         anchor=None if agreed is None else agreed.anchor,
+    )
+
+
+def capture_as_written(
+    parts: tuple[nn.Module, ...],
+    optimizer: InnerOptimizer,
+    post: Post,
+    *,
+    visits: int,
+    tokens: int,
+    agreed: Agreed | None = None,
+) -> ReplicaState:
+    """A replica as `capture_module` gives it, which is copied while it is written (`node.checkpoint.state_copy`). What
+    others than the optimizer may move (a router's tables) is copied at once.
+    """
+    optimizer.before_change()  # the copy before this one ends here
+    names = parameters_of(*parts)
+    own = optimizer.moved(names)
+    inner = optimizer.shared_state(names)
+    copying = StateCopy(own_tensors({name: names[name] for name in names if name in own}, inner), post)
+    optimizer.before_change = copying.finish
+    since = (optimizer.steps, tokens) if agreed is None else (agreed.steps_since, agreed.tokens_since)
+    return ReplicaState(
+        local={name: tensor if name in own else copied(tensor) for name, tensor in names.items()},
+        inner=inner,
+        counters=Counters(tokens, visits, *since),
+        anchor=None if agreed is None else agreed.anchor,
+        copying=copying,
     )
 
 

@@ -36,13 +36,13 @@ class SaveRequests:
 
 
 class Saver:
-    """Copies the replica on the compute thread, then hashes and writes it on a thread of its own: one write at a time,
-    in order.
+    """Captures the replica on the compute thread, then hashes and writes it on a thread of its own: one write at a
+    time, in order.
 
     Used as `with`: leaving it waits for a write that is under way.
 
     Args:
-        capture: makes a copy of the replica; called on the compute thread.
+        capture: the replica as it is, copied or to be copied as it is written; called on the compute thread.
         write: puts it where it belongs (`node.checkpoint.folder.save_state`); called on the saver's own thread.
         every_s: seconds between two saves that nobody has asked for; those are left out while no step has been taken.
     """
@@ -92,12 +92,20 @@ class Saver:
         """
         await self._save("the node stops")
 
+    def _written(self, state: ReplicaState) -> Header:
+        """On the saver's own thread."""
+        try:
+            return self._write(state)
+        finally:
+            _no_more(state)
+
     async def _save(self, reason: str) -> None:
         state = await self._compute.run(Priority.UPKEEP, self._capture)
         if not reason and state.inner.steps == self._saved_steps:
+            _no_more(state)
             return
         begun = time.perf_counter()
-        header = await asyncio.get_running_loop().run_in_executor(self._writer, self._write, state)
+        header = await asyncio.get_running_loop().run_in_executor(self._writer, self._written, state)
         self._saved_steps = state.inner.steps
         log.info(
             "snapshot %d of module %s at inner step %d, %d bytes in %.2f s%s",
@@ -108,3 +116,9 @@ class Saver:
             time.perf_counter() - begun,
             f" ({reason})" if reason else "",
         )
+
+
+def _no_more(state: ReplicaState) -> None:
+    """Nothing of it is to be copied any more."""
+    if state.copying is not None:
+        state.copying.give_up()

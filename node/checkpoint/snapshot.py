@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ from blake3 import blake3
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from node.checkpoint.state import AnchorState, Counters, DataState, ReplicaState
+from node.checkpoint.state import AnchorState, Counters, DataState, ReplicaState, TensorsInParts
 from node.data.documents import Place
 from node.data.packing import Cursor
 from node.model.device import bytes_of_tensor
@@ -77,32 +78,54 @@ class Header:
 # ---- tensors ---------------------------------------------------------------------------------------------------------
 
 
-def named_tensors(state: ReplicaState) -> dict[str, Tensor]:
-    """All tensors of a state under one name each: `local/NAME`, `anchor/NAME`, `momentum/NAME`, and what the inner
-    optimizer has of a parameter, such as `exp_avg/NAME`."""
-    groups: dict[str, Tensors] = {"local": state.local}
+def own_tensors(local: Tensors, inner: InnerState) -> dict[str, Tensor]:
+    """A replica's own tensors under one name each: `local/NAME`, and what the inner optimizer has of a parameter, such
+    as `exp_avg/NAME`."""
+    named = {f"local/{name}": tensor for name, tensor in local.items()}
+    states = inner.parameters.items()
+    return named | {f"{slot}/{name}": tensor for name, own in states for slot, tensor in own.tensors.items()}
+
+
+def state_pieces(state: ReplicaState) -> Iterator[memoryview]:
+    """The bytes of a safetensors file with all tensors of a state, as float32, in pieces: its own ones, those first
+    that are still to be copied, then `anchor/NAME` and `momentum/NAME`."""
+    own = own_tensors(state.local, state.inner)
+    copying = () if state.copying is None else state.copying.names
+    rest = {name: tensor for name, tensor in own.items() if name not in copying}
+    groups: list[tuple[str, Mapping[str, Tensor]]] = [("", rest)]
     if state.anchor is not None:
-        groups["anchor"] = state.anchor.parameters
-        groups["momentum"] = state.anchor.momentum or {}
-    named = {f"{group}/{name}": tensor for group, tensors in groups.items() for name, tensor in tensors.items()}
-    of_inner = state.inner.parameters.items()
-    return named | {f"{slot}/{name}": tensor for name, own in of_inner for slot, tensor in own.tensors.items()}
+        groups += [("anchor/", state.anchor.parameters), ("momentum/", state.anchor.momentum or {})]
+    shapes = {name: tuple(own[name].shape) for name in copying}
+    for prefix, tensors in groups:
+        shapes |= {prefix + name: _shape_of(tensors, name) for name in tensors}
+    yield _table_of_tensors(shapes)
+    if state.copying is not None:
+        yield from state.copying.pieces()
+    for _, tensors in groups:
+        for name in tensors:
+            for part in _parts_of(tensors, name):
+                data = bytes_of_tensor(part.to(torch.float32))
+                yield from (data[begin : begin + _PIECE] for begin in range(0, len(data), _PIECE))
 
 
-def safetensors_pieces(tensors: dict[str, Tensor]) -> Iterator[memoryview]:
-    """The bytes of a safetensors file with these tensors, as float32, in pieces of at most a mebibyte."""
+def _shape_of(tensors: Mapping[str, Tensor], name: str) -> tuple[int, ...]:
+    return tensors.shape_of(name) if isinstance(tensors, TensorsInParts) else tuple(tensors[name].shape)
+
+
+def _parts_of(tensors: Mapping[str, Tensor], name: str) -> Iterator[Tensor]:
+    return tensors.parts_of(name) if isinstance(tensors, TensorsInParts) else iter((tensors[name],))
+
+
+def _table_of_tensors(shapes: Mapping[str, tuple[int, ...]]) -> memoryview:
+    """The head of a safetensors file with float32 tensors in this order."""
     table: dict[str, object] = {}
     end = 0
-    for name, tensor in tensors.items():
-        begin, end = end, end + 4 * tensor.numel()
-        table[name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    for name, shape in shapes.items():
+        begin, end = end, end + 4 * math.prod(shape)
+        table[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(table, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
-    yield memoryview(struct.pack("<Q", len(text)) + text)
-    for tensor in tensors.values():
-        data = bytes_of_tensor(tensor.to(torch.float32))
-        for begin in range(0, len(data), _PIECE):
-            yield data[begin : begin + _PIECE]
+    return memoryview(struct.pack("<Q", len(text)) + text)
 
 
 def check_file(folder: Path, record: FileRecord) -> None:
@@ -123,6 +146,14 @@ def check_file(folder: Path, record: FileRecord) -> None:
         raise CorruptSnapshot(f"{path} has {size} bytes, {record.size} were written")
     if hasher.hexdigest() != record.blake3:
         raise CorruptSnapshot(f"{path} is not what was written: its BLAKE3 differs from the one noted with it")
+
+
+def has_size(path: Path, size: int) -> bool:
+    """Whether there is a file of this size."""
+    try:
+        return path.stat().st_size == size
+    except OSError:
+        return False
 
 
 def read_tensors(path: Path, group: str) -> dict[str, Tensor]:

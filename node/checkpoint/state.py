@@ -4,11 +4,27 @@ it into files.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from torch import Tensor
+
+from node.checkpoint.state_copy import StateCopy
 from node.data.packing import Cursor
 from node.model.optimizer import InnerState, Tensors
 from swarm.vocabulary.types import AnchorVersion, ModuleId
+
+
+class TensorsInParts(Mapping[str, Tensor], ABC):
+    """Tensors by name that lie in memory in several parts, to be written part by part without a copy of the whole."""
+
+    @abstractmethod
+    def shape_of(self, name: str) -> tuple[int, ...]: ...
+
+    @abstractmethod
+    def parts_of(self, name: str) -> Iterator[Tensor]:
+        """Its elements, one-dimensional tensors one after the other."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,13 +45,13 @@ class Resumed:
     """Let go of once the module has been made from it: it is several times the module's size."""
 
 
-@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class AnchorState:
     """The last agreed parameters and the outer momentum."""
 
     version: AnchorVersion
-    parameters: Tensors
-    momentum: Tensors | None = None
+    parameters: Mapping[str, Tensor]
+    momentum: Mapping[str, Tensor] | None = None
     """None before the first outer step."""
 
 
@@ -84,3 +100,5 @@ class ReplicaState:
     """None before the module's first round."""
     data: DataState | None = None
     """Of a data node only."""
+    copying: StateCopy | None = None
+    """Copies those of the tensors that are still the replica's own, which it will change."""

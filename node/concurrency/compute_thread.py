@@ -8,6 +8,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -106,6 +107,30 @@ class ComputeThread:
             self._queue.put(priority, work)
             self._wake.notify()
         return await future
+
+    def post(self, priority: Priority, job: Callable[[], None]) -> Future[None]:
+        """Queues a job, from any thread that is neither this one nor an event loop's: for who waits without one.
+
+        Raises:
+            ResourceExhausted, StateError: as `run`; the latter may come with the result, too.
+        """
+        future: Future[None] = Future()
+
+        def work() -> None:
+            try:
+                self._check_running()
+                with device_errors():
+                    job()
+            except Exception as error:  # handed to whoever waits
+                future.set_exception(error)
+            else:
+                future.set_result(None)
+
+        with self._wake:
+            self._check_running()
+            self._queue.put(priority, work)
+            self._wake.notify()
+        return future
 
     def submit(self, chunks: Iterator[None], name: str) -> IdleWork:
         """Takes work for idle time (`node.model.optimizers.inner_rule.Submit`). To be called on the thread, in a job,

@@ -13,8 +13,9 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Final
 
-from node.averaging.anchor.anchor import Vector, tensors_of
+from node.averaging.anchor.anchor import tensors_of
 from node.averaging.anchor.layout import Layout, layout_of
+from node.averaging.anchor.shared_vector import SharedVector
 from node.averaging.state_sync.chunk_codec import STATE_CODECS
 from node.averaging.state_sync.download import StateDownloads
 from node.averaging.state_sync.partial_state import FreshSpace
@@ -130,7 +131,7 @@ class SwarmSource:
         total = sum(parameter_bytes(parameter_shapes(manifest, each)) for each in self._downloads)
         self._on_progress(module, sum(self._here.values()), total)
 
-    def _fetched(self, module: ModuleId, version: AnchorVersion, vector: Vector) -> Parameters:
+    def _fetched(self, module: ModuleId, version: AnchorVersion, vector: SharedVector) -> Parameters:
         self.versions[module] = version
         return tensors_of(_layout(self.signed.manifest, module), vector)
 

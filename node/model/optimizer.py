@@ -256,6 +256,8 @@ class InnerOptimizer:
         self._parameters = list(dict.fromkeys(p for accumulator in accumulators for p in accumulator.parameters))
         self.rules = _rules(training.inner, accumulators, submit)
         """Which move the parameters, each those that are its own."""
+        self.before_change: Callable[[], None] = lambda: None
+        """Called before parameters or state become others: who copies them piece by piece finishes."""
 
     @property
     def due(self) -> bool:
@@ -271,6 +273,7 @@ class InnerOptimizer:
         visits = tuple(accumulator.visits for accumulator in self._accumulators)
         if not any(visits):
             raise SkipstoneError("an inner step without a single visit was asked for")
+        self.before_change()
         tokens = max(accumulator.tokens for accumulator in self._accumulators)
         for parameter in self._parameters:
             parameter.grad = None
@@ -289,14 +292,22 @@ class InnerOptimizer:
 
     def export_state(self, names: Mapping[str, Tensor]) -> InnerState:
         """A copy of the state on the CPU, by the names that the module has for its parameters (`parameters_of`)."""
+        shared = self.shared_state(names)
+        return InnerState(shared.steps, {name: _with(state, copied) for name, state in shared.parameters.items()})
+
+    def shared_state(self, names: Mapping[str, Tensor]) -> InnerState:
+        """The state as `export_state` gives it, in the memory in which it changes, on its device."""
         by_parameter = {
             parameter: rule.exported(state) for rule in self.rules for parameter, state in rule.states.items()
         }
         named = self._named(names).items()
         return InnerState(
-            self.steps,
-            {name: _with(by_parameter[parameter], copied) for name, parameter in named if parameter in by_parameter},
+            self.steps, {name: by_parameter[parameter] for name, parameter in named if parameter in by_parameter}
         )
+
+    def moved(self, names: Mapping[str, Tensor]) -> frozenset[str]:
+        """Which of the module's parameters this moves."""
+        return frozenset(self._named(names))
 
     def import_state(self, names: Mapping[str, Tensor], saved: InnerState) -> None:
         """Restores an exported state; forgets what this one has done so far.
@@ -309,6 +320,7 @@ class InnerOptimizer:
         for name, state in saved.parameters.items():
             if name not in named or not _fits(state, rules[named[name]], named[name]):
                 raise StateError("the saved optimizer is of another model or another inner.name")
+        self.before_change()
         self.steps = saved.steps
         self._forget()
         for name, state in saved.parameters.items():
@@ -326,6 +338,7 @@ class InnerOptimizer:
         """Forgets the moments, because the parameters have become others with so much work behind them, and rises to
         the schedule's rate over RAMP_STEPS.
         """
+        self.before_change()
         self.steps, self.tokens = steps, tokens
         self._ramp = 0
         self._forget()

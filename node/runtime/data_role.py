@@ -12,6 +12,7 @@ from node.averaging.anchor.anchor import Anchor
 from node.averaging.anchor.module_vector import LocalReplica
 from node.averaging.module_rounds import ModuleRounds, module_rounds
 from node.checkpoint.state import ReplicaState
+from node.checkpoint.state_copy import Post
 from node.concurrency.compute_thread import Priority
 from node.concurrency.task_groups import task_scope
 from node.context.module_context import ModuleContext
@@ -109,8 +110,8 @@ class DataRole:
                 self._data_node.lost(flight.microbatch, "its data node stops")
         await self.runner.nothing_owed(LAST_WORDS_S)
 
-    def capture(self) -> ReplicaState:
-        return capture_stage_zero(self._worker, self._data_node.training, self.rounds.agreed())
+    def capture(self, post: Post) -> ReplicaState:
+        return capture_stage_zero(self._worker, self._data_node.training, self.rounds.agreed(), post)
 
     def load(self) -> Load:
         flights = self._data_node.flights
@@ -187,6 +188,7 @@ async def data_role(given: ModuleContext, first: Anchor | None) -> AsyncIterator
     replica = LocalReplica(stage.parts, manifest.training.fragments, stage.optimizer, worker.parameters_changed)
     prefetcher = Prefetcher(feed, live_data_nodes, lambda: data_node.wake(), rules.window + 1)
     async with module_rounds(given, replica, first) as rounds, AsyncExitStack() as stack:
+        del first
         runner = microbatch_runner_for(given, worker, planner, link_codecs(given, worker), rounds)
         departures = Departures(worker, runner, given.session.routes.signed, tells_labels=manifest.tells_labels)
         evaluator = Evaluator(own.peer, planner, departures, clock, measured)

@@ -5,10 +5,12 @@ starting node finds.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from node.checkpoint.folder import CheckpointFolder, load_newest
-from node.checkpoint.replica import capture_module, restore_module
+from node.checkpoint.replica import capture_as_written, restore_module
 from node.checkpoint.state import Agreed, DataState, ReplicaState, Resumed
+from node.checkpoint.state_copy import Post
 from node.observability.events import Note
 from node.pipeline.data_worker import DataWorker
 from node.pipeline.stage_worker import HopWorker
@@ -24,20 +26,20 @@ NUMBERS = 2**47
 """Of microbatches that are trained on; those from here on are of what is evaluated."""
 
 
-def capture_hop(worker: HopWorker, agreed: Agreed | None) -> ReplicaState:
+def capture_hop(worker: HopWorker, agreed: Agreed | None, post: Post) -> ReplicaState:
     """Captures a stage peer's replica."""
     unapplied = worker.unapplied
     visits, tokens = worker.accumulated - unapplied.visits, worker.accumulated_tokens - unapplied.tokens
-    return capture_module((worker.part,), worker.optimizer, visits=visits, tokens=tokens, agreed=agreed)
+    return capture_as_written((worker.part,), worker.optimizer, post, visits=visits, tokens=tokens, agreed=agreed)
 
 
-def capture_stage_zero(worker: DataWorker, training: Training, agreed: Agreed | None) -> ReplicaState:
+def capture_stage_zero(worker: DataWorker, training: Training, agreed: Agreed | None, post: Post) -> ReplicaState:
     """Captures a data node's replica, and the place in its text that goes with exactly these parameters."""
     stage, flights, progress = worker.stage, training.flights, training.progress
     counts = flights.counts
     unapplied = stage.embedding_sum
     visits, tokens = worker.accumulated - unapplied.visits, worker.accumulated_tokens - unapplied.tokens
-    plain = capture_module(stage.parts, stage.optimizer, visits=visits, tokens=tokens, agreed=agreed)
+    plain = capture_as_written(stage.parts, stage.optimizer, post, visits=visits, tokens=tokens, agreed=agreed)
     data = DataState(
         cursor=training.reading.resume_at(stage.embedding_sum.has_applied),
         next_number=flights.next_number,
@@ -48,7 +50,7 @@ def capture_stage_zero(worker: DataWorker, training: Training, agreed: Agreed | 
         loss_first=_finite(progress.loss_first),
         loss_last=_finite(progress.loss_last),
     )
-    return ReplicaState(plain.local, plain.inner, plain.counters, plain.anchor, data)
+    return replace(plain, data=data)
 
 
 def restore_hop(worker: HopWorker, state: ReplicaState) -> None:

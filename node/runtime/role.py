@@ -9,6 +9,7 @@ from typing import Protocol
 
 from node.averaging.module_rounds import ModuleRounds
 from node.checkpoint.state import ReplicaState
+from node.checkpoint.state_copy import Post
 from node.context.module_context import ModuleContext
 from node.model.optimizer import StepFigures
 from node.observability.events import InnerStep, Load, Retracted, Visit
@@ -44,8 +45,9 @@ class NodeRole(Protocol):
         """Takes nothing new and finishes what is under way, or gives up after `patience_s` seconds."""
         ...
 
-    def capture(self) -> ReplicaState:
-        """A copy of everything the replica needs to go on. Runs on the compute thread."""
+    def capture(self, post: Post) -> ReplicaState:
+        """Everything the replica needs to go on, copied by jobs of `post` as it is written. Runs on the compute
+        thread."""
         ...
 
     def load(self) -> Load: ...

@@ -11,6 +11,7 @@ from functools import partial
 from node.averaging.first_state import first_state
 from node.checkpoint.folder import CheckpointFolder, save_state
 from node.checkpoint.saver import Saver
+from node.concurrency.compute_thread import Priority
 from node.concurrency.task_groups import task_scope, unless
 from node.context.module_context import ModuleContext
 from node.network.session import NetworkSession
@@ -59,6 +60,7 @@ async def serve_module(
         return None
     async with make(given, first.anchor) as role:
         given.resumed.state = None
+        del first  # its anchor lasts no longer than the rounds keep it
 
         async def status(asker: PeerId, question: Question) -> bytes:
             return status_json(own, role, given.compute, session.tunnels)
@@ -190,4 +192,5 @@ def _saver(
     if folder is None:
         return nullcontext()
     write = partial(save_state, folder, given.session.own.peer, given.module)
-    return Saver(role.capture, write, given.compute, given.saves, given.events, given.options.checkpoint_every_s)
+    capture = partial(role.capture, partial(given.compute.post, Priority.UPKEEP))
+    return Saver(capture, write, given.compute, given.saves, given.events, given.options.checkpoint_every_s)

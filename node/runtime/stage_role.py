@@ -14,6 +14,7 @@ from node.averaging.anchor.anchor import Anchor
 from node.averaging.anchor.module_vector import LocalReplica
 from node.averaging.module_rounds import ModuleRounds, module_rounds
 from node.checkpoint.state import ReplicaState
+from node.checkpoint.state_copy import Post
 from node.concurrency.compute_thread import Priority
 from node.context.module_context import ModuleContext
 from node.model.memory_need import need_of
@@ -79,8 +80,8 @@ class StageRole:
         except TimeoutError:
             return
 
-    def capture(self) -> ReplicaState:
-        return capture_hop(self._worker, self.rounds.agreed())
+    def capture(self, post: Post) -> ReplicaState:
+        return capture_hop(self._worker, self.rounds.agreed(), post)
 
     def load(self) -> Load:
         own, custody = self._session.own, self.runner.custody
@@ -123,6 +124,7 @@ async def stage_role(given: ModuleContext, first: Anchor | None) -> AsyncIterato
     planner = Planner(path_rules(manifest), given.session.membership, times)
     replica = LocalReplica((worker.part,), manifest.training.fragments, worker.optimizer, worker.parameters_changed)
     async with module_rounds(given, replica, first) as rounds:
+        del first
         runner = microbatch_runner_for(given, worker, planner, link_codecs(given, worker), rounds)
         yield StageRole(given, worker, runner, rounds)
 

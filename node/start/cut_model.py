@@ -11,13 +11,14 @@ from typing import Final
 
 import numpy as np
 
-from node.averaging.anchor.anchor import Anchor, Vector, hash_of, initial_anchor, version_of
+from node.averaging.anchor.anchor import Anchor, hash_of, initial_anchor, version_of
 from node.averaging.anchor.layout import Layout, layout_of
+from node.averaging.anchor.shared_vector import Vector, empty_vector
 from node.model.shapes import Shape, parameter_shapes
 from node.start.model_config import blocks_of
 from node.start.model_folder import ModelFolder
 from protocol.manifest.manifest import Manifest
-from swarm.vocabulary.errors import ConfigError, OutOfMemory
+from swarm.vocabulary.errors import ConfigError
 from swarm.vocabulary.types import AnchorVersion, ModuleId
 
 _OTHER: Final = "Name the folder from which `skipstone new --from-model` made this run, with the same files."
@@ -109,11 +110,9 @@ class CutModel:
             OutOfMemory: there is no memory for it.
         """
         layout = module_layout(self._manifest, module)
-        try:
-            parameters: Vector = np.empty(layout.elements, np.float32)
-        except MemoryError:
-            raise OutOfMemory(f"no memory for module {module} ({layout.elements * 4} bytes)") from None
-        _read(self._folder, layout, slice(0, layout.elements), parameters)
+        parameters = empty_vector(layout)
+        for part, array in parameters.pieces():
+            _read(self._folder, layout, part, array)
         anchor = initial_anchor(layout, parameters)
         if anchor.version != first_version(self._manifest, module):
             raise ConfigError(

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
-from node.averaging.anchor.anchor import Vector
+from node.averaging.anchor.shared_vector import Vector
 from node.data.formats.listing import open_regular
 from node.model.shapes import HEAD, Shape
 from node.start.model_config import Config, parse_config

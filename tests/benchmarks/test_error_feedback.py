@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from benchmarks.error_feedback import DECAYS, ErrorFeedback
-from node.averaging.anchor.anchor import Vector
+from node.averaging.anchor.shared_vector import Vector
 from protocol.codecs import decode_into, encode_into, encoded_bytes
 from protocol.interfaces.tensor_spec import KEPT
 from swarm.vocabulary.errors import StateError

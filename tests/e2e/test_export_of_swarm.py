@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from node.averaging.anchor.anchor import Vector, hash_of
+from node.averaging.anchor.anchor import hash_of
 from node.averaging.anchor.layout import layout_of
+from node.averaging.anchor.shared_vector import Vector
 from node.averaging.state_sync.hash_lists import first_hash_list
 from node.export.open_model import open_model
 from node.export.source import checked_module

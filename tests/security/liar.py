@@ -18,8 +18,9 @@ import torch
 
 from node.__main__ import main
 from node.averaging import module_rounds as service
-from node.averaging.anchor.anchor import Anchor, Vector, version_of
+from node.averaging.anchor.anchor import Anchor, version_of
 from node.averaging.anchor.module_vector import LocalReplica
+from node.averaging.anchor.shared_vector import Vector
 from node.averaging.exchange.partition import Piece
 from node.averaging.exchange.pseudo_gradient import Source
 from node.averaging.exchange.reducer import Reduction

@@ -8,22 +8,20 @@ and with the list each chunk. In a checkpoint the vectors lie by parameter name.
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from blake3 import blake3
 from torch import Tensor
 
 from node.averaging.anchor.layout import Layout
-from node.checkpoint.state import AnchorState
+from node.averaging.anchor.shared_vector import SharedVector, Vector, cut_vector, empty_vector
+from node.checkpoint.state import AnchorState, TensorsInParts
 from swarm.vocabulary.errors import CorruptSnapshot
 from swarm.vocabulary.types import AnchorVersion
-
-Vector = npt.NDArray[np.float32]
 
 HASH_BYTES: Final = 32
 _HEADER: Final = struct.Struct("<QQQIQQ")
@@ -32,13 +30,13 @@ _DOMAIN: Final = b"skipstone-anchor:1\0"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Anchor:
-    """Immutable by agreement: a commit makes another one. (Its arrays may be reused by the one after the next.)"""
+    """Immutable by agreement: a commit makes another one, which shares the arrays of the fragments that it leaves."""
 
     layout: Layout
     version: AnchorVersion
-    parameters: Vector
+    parameters: SharedVector
     """[elements]"""
-    momentum: Vector
+    momentum: SharedVector
     """[elements]; of the outer optimizer."""
     hashes: tuple[bytes, ...]
     """Of each chunk of the parameters, then of each chunk of the momentum."""
@@ -49,9 +47,11 @@ class Anchor:
         return chunk_bytes(self.layout, self.parameters, self.momentum, number)
 
 
-def initial_anchor(layout: Layout, parameters: Vector) -> Anchor:
-    """The anchor before the first round: `parameters`, which it keeps, and momentum 0."""
-    momentum = np.zeros_like(parameters)
+def initial_anchor(layout: Layout, parameters: Vector | SharedVector) -> Anchor:
+    """The anchor before the first round: `parameters`, which it keeps if they are a `SharedVector`, and momentum 0."""
+    if not isinstance(parameters, SharedVector):
+        parameters = cut_vector(layout, parameters)
+    momentum = _zeros_like(parameters)
     hashes = hash_all(layout, parameters, momentum)
     return Anchor(layout, version_of(layout, hashes, 0, 0, 0, 0), parameters, momentum, hashes)
 
@@ -65,7 +65,7 @@ def version_of(
     return AnchorVersion(round_number, steps, tokens, fragment, digest)
 
 
-def hash_all(layout: Layout, parameters: Vector, momentum: Vector) -> tuple[bytes, ...]:
+def hash_all(layout: Layout, parameters: Vector | SharedVector, momentum: Vector | SharedVector) -> tuple[bytes, ...]:
     """The hash list of a whole state."""
     return tuple(hash_of(chunk_bytes(layout, parameters, momentum, number)) for number in range(2 * layout.chunks))
 
@@ -75,7 +75,9 @@ def hash_of(data: memoryview) -> bytes:
     return blake3(data).digest()
 
 
-def chunk_bytes(layout: Layout, parameters: Vector, momentum: Vector, number: int) -> memoryview:
+def chunk_bytes(
+    layout: Layout, parameters: Vector | SharedVector, momentum: Vector | SharedVector, number: int
+) -> memoryview:
     """A view of one chunk's bytes; writable when the arrays are.
 
     Raises:
@@ -91,12 +93,8 @@ def chunk_bytes(layout: Layout, parameters: Vector, momentum: Vector, number: in
 
 
 def anchor_state(anchor: Anchor) -> AnchorState:
-    """The saved form of an anchor. Shares the anchor's memory, which whoever keeps the anchors may write again
-    (`node.averaging.anchor.anchor_store.AnchorStore.saved` keeps it from that).
-    """
-    return AnchorState(
-        anchor.version, tensors_of(anchor.layout, anchor.parameters), tensors_of(anchor.layout, anchor.momentum)
-    )
+    """The saved form of an anchor, which shares its memory."""
+    return AnchorState(anchor.version, Named(anchor.layout, anchor.parameters), Named(anchor.layout, anchor.momentum))
 
 
 def restored_anchor(layout: Layout, saved: AnchorState) -> Anchor:
@@ -107,7 +105,7 @@ def restored_anchor(layout: Layout, saved: AnchorState) -> Anchor:
     """
     try:
         parameters = _vector(layout, saved.parameters)
-        momentum = np.zeros_like(parameters) if saved.momentum is None else _vector(layout, saved.momentum)
+        momentum = _zeros_like(parameters) if saved.momentum is None else _vector(layout, saved.momentum)
     except (KeyError, RuntimeError) as error:
         raise CorruptSnapshot(f"the saved anchor is of another model: {error}") from error
     hashes, version = hash_all(layout, parameters, momentum), saved.version
@@ -116,13 +114,51 @@ def restored_anchor(layout: Layout, saved: AnchorState) -> Anchor:
     return Anchor(layout, version, parameters, momentum, hashes)
 
 
-def tensors_of(layout: Layout, vector: Vector) -> dict[str, Tensor]:
-    """The parameters in a vector, by name. They share its memory."""
-    return {place.name: torch.from_numpy(vector[place.start : place.stop]).view(place.shape) for place in layout.places}
+class Named(TensorsInParts):
+    """The parameters in a vector, by name, each made when it is asked for. A tensor shares the vector's memory, unless
+    it lies in several of its arrays: then it is a copy.
+    """
+
+    def __init__(self, layout: Layout, vector: Vector | SharedVector) -> None:
+        self._places = {place.name: place for place in layout.places}
+        self._vector = vector
+
+    def __getitem__(self, name: str) -> Tensor:
+        place = self._places[name]
+        return torch.from_numpy(self._vector[place.start : place.stop]).view(place.shape)
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        return self._places[name].shape
+
+    def parts_of(self, name: str) -> Iterator[Tensor]:
+        part = slice(self._places[name].start, self._places[name].stop)
+        if isinstance(self._vector, SharedVector):
+            return (torch.from_numpy(piece) for _, piece in self._vector.pieces(part))
+        return iter((torch.from_numpy(self._vector[part]),))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
 
 
-def _vector(layout: Layout, tensors: Mapping[str, Tensor]) -> Vector:
-    vector: Vector = np.empty(layout.elements, np.float32)
-    for name, room in tensors_of(layout, vector).items():
-        room.copy_(tensors[name])
+def tensors_of(layout: Layout, vector: Vector | SharedVector) -> dict[str, Tensor]:
+    """The parameters in a vector, by name, as `Named` gives them."""
+    return dict(Named(layout, vector))
+
+
+def _vector(layout: Layout, tensors: Mapping[str, Tensor]) -> SharedVector:
+    vector = empty_vector(layout)
+    for place in layout.places:
+        tensor = tensors[place.name]
+        if tuple(tensor.shape) != place.shape:
+            raise RuntimeError(f"{place.name} has the shape {tuple(tensor.shape)} instead of {place.shape}")
+        flat = tensor.reshape(-1)
+        for part, room in vector.pieces(slice(place.start, place.stop)):
+            torch.from_numpy(room).copy_(flat[part.start - place.start : part.stop - place.start])
     return vector
+
+
+def _zeros_like(vector: SharedVector) -> SharedVector:
+    return SharedVector([np.zeros_like(array) for array in vector.arrays])

@@ -11,10 +11,11 @@ import math
 
 import numpy as np
 
-from node.averaging.anchor.anchor import Anchor, Vector, initial_anchor, restored_anchor
+from node.averaging.anchor.anchor import Anchor, initial_anchor, restored_anchor
 from node.averaging.anchor.anchor_store import AnchorStore
 from node.averaging.anchor.module_vector import LocalReplica
 from node.averaging.anchor.outer_step import OuterRule, Staging
+from node.averaging.anchor.shared_vector import Vector, empty_vector
 from node.averaging.anchor.vector_math import squares
 from node.checkpoint.state import Agreed, ReplicaState
 from swarm.vocabulary.errors import StateError
@@ -23,8 +24,9 @@ from swarm.vocabulary.types import MAX_COUNT
 
 def anchor_of(replica: LocalReplica) -> Anchor:
     """The anchor before the first round, of the replica's parameters as they are now."""
-    parameters: Vector = np.empty(replica.layout.elements, np.float32)
-    replica.read(slice(0, replica.layout.elements), parameters)
+    parameters = empty_vector(replica.layout)
+    for part, array in parameters.pieces():
+        replica.read(part, array)
     return initial_anchor(replica.layout, parameters)
 
 
@@ -46,9 +48,8 @@ def step_alone(replica: LocalReplica, store: AnchorStore, rule: OuterRule, steps
     base = store.current
     layout = base.layout
     first, end = layout.fragments[base.version.fragment]
-    vectors = store.spare()
+    vectors = store.spare(layout.range_of(first, end))
     staging = Staging(base, rule, *vectors)
-    staging.keep_others(first, end)
     for chunk in range(first, end):
         part = layout.range_of(chunk, chunk + 1)
         local: Vector = np.empty(part.stop - part.start, np.float32)

@@ -14,8 +14,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from node.averaging.anchor.anchor import Vector
 from node.averaging.anchor.layout import Layout, layout_of
+from node.averaging.anchor.shared_vector import Vector
 from node.model.initialization import parameters_of
 
 
@@ -27,6 +27,8 @@ class Schedule(Protocol):
     """Where it stands in the learning rate's schedule."""
     replicas: int
     """That train the module."""
+    before_change: Callable[[], None]
+    """To be called before the parameters become others."""
 
     def start_anew(self, steps: int, tokens: int) -> None:
         """Forgets the optimizer's state, because the parameters have become others."""
@@ -64,6 +66,7 @@ class LocalReplica:
 
     def write(self, part: slice, values: Vector) -> None:
         """Writes `values`, which is as long, to the parameters of this part of the vector."""
+        self.optimizer.before_change()
         source = torch.from_numpy(values)
         for here, there in self._overlaps(part):
             here.copy_(source[there])
@@ -74,6 +77,7 @@ class LocalReplica:
 
         In this order, so that whatever has not changed since the snapshot is exactly the new anchor.
         """
+        self.optimizer.before_change()
         before, after = torch.from_numpy(snapshot), torch.from_numpy(new)
         for here, there in self._overlaps(part):
             here.sub_(before[there].to(here.device)).add_(after[there].to(here.device))

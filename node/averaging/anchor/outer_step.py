@@ -23,7 +23,8 @@ from typing import Final
 
 import numpy as np
 
-from node.averaging.anchor.anchor import Anchor, Vector, chunk_bytes, hash_of, version_of
+from node.averaging.anchor.anchor import Anchor, chunk_bytes, hash_of, version_of
+from node.averaging.anchor.shared_vector import SharedVector, Vector
 from node.averaging.anchor.vector_math import STRETCH, stretches
 from node.model.device import gradual_underflow
 from protocol.manifest.manifest import Manifest
@@ -72,13 +73,14 @@ def outer_rule(manifest: Manifest) -> OuterRule:
 
 
 class Staging:
-    """The next anchor in the making: takes the outer step from `base` for one fragment, a run of chunks at a time.
+    """The next anchor in the making: takes the outer step from `base` for the fragment whose turn it is, a run of
+    chunks at a time. All else is shared with `base`.
 
     Args:
-        parameters, momentum: to be written; what they hold before does not matter.
+        parameters, momentum: of that fragment, to be written; what they hold before does not matter.
     """
 
-    def __init__(self, base: Anchor, rule: OuterRule, parameters: Vector, momentum: Vector) -> None:
+    def __init__(self, base: Anchor, rule: OuterRule, parameters: SharedVector, momentum: SharedVector) -> None:
         self._base = base
         self._rule = rule
         self._parameters = parameters
@@ -87,13 +89,6 @@ class Staging:
         self._layout = base.layout
         self._chunks = base.layout.chunks
         self._at_a_time = max(1, STRETCH // base.layout.chunk_elements)
-
-    def keep_others(self, first_chunk: int, end_chunk: int) -> None:
-        """Copies everything but these chunks from the base."""
-        layout = self._layout
-        for rest in (layout.range_of(0, first_chunk), layout.range_of(end_chunk, layout.chunks)):
-            self._parameters[rest] = self._base.parameters[rest]
-            self._momentum[rest] = self._base.momentum[rest]
 
     def apply(self, first_chunk: int, end_chunk: int, gradient: Vector) -> None:
         """Takes the outer step for these chunks with the averaged pseudo-gradient there, and hashes them.
@@ -117,8 +112,10 @@ class Staging:
 
     def finish(self, number: int, steps: int, tokens: int) -> Anchor:
         """The anchor that round `number` makes, when every chunk of the fragment has been applied."""
-        before = self._base.version
+        before, base = self._base.version, self._base
         fragment = (before.fragment + 1) % len(self._layout.fragments)
         hashes = tuple(self._hashes)
         version = version_of(self._layout, hashes, number, steps, tokens, fragment)
-        return Anchor(self._layout, version, self._parameters, self._momentum, hashes)
+        parameters = base.parameters.replaced(before.fragment, self._parameters)
+        momentum = base.momentum.replaced(before.fragment, self._momentum)
+        return Anchor(self._layout, version, parameters, momentum, hashes)

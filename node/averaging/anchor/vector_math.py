@@ -14,7 +14,7 @@ from typing import Final
 
 import numpy as np
 
-from node.averaging.anchor.anchor import Vector
+from node.averaging.anchor.shared_vector import Vector
 
 STRETCH: Final = 2**15
 """Elements. Five vectors of this length fit into 1 MiB."""

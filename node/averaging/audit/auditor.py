@@ -136,12 +136,12 @@ class Auditor:
         """Drops the memory that pieces of the last exchange could be encoded from, which is used for something else
         from now on; hashes stay.
         """
-        self._records = [replace(record, source=None, sent=None) for record in self._records]
+        self._records = [replace(record, anchor=None, source=None, sent=None) for record in self._records]
 
     def committed(self, version: AnchorVersion) -> None:
         """Notes that the latest exchange holds, and audits one of its pieces, or none."""
         record = self._records[-1] if self._records else None
-        if record is None or record.anchor.version != version:
+        if record is None or record.anchor is None or record.anchor.version != version:
             return
         pieces = [piece for piece in record.plan.pieces if piece.reducer != self._own]
         if pieces and self._random.random() < chance(record, pieces):
@@ -253,7 +253,7 @@ class Auditor:
         self, record: ExchangeRecord, piece: Piece, accuser: PeerId | None, shown: Sequence[SignedHash]
     ) -> Caught | None:
         try:
-            recount = await self._on_thread(partial(Recount, record, piece, self._store, self._means.rule.momentum))
+            recount = await self._on_thread(partial(Recount, record, piece, self._means.rule.momentum))
         except StateError as error:
             log.debug("no audit of round %d: %s", record.plan.roster.round.number, error)
             return None

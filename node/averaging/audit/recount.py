@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 
 import numpy as np
 from blake3 import blake3
 
-from node.averaging.anchor.anchor import Anchor, Vector
-from node.averaging.anchor.anchor_store import AnchorStore
+from node.averaging.anchor.anchor import Anchor
+from node.averaging.anchor.shared_vector import Vector
 from node.averaging.anchor.vector_math import add_scaled, squares
 from node.averaging.exchange.all_reduce import ExchangeRecord
 from node.averaging.exchange.partition import Piece
@@ -31,15 +30,12 @@ class Recount:
         StateError: the memory that it needs has been used for something else meanwhile.
     """
 
-    def __init__(self, record: ExchangeRecord, piece: Piece, store: AnchorStore, momentum: float) -> None:
+    def __init__(self, record: ExchangeRecord, piece: Piece, momentum: float) -> None:
         plan, source = record.plan, record.source
-        if source is None:
+        if source is None or record.anchor is None:
             raise StateError("the next exchange has begun")
         self._record, self._piece = record, piece
-        with ExitStack() as pins:
-            for anchor in (source.anchor, record.anchor):
-                pins.enter_context(store.pinned(anchor))
-            self._rest = _result(source.anchor, record.anchor, piece, momentum)
+        self._rest = _result(source.anchor, record.anchor, piece, momentum)
         self._result = math.sqrt(squares(self._rest))
         member, fragment = plan.members[plan.own], plan.layout.range_of(plan.first_chunk, plan.end_chunk)
         self._shares = [math.sqrt(piece.elements / (fragment.stop - fragment.start))]

@@ -22,8 +22,9 @@ from typing import Final, TypeVar
 
 import numpy as np
 
-from node.averaging.anchor.anchor import Anchor, Vector
+from node.averaging.anchor.anchor import Anchor
 from node.averaging.anchor.outer_step import OuterRule, Staging
+from node.averaging.anchor.shared_vector import StateVectors, Vector
 from node.averaging.exchange.comparison import Comparison
 from node.averaging.exchange.partition import Piece, Plan
 from node.averaging.exchange.piece_receiver import Arrivals, early_pieces, piece_spec
@@ -77,8 +78,8 @@ class ExchangeRecord:
     """The record of a complete exchange, for audits of it (`node.averaging.audit.auditor`)."""
 
     plan: Plan
-    anchor: Anchor
-    """That it makes."""
+    anchor: Anchor | None
+    """That it makes; None when the next exchange has begun."""
     signed: Mapping[Piece, Mapping[PeerId, SignedHash]]
     """What others contributed to our shard."""
     own: Mapping[Piece, SignedHash]
@@ -112,7 +113,7 @@ class Exchange:
 
     Args:
         source: our pseudo-gradient; its anchor is the base.
-        vectors: parameters and momentum for the next anchor, to be written.
+        vectors: parameters and momentum of the fragment, for the next anchor, to be written.
         arrivals: of this attempt, maybe with early pieces in it.
         report: told what the round machine wants to know of it.
         staged: called once, when the next anchor is complete.
@@ -122,7 +123,7 @@ class Exchange:
         self,
         plan: Plan,
         source: Source,
-        vectors: tuple[Vector, Vector],
+        vectors: StateVectors,
         arrivals: Arrivals,
         means: ExchangeMeans,
         report: Callable[[Event], None],
@@ -160,6 +161,7 @@ class Exchange:
         }
         self._complete = asyncio.Event()
         self._tasks: asyncio.TaskGroup | None = None
+        self._is_over = False
 
     @property
     def is_staged(self) -> bool:
@@ -175,9 +177,6 @@ class Exchange:
         async with task_scope() as tasks:
             self._tasks = tasks
             try:
-                if len(self.plan.layout.fragments) > 1:
-                    rest = partial(self._staging.keep_others, self.plan.first_chunk, self.plan.end_chunk)
-                    await self._on_thread(rest)
                 self._start_sending(tasks)
                 self._arrivals.open(self.plan, self._take)
                 if not set(self.plan.contributors) - {self.plan.own}:
@@ -187,6 +186,15 @@ class Exchange:
                 await self._complete.wait()
             finally:
                 self._tasks = None
+
+    def let_go(self) -> None:
+        """Lets go of vectors and buffers, when `run` has ended and nothing of it is on the thread any more: what refers
+        to what in a circle would keep them until the garbage collector comes round."""
+        if not self._is_over:
+            self._is_over = True
+            self._arrivals.let_go()
+            self._results.clear()
+            del self._staging, self._reduction, self._comparison, self._source, self._staged, self._room
 
     def _start_sending(self, tasks: asyncio.TaskGroup) -> None:
         for peer in self.plan.others:

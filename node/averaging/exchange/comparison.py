@@ -12,7 +12,7 @@ from typing import Final
 
 import numpy as np
 
-from node.averaging.anchor.anchor import Vector
+from node.averaging.anchor.shared_vector import Vector
 from node.averaging.exchange.partition import Piece, Plan
 from node.averaging.exchange.pseudo_gradient import Source
 from swarm.averaging.audits import Beside, oddities

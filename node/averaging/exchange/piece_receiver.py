@@ -72,6 +72,11 @@ class Arrivals:
         for sender, message, buffer in early:
             self._hand_over(sender, message, buffer)
 
+    def let_go(self) -> None:
+        """Gives the memory of its buffers back, when the exchange is over; what comes now is dropped."""
+        self._free.clear()
+        self._deliver = _dropped
+
     def admit(self, sender: PeerId, message: RoundPiece, tensor: TensorSpec) -> memoryview | Refusal:
         """Admits a piece; see `protocol.interfaces.transport.LinkHandler`. Nothing is admitted twice."""
         key = (sender, message)
@@ -133,3 +138,7 @@ class Arrivals:
         """One that has been given back, or a new one: together no more than the pieces that are due."""
         free = self._free.get(size)
         return free.pop() if free else np.empty(size, np.uint8).data  # not filled with zeros first
+
+
+def _dropped(sender: PeerId, message: RoundPiece, piece: Piece, buffer: memoryview) -> None:
+    return

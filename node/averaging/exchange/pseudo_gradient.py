@@ -22,7 +22,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from node.averaging.anchor.anchor import Anchor, Vector
+from node.averaging.anchor.anchor import Anchor
+from node.averaging.anchor.shared_vector import SharedVector, Vector
 from node.averaging.anchor.vector_math import squares_of_difference, stretches
 from protocol.codecs import decode_into, encode_into
 from swarm.vocabulary.types import Codec
@@ -46,7 +47,7 @@ class SentParts:
         """The encoding of this part as sent."""
         return self._sent.get((part.start, part.stop))
 
-    def rewrite(self, base: Vector, snapshot: Vector) -> None:
+    def rewrite(self, base: SharedVector, snapshot: Vector | SharedVector) -> None:
         """Sets the snapshot, when the attempt has committed, to what the others have got of it, to be carried over from
         there. The encodings are kept, for audits.
 
@@ -71,8 +72,8 @@ class Source:
     """
 
     anchor: Anchor
-    snapshot: Vector
-    """[elements]; filled in where the fragment is."""
+    snapshot: Vector | SharedVector
+    """Of the fragment at least."""
 
     def squares(self, part: slice) -> float:
         """The sum of squares of this part. Not finite exactly when an element is not."""

@@ -8,7 +8,7 @@ from typing import Final
 
 import numpy as np
 
-from node.averaging.anchor.anchor import Vector
+from node.averaging.anchor.shared_vector import Vector
 from node.averaging.anchor.vector_math import add_scaled, squares
 from node.averaging.exchange.partition import Piece, Plan
 from node.averaging.exchange.pseudo_gradient import Source

@@ -193,8 +193,7 @@ class Donor:
                 data = await asyncio.to_thread(anchor.chunk, chunk)
                 await self._send_chunk(peer, StateChunk(module, digest, chunk), data)
             else:
-                with self._store.pinned(anchor):
-                    await self._send_chunk(peer, StateChunk(module, digest, chunk), anchor.chunk(chunk))
+                await self._send_chunk(peer, StateChunk(module, digest, chunk), anchor.chunk(chunk))
         except (StateError, ConfigError) as error:
             log.info("module %s in state %s can not be given: %s", module, digest.hex()[:12], error)
             chunks = (chunk, *(number for *other, number in asker.waiting if other == [module, digest]))

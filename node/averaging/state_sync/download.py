@@ -15,7 +15,8 @@ from pathlib import Path
 from random import Random
 from typing import Final
 
-from node.averaging.anchor.anchor import Anchor, Vector
+from node.averaging.anchor.anchor import Anchor
+from node.averaging.anchor.shared_vector import SharedVector, StateVectors
 from node.averaging.state_sync.chunk_codec import may_come_as
 from node.averaging.state_sync.hash_lists import ProvenList, first_hash_list
 from node.averaging.state_sync.partial_state import ChunkWriter, Space
@@ -105,7 +106,7 @@ class StateDownloads:
         proven, vectors = await self._fetch(wanted, donors, 2 * self.layout.chunks, known)
         return Anchor(self.layout, proven.version, *vectors, proven.hashes)
 
-    async def parameters(self, wanted: AnchorVersion, donors: Sequence[PeerId]) -> Vector:
+    async def parameters(self, wanted: AnchorVersion, donors: Sequence[PeerId]) -> SharedVector:
         """Downloads the parameters of that anchor, [elements], for whoever does not train it on: the momentum is not
         fetched.
 
@@ -117,7 +118,7 @@ class StateDownloads:
 
     async def _fetch(
         self, wanted: AnchorVersion, donors: Sequence[PeerId], chunks: int, known: Anchor | None
-    ) -> tuple[HashList, tuple[Vector, Vector]]:
+    ) -> tuple[HashList, StateVectors]:
         """The first `chunks` chunks of the state; what lies elsewhere in the vectors is not defined."""
         if self._is_busy:
             raise SkipstoneError("this module is catching up already")
@@ -129,7 +130,7 @@ class StateDownloads:
         finally:
             self._is_busy = False
 
-    async def _fetch_chunks(self, proven: ProvenList, chunks: int, known: Anchor | None) -> tuple[Vector, Vector]:
+    async def _fetch_chunks(self, proven: ProvenList, chunks: int, known: Anchor | None) -> StateVectors:
         writer = ChunkWriter(proven.hash_list, self._space, self._folder)
         complete = False
         try:

@@ -18,12 +18,13 @@ from typing import Final, Protocol
 
 import numpy as np
 
-from node.averaging.anchor.anchor import Anchor, Vector, chunk_bytes, hash_of
+from node.averaging.anchor.anchor import Anchor, chunk_bytes, hash_of
 from node.averaging.anchor.layout import Layout
+from node.averaging.anchor.shared_vector import SharedVector, StateVectors, empty_vector
 from node.averaging.state_sync.chunk_codec import ChunkDecoder
 from protocol.frames.hash_list import HashList
 from protocol.interfaces.tensor_spec import TensorSpec
-from swarm.vocabulary.errors import OutOfMemory, ProtocolViolation
+from swarm.vocabulary.errors import ProtocolViolation
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +37,11 @@ class PartialState:
     """
 
     def __init__(
-        self, layout: Layout, hashes: tuple[bytes, ...], vectors: tuple[Vector, Vector], file: KeptChunks | None
+        self,
+        layout: Layout,
+        hashes: tuple[bytes, ...],
+        vectors: StateVectors,
+        file: KeptChunks | None,
     ) -> None:
         """`vectors` are the parameters and the momentum, to be written."""
         self._layout = layout
@@ -49,7 +54,11 @@ class PartialState:
         """Takes over the chunks that need not be fetched: those that `known` has in common with this state, and those
         on disk.
         """
+        if known is not None:
+            self._share(known)
         for number in range(2 * self._layout.chunks):
+            if number in self._placed:
+                continue
             if known is not None and known.hashes[number] == self._hashes[number]:
                 self._slot(number)[:] = known.chunk(number)
                 self._placed.add(number)
@@ -74,6 +83,22 @@ class PartialState:
             self._file.close(remove=complete)
             self._file = None
 
+    def _share(self, known: Anchor) -> None:
+        """Takes over the arrays of the fragments that are the same: they are never written."""
+        chunks = self._layout.chunks
+
+        def shared(first_number: int) -> set[int]:
+            same = set()
+            for place, (first, end) in enumerate(self._layout.fragments):
+                numbers = range(first_number + first, first_number + end)
+                if all(known.hashes[number] == self._hashes[number] for number in numbers):
+                    same.add(place)
+                    self._placed.update(numbers)
+            return same
+
+        self.parameters = self.parameters.sharing(known.parameters, shared(0))
+        self.momentum = self.momentum.sharing(known.momentum, shared(chunks))
+
     def _is_on_disk(self, number: int) -> bool:
         slot = self._slot(number)
         return self._file is not None and self._file.read(number, slot) and hash_of(slot) == self._hashes[number]
@@ -92,13 +117,17 @@ class ChunkWriter:
 
     def __init__(self, hash_list: HashList, space: Space, folder: Path | None) -> None:
         """Raises ResourceExhausted."""
-        self.vectors = space.spare()
-        """Parameters and momentum, [elements] each."""
+        self._vectors = space.spare()
         self._space = space
         self._digest, self._hashes, self._folder = hash_list.version.digest, hash_list.hashes, folder
         self._decoder = ChunkDecoder(space.layout.chunk_elements)
         self._state: PartialState | None = None
         self._thread = ThreadPoolExecutor(1, "catching-up")
+
+    @property
+    def vectors(self) -> StateVectors:
+        """Parameters and momentum, [elements] each."""
+        return self._vectors if self._state is None else (self._state.parameters, self._state.momentum)
 
     async def begin(self, known: Anchor | None) -> frozenset[int]:
         """Takes over the chunks that need not be fetched, as `PartialState.take_over`."""
@@ -121,7 +150,7 @@ class ChunkWriter:
     def _begin(self, known: Anchor | None) -> frozenset[int]:
         layout = self._space.layout
         kept = None if self._folder is None else KeptChunks(self._folder, self._digest, layout)
-        self._state = PartialState(layout, self._hashes, self.vectors, kept)
+        self._state = PartialState(layout, self._hashes, self._vectors, kept)
         return self._state.take_over(known)
 
     def _place(self, chunk: int, tensor: TensorSpec, data: memoryview) -> bool:
@@ -136,7 +165,7 @@ class ChunkWriter:
         if self._state is not None:
             self._state.close(complete=complete)
         if not complete:
-            self._space.give_back(*self.vectors)
+            self._space.give_back(*self._vectors)
 
 
 class KeptChunks:
@@ -213,11 +242,11 @@ class Space(Protocol):
     @property
     def layout(self) -> Layout: ...
 
-    def spare(self) -> tuple[Vector, Vector]:
+    def spare(self) -> StateVectors:
         """Parameters and momentum to be written, [elements] each. Raises ResourceExhausted."""
         ...
 
-    def give_back(self, parameters: Vector, momentum: Vector) -> None: ...
+    def give_back(self, parameters: SharedVector, momentum: SharedVector) -> None: ...
 
 
 class FreshSpace:
@@ -232,12 +261,9 @@ class FreshSpace:
     def layout(self) -> Layout:
         return self._layout
 
-    def spare(self) -> tuple[Vector, Vector]:
+    def spare(self) -> StateVectors:
         """Allocates parameters and momentum, [elements] each. Raises OutOfMemory."""
-        try:
-            return np.empty(self._layout.elements, np.float32), np.empty(self._layout.elements, np.float32)
-        except MemoryError:
-            raise OutOfMemory(f"no memory for the module's state ({self._layout.elements * 8} bytes)") from None
+        return empty_vector(self._layout), empty_vector(self._layout)
 
-    def give_back(self, parameters: Vector, momentum: Vector) -> None:
+    def give_back(self, parameters: SharedVector, momentum: SharedVector) -> None:
         return

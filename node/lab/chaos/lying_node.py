@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from node.averaging.anchor.anchor import Vector
+from node.averaging.anchor.shared_vector import Vector
 from node.averaging.exchange.partition import Piece
 from node.averaging.exchange.pseudo_gradient import Source
 from node.averaging.exchange.reducer import Reduction

@@ -11,9 +11,10 @@ from random import Random
 
 import numpy as np
 
-from node.averaging.anchor.anchor import Anchor, Vector, initial_anchor
+from node.averaging.anchor.anchor import Anchor, initial_anchor
 from node.averaging.anchor.layout import Layout, layout_of
 from node.averaging.anchor.outer_step import OuterRule
+from node.averaging.anchor.shared_vector import Vector, empty_part
 from node.averaging.exchange.all_reduce import Exchange, ExchangeMeans
 from node.averaging.exchange.partition import Plan
 from node.averaging.exchange.piece_receiver import Arrivals
@@ -166,8 +167,10 @@ class Room:
         roster = replace(roster, codec=self.codec)
         for party in self.parties.values():
             plan = Plan(party.peer, party.base.layout, roster)
-            elements = party.base.layout.elements
-            vectors = np.full(elements, np.nan, np.float32), np.full(elements, np.nan, np.float32)
+            part = party.base.layout.range_of(*party.base.layout.fragments[party.base.version.fragment])
+            vectors = empty_part(part), empty_part(part)
+            for vector in vectors:
+                vector.arrays[0].fill(np.nan)
             party.arrivals = Arrivals(
                 roster.round, self.codecs, lambda p, why, it=party: it.rejections.append((p, why))
             )  # type: ignore[misc]

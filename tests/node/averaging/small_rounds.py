@@ -14,11 +14,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from node.averaging.anchor.anchor import Anchor, Vector
+from node.averaging.anchor.anchor import Anchor
 from node.averaging.anchor.anchor_store import AnchorStore
 from node.averaging.anchor.lone_replica import anchor_of
 from node.averaging.anchor.module_vector import LocalReplica
 from node.averaging.anchor.outer_step import OuterRule
+from node.averaging.anchor.shared_vector import Vector
 from node.averaging.exchange.all_reduce import ExchangeMeans
 from node.averaging.module_rounds import rung_of, rungs_to
 from node.averaging.replica_sync import AloneRule, ReplicaSync
@@ -56,6 +57,7 @@ class MadeUpOptimizer:
     def __init__(self, part: nn.Module) -> None:
         self.steps = self.tokens = 0
         self.replicas = 1
+        self.before_change = lambda: None
         self._parameters = list(part.parameters())
 
     def start_anew(self, steps: int, tokens: int) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from node.checkpoint.folder import CheckpointFolder
-from node.checkpoint.snapshot import named_tensors
+from node.checkpoint.snapshot import own_tensors
 from node.checkpoint.state import AnchorState, Counters, DataState, ReplicaState
 from node.checkpoint.storage import DiskStorage, Storage
 from node.data.documents import Place
@@ -65,7 +65,7 @@ CURSOR = Cursor(Place(1, 22, 333), 44)
 
 
 def same(left: ReplicaState, right: ReplicaState) -> bool:
-    ours, theirs = named_tensors(left), named_tensors(right)
+    ours, theirs = _tensors(left), _tensors(right)
     return (
         ours.keys() == theirs.keys()
         and all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
@@ -74,6 +74,14 @@ def same(left: ReplicaState, right: ReplicaState) -> bool:
         and (left.anchor is None) == (right.anchor is None)
         and (left.anchor is None or right.anchor is None or left.anchor.version == right.anchor.version)
     )
+
+
+def _tensors(state: ReplicaState) -> dict[str, torch.Tensor]:
+    named = own_tensors(state.local, state.inner)
+    if state.anchor is not None:
+        for group, tensors in (("anchor", state.anchor.parameters), ("momentum", state.anchor.momentum or {})):
+            named |= {f"{group}/{name}": tensor for name, tensor in tensors.items()}
+    return named
 
 
 def _moved(state: ReplicaState) -> dict[str, int]:

@@ -6,26 +6,29 @@ import numpy as np
 
 from node.averaging.anchor.anchor import Anchor, hash_all, version_of
 from node.averaging.anchor.layout import Layout, layout_of
+from node.averaging.anchor.shared_vector import SharedVector, cut_vector
 
 ELEMENTS = 20 * 4096 + 100
 """21 chunks of parameters, the last one short; 42 in all."""
 
 
-def small_layout(elements: int = ELEMENTS) -> Layout:
-    return layout_of({"model.layers.0.weight": (elements,)}, 1)
+def small_layout(elements: int = ELEMENTS, fragments: int = 1) -> Layout:
+    return layout_of({"model.layers.0.weight": (elements,)}, fragments)
 
 
 def state(round_number: int, layout: Layout | None = None) -> Anchor:
     """The state after a round: random numbers that follow from the round's number."""
     layout = layout or small_layout()
     numbers = np.random.default_rng(round_number)
-    parameters, momentum = (numbers.standard_normal(layout.elements, np.float32) for _ in range(2))
+    parameters, momentum = (cut_vector(layout, numbers.standard_normal(layout.elements, np.float32)) for _ in range(2))
     hashes = hash_all(layout, parameters, momentum)
     version = version_of(layout, hashes, round_number, 10 * round_number, 1000 * round_number, 0)
     return Anchor(layout, version, parameters, momentum, hashes)
 
 
-def written(anchor: Anchor, parameters: np.ndarray, momentum: np.ndarray) -> Anchor:
+def written(anchor: Anchor, parameters: SharedVector, momentum: SharedVector) -> Anchor:
     """The same anchor in these arrays."""
-    parameters[:], momentum[:] = anchor.parameters, anchor.momentum
+    for source, target in ((anchor.parameters, parameters), (anchor.momentum, momentum)):
+        for part, array in target.pieces():
+            array[:] = source[part]
     return Anchor(anchor.layout, anchor.version, parameters, momentum, anchor.hashes)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 
@@ -90,13 +92,19 @@ def test_a_state_of_another_model_changes_nothing() -> None:
     assert one.optimizer.steps == 1
 
 
+def at_once(job: Callable[[], None]) -> Future[None]:
+    done: Future[None] = Future()
+    done.set_result(job())
+    return done
+
+
 def test_a_stage_peer_counts_what_is_applied_and_keeps_its_anchor() -> None:
     manifest = small_manifest()
     worker, other = (host_hop(manifest, ModuleId(1), CPU, 0) for _ in range(2))
     worker.accumulated, worker.accumulated_tokens = 7, 200
     anchor = state_of(1.0, anchor=version(3)).anchor
     assert anchor is not None
-    state = capture_hop(worker, Agreed(anchor, 2, 64))
+    state = capture_hop(worker, Agreed(anchor, 2, 64), at_once)
     assert (state.counters.visits, state.counters.tokens) == (7, 200)
     assert (state.counters.steps_since_anchor, state.counters.tokens_since_anchor) == (2, 64)
     assert state.anchor is anchor

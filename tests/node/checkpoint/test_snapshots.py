@@ -62,7 +62,7 @@ def test_a_damaged_one_is_not_counted_among_the_two(tmp_path: Path) -> None:
     save_state(folder, PEER, ONE, OLD)
     save_state(folder, PEER, ONE, state_of(9.0))
     flip(tmp_path / PEER / "state-2.safetensors", -1)
-    save_state(folder, PEER, ONE, NEW)
+    save_state(folder_at(tmp_path), PEER, ONE, NEW)  # another process: what this one has written, it believes
     assert sorted(file.name for file in (tmp_path / PEER).glob("*.json")) == ["state-1.json", "state-3.json"]
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 from torch import nn
 
-from node.averaging.anchor.anchor import Vector, initial_anchor
+from node.averaging.anchor.anchor import initial_anchor
 from node.averaging.anchor.module_vector import LocalReplica
+from node.averaging.anchor.shared_vector import Vector
 from node.averaging.exchange.pseudo_gradient import SentParts, Source
 from protocol.codecs import decode_into, encoded_bytes
 from swarm.vocabulary.types import Codec
@@ -20,6 +21,7 @@ OWN = slice(2 * 4096, ELEMENTS)
 class _Schedule:
     steps = tokens = 0
     replicas = 1
+    before_change = staticmethod(lambda: None)
 
     def start_anew(self, steps: int, tokens: int) -> None:
         raise AssertionError("nothing starts anew here")

@@ -10,6 +10,7 @@ import pytest
 
 from node.averaging.anchor.anchor import Anchor, hash_all, version_of
 from node.averaging.anchor.anchor_store import AnchorStore
+from node.averaging.anchor.shared_vector import cut_vector
 from node.averaging.state_sync.chunk_codec import PLANES_BELOW_BYTES_PER_S, STATE_CODECS, codec_for
 from node.averaging.state_sync.donor import CHUNKS_OF_ONE, LEASE_S, LONGEST_LEASE_S, Donor
 from node.averaging.state_sync.download import _Download
@@ -200,9 +201,27 @@ async def test_a_folder_that_cannot_be_written_costs_only_the_resumption(tmp_pat
         assert same(await fetch(joiner, donor), ANCHOR)
 
 
+async def test_arrays_of_fragments_in_common_with_a_known_anchor_are_shared():
+    layout = small_layout(fragments=4)
+    known = state(1, layout)
+    _, end = layout.fragments[2]
+    moved = known.parameters.copy()
+    moved[layout.range_of(end - 1, end)][:] += 1.0
+    hashes = hash_all(layout, moved, known.momentum)
+    wanted = Anchor(layout, version_of(layout, hashes, 2, 20, 2000, 0), moved, known.momentum.copy(), hashes)
+    async with state_swarm(layout) as swarm:
+        donor, joiner = await swarm.donor(wanted), await swarm.joiner()
+        got = await joiner.downloads.catch_up(wanted.version, [donor.peer], known)
+        assert set(donor.faults.sent) == {end - 1}
+        own = [place for place in range(4) if got.parameters.arrays[place] is not known.parameters.arrays[place]]
+        assert own == [2]
+        assert all(ours is theirs for ours, theirs in zip(got.momentum.arrays, known.momentum.arrays, strict=True))
+        assert hash_all(layout, got.parameters, got.momentum) == wanted.hashes
+
+
 async def test_chunks_in_common_with_a_known_anchor_are_not_fetched():
     known = written(ANCHOR, *FreshSpace(LAYOUT).spare())
-    known.parameters[: LAYOUT.chunk_elements] += 1.0
+    known.parameters.arrays[0][: LAYOUT.chunk_elements] += 1.0
     known = replace(known, hashes=hash_all(LAYOUT, known.parameters, known.momentum))
     async with state_swarm(LAYOUT) as swarm:
         donor, joiner = await swarm.donor(ANCHOR), await swarm.joiner()
@@ -383,12 +402,13 @@ async def test_what_planes_do_not_shorten_comes_as_it_is():
     noise = np.random.default_rng(0).integers(0, 2**32, 2 * LAYOUT.elements, np.uint32).view(np.float32)
     parameters, momentum = noise[: LAYOUT.elements], noise[LAYOUT.elements :]
     hashes = hash_all(LAYOUT, parameters, momentum)
-    anchor = Anchor(LAYOUT, version_of(LAYOUT, hashes, 1, 1, 1, 0), parameters, momentum, hashes)
+    vectors = cut_vector(LAYOUT, parameters), cut_vector(LAYOUT, momentum)
+    anchor = Anchor(LAYOUT, version_of(LAYOUT, hashes, 1, 1, 1, 0), *vectors, hashes)
     async with state_swarm(LAYOUT) as swarm:
         donor, joiner = await swarm.donor(anchor, Faults(goodput_bytes_per_s=SLOW)), await swarm.joiner()
         got = await joiner.downloads.catch_up(anchor.version, [donor.peer])
-        assert got.parameters.tobytes() == parameters.tobytes()
-        assert got.momentum.tobytes() == momentum.tobytes()
+        assert got.parameters.arrays[0].tobytes() == parameters.tobytes()
+        assert got.momentum.arrays[0].tobytes() == momentum.tobytes()
         assert set(donor.faults.codecs) == {Codec.NONE}
 
 
