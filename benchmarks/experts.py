@@ -7,7 +7,8 @@ and tokens, 2x2 experts with a fitted router, the same experts with documents de
 all and with half of the text; with --all or --reshard routed experts whose router goes on learning from documents that
 are scored on other experts, and the same without using what it learns. The first `--prefix` bytes of each document, by
 which routes are chosen, are left out of all losses, the dense arms' too. Routed models are also measured with the route
-chosen anew every 64 and 256 bytes.
+chosen anew every 64 and 256 bytes. Of each file the first 1.1 MB count. Documents are pieces of 16 KiB, or shorter where
+those would be fewer than 128; a domain takes 64 KiB at least.
 
 The last line is JSON.
 """
@@ -51,6 +52,7 @@ from node.model.device import flushed_denormals
 from node.solo.trainer import SoloTrainer, WholeModel, evaluate
 from protocol.manifest.manifest import Manifest
 from swarm.experts.routes import best_route, name_of_route
+from swarm.vocabulary.errors import SkipstoneError
 
 CPU: Final = torch.device("cpu")
 EVERY: Final = (64, 256)
@@ -66,7 +68,15 @@ BARS: Final = {
 
 
 def main() -> None:
-    arguments = _arguments()
+    try:
+        report_on(_arguments())
+    except SkipstoneError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+
+
+def report_on(arguments: argparse.Namespace) -> None:
+    """Measures the arms that are asked for, and prints the report."""
     torch.set_num_threads(1)
     domains = domains_of(arguments.domains)
     more = MORE_ARMS | RESHARDED if arguments.all else RESHARDED if arguments.reshard else {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import sysconfig
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +18,14 @@ from node.data.tokenizers import ByteTokenizer
 from node.experts.fitting import RESTARTS, fit_router
 from node.experts.router import Router, document_router, router_digest
 from protocol.manifest.manifest import Manifest, manifest_from_table
+from swarm.vocabulary.errors import ConfigError
 
 DOMAIN_BYTES: Final = 1_100_000
+LEAST_DOMAIN_BYTES: Final = 2**16
+DOCUMENTS: Final = 128
+"""Of all domains together at least, where the texts are short: documents are then shorter than in sources of texts."""
+LEAST_DOCUMENT_BYTES: Final = 2**10
+"""Four times as long as what routes are chosen by."""
 SEQUENCE: Final = 128
 ROWS: Final = 4
 HELD_OUT: Final = 0.1
@@ -77,10 +84,12 @@ class MixedSource:
     """The documents of several domains: pieces of their text, of one size."""
 
     def __init__(self, domains: Sequence[Domain], share: float = 1.0) -> None:
+        """`share` is that of each domain's text that there is. Whatever it is, documents are equally long."""
+        size = min(PIECE_BYTES, max(LEAST_DOCUMENT_BYTES, sum(len(domain.text) for domain in domains) // DOCUMENTS))
         self._pieces = {
-            f"{number}-{domain.name}@{at}": domain.text[at : at + PIECE_BYTES]
+            f"{number}-{domain.name}@{at}": domain.text[at : at + size]
             for number, domain in enumerate(domains)
-            for at in range(0, int(len(domain.text) * share), PIECE_BYTES)
+            for at in range(0, int(len(domain.text) * share), size)
         }
         self.names = sorted(self._pieces)
 
@@ -89,9 +98,13 @@ class MixedSource:
 
 
 def domains_of(files: Sequence[Path]) -> list[Domain]:
-    """The domains in the files, or in all files below a folder; without any those that this machine has."""
+    """The domains in the files, or in all files below a folder; without any those that this machine has.
+
+    Raises:
+        ConfigError: a file or folder is not there, or too short.
+    """
     if files:
-        return [Domain(path.name, _joined([path] if path.is_file() else _files(path, "*"))) for path in files]
+        return _given(files)
     library = Path(sysconfig.get_path("stdlib"))
     found = {
         "python": _joined([path for path in _files(library, "*.py") if "site-packages" not in path.parts]),
@@ -102,6 +115,21 @@ def domains_of(files: Sequence[Path]) -> list[Domain]:
         "perl": _joined(_files(Path("/usr/share/perl"), "*.p[lm]")),
     }
     return [Domain(name, text) for name, text in found.items() if len(text) > DOMAIN_BYTES // 4]
+
+
+def _given(files: Sequence[Path]) -> list[Domain]:
+    called = Counter(path.name for path in files)
+    domains = []
+    for path in files:
+        text = _joined([path] if path.is_file() else _files(path, "*"))
+        if not path.exists():
+            raise ConfigError(f"there is no file or folder {path}")
+        if len(text) < LEAST_DOMAIN_BYTES:
+            raise ConfigError(
+                f"{path} has {len(text)} bytes that can be read; a domain takes {LEAST_DOMAIN_BYTES} at least"
+            )
+        domains.append(Domain(path.name if called[path.name] == 1 else str(path), text))
+    return domains
 
 
 def documents_of(

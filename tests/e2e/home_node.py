@@ -1,4 +1,4 @@
-"""Nodes and commands in the places of a `HomeNetwork`."""
+"""Nodes that a test starts one by one: in the places of a `HomeNetwork`, or all on the loopback of this machine."""
 
 from __future__ import annotations
 
@@ -59,6 +59,15 @@ async def node_at(
     arguments = ("join", link, "--json", "--stop-on-eof", "--stage", str(stage), "--threads", "1", *options)
     identity = ("--identity", str(folder / f"{where}.key"))
     async with watched_node(*network.inside(where), *node_command(), *arguments, *identity) as node:
+        yield node
+
+
+@asynccontextmanager
+async def joined(folder: Path, name: str, target: str, *options: str) -> AsyncIterator[WatchedNode]:
+    """A node of this name on the loopback, with its key in the folder; stopped in good order at the end."""
+    words = ("join", target, "--identity", str(folder / f"{name}.key"), "--listen", "127.0.0.1", "--threads", "1")
+    told = ("--advertise", "127.0.0.1", "--json", "--stop-on-eof", "--yes")
+    async with watched_node(*node_command(), *words, *told, *options) as node:
         yield node
 
 

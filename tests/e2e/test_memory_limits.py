@@ -5,8 +5,6 @@ fits nowhere says so and ends.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -18,21 +16,12 @@ from protocol.identity.keys import Identity
 from protocol.manifest.signing import sign_manifest
 from swarm.pipeline.ledger import DEFAULT_SLOTS
 from swarm.vocabulary.types import ModuleId
-from tests.e2e.home_node import WatchedNode, environment, watched_node
+from tests.e2e.home_node import environment, joined
 from tests.e2e.small_run import PATIENCE_S, small_run, write_text
 
 pytestmark = pytest.mark.e2e
 
 DATA, SMALL, LARGE = (ModuleId(stage) for stage in range(3))
-
-
-@asynccontextmanager
-async def joined(folder: Path, name: str, target: str, *options: str) -> AsyncIterator[WatchedNode]:
-    """A node of this name, stopped in good order at the end."""
-    words = ("join", target, "--identity", str(folder / f"{name}.key"), "--listen", "127.0.0.1", "--threads", "1")
-    told = ("--advertise", "127.0.0.1", "--json", "--stop-on-eof", "--yes")
-    async with watched_node(*node_command(), *words, *told, *options) as node:
-        yield node
 
 
 async def ended(folder: Path, target: str, *options: str) -> tuple[int, str]:
