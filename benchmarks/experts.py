@@ -7,8 +7,8 @@ and tokens, 2x2 experts with a fitted router, the same experts with documents de
 all and with half of the text; with --all or --reshard routed experts whose router goes on learning from documents that
 are scored on other experts, and the same without using what it learns. The first `--prefix` bytes of each document, by
 which routes are chosen, are left out of all losses, the dense arms' too. Routed models are also measured with the route
-chosen anew every 64 and 256 bytes. Of each file the first 1.1 MB count. Documents are pieces of 16 KiB, or shorter where
-those would be fewer than 128; a domain takes 64 KiB at least.
+chosen anew every 64 and 256 bytes. Of each file the first 1.1 MB count. Documents are pieces of 16 KiB, or shorter
+where those would be fewer than 128; a domain takes 64 KiB at least.
 
 The last line is JSON.
 """
@@ -147,6 +147,7 @@ def run(arm: Arm, domains: Sequence[Domain], arguments: argparse.Namespace, seed
             report["routes"] = {name: [round(of["loss"], 4), of["tokens"]] for name, of in result["routes"].items()}
         if router is not None:
             report["again_every"] = rerouted(model, manifest, router, measured, seed)
+            report["router_us"] = routing_us(router, measured)
     return report
 
 
@@ -164,6 +165,16 @@ def moved_by(before: Router | None, after: Router, documents: Documents) -> dict
         "documents": len(routes),
         "documents_of": dict(sorted(shares.items())),
     }
+
+
+def routing_us(router: Router, documents: Documents) -> float:
+    """Microseconds that the choice of a document's route takes this thread, median of all documents."""
+    taken = []
+    for fragment in documents.epoch(Place(), lambda name: True):
+        began = time.thread_time_ns()
+        best_route(router.affinity(fragment.name, fragment.opening))
+        taken.append((time.thread_time_ns() - began) / 1000)
+    return round(statistics.median(taken), 1)
 
 
 def rerouted(

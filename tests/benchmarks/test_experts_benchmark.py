@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from benchmarks import experts
-from benchmarks.experts_task import ARMS, RESHARDED, domains_of
+from benchmarks.experts_task import ARMS, RESHARDED, Domain, MixedSource, domains_of
 from node.data.sources import PIECE_BYTES
+from swarm.vocabulary.errors import ConfigError
 
 
 def two_domains(folder: Path) -> list[str]:
@@ -38,6 +39,42 @@ def test_all_arms_are_measured_on_the_same_bytes(
     measured = [sum(tokens for _, tokens in of["routes"].values()) for of in (routed, random_one)]
     assert measured[0] == measured[1]
     assert routed["again_every"]["once"] == pytest.approx(routed["loss"], abs=2e-3)
+    assert routed["again_every"].keys() == {"once", "64", "256"}
+    assert routed["router_us"] > 0
+
+
+def test_short_texts_make_shorter_documents_and_each_length_of_text_the_same() -> None:
+    domains = [Domain("letters", b"abc " * 16384), Domain("digits", b"012\n" * 32768)]
+    whole, half = MixedSource(domains), MixedSource(domains, 0.5)
+    sizes = {len(whole.read(name)) for name in whole.names}
+    assert len(whole.names) >= 128
+    assert sizes == {len(half.read(name)) for name in half.names}
+    assert b"".join(whole.read(f"0-letters@{at}") for at in range(0, 65536, sizes.pop())) == domains[0].text
+
+
+@pytest.mark.parametrize(
+    ("size", "complaint"), [(None, "there is no file or folder"), (0, "has 0 bytes"), (5000, "has 5000 bytes")]
+)
+def test_texts_that_are_too_short_or_missing_are_refused_in_a_sentence(
+    size: int | None,
+    complaint: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    options = two_domains(tmp_path)
+    other = tmp_path / "other"
+    if size is not None:
+        other.write_bytes(b"x" * size)
+    monkeypatch.setattr(sys, "argv", ["experts.py", "--domains", str(other), *options[1:], "--json"])
+    with pytest.raises(SystemExit) as ended:
+        experts.main()
+    said = capsys.readouterr()
+    assert ended.value.code == ConfigError.exit_code
+    assert said.out == ""
+    (line,) = said.err.splitlines()
+    assert line.startswith("error: ")
+    assert complaint in line
 
 
 def test_what_resharding_moves_is_told_beside_the_loss_without_it(

@@ -19,9 +19,7 @@ DOCUMENT_BYTES: Final = 31
 """One less than a row: with the end of document they fill it."""
 
 
-def run_of_experts(
-    folder: Path, reshard: float = 0.0, experts: tuple[int, ...] = (2, 2)
-) -> tuple[Manifest, Router]:
+def run_of_experts(folder: Path, reshard: float = 0.0, experts: tuple[int, ...] = (2, 2)) -> tuple[Manifest, Router]:
     """Writes equally many documents of each route, equally long, and makes a manifest and a router of them. `experts`
     of each stage after 0 make four routes."""
     folder.mkdir()
