@@ -47,7 +47,7 @@ WINDOW: Final = 12
 BYTES_PER_S: Final = 12.5e6
 DATA_FORWARD_S: Final = 0.003
 BACKWARD_FACTOR: Final = 2.0
-STARTING_S: Final = 120.0
+STARTING_S: Final = 300.0
 
 Span = tuple[float, float]
 

@@ -12,11 +12,17 @@ of them (likewise), `jobs` how many they are. Between two jobs microbatches are 
 * `snapshot` and `carry`: a round's, with an inner step in between. `carry_at_rest` is without one.
 * `adopt`: the replica gives up its own work.
 * `alone`: the outer step of a lone replica, with its hashes, in the job of its inner step.
-* `checkpoint`: the copy of parameters and moments; nothing waits for them.
+* `checkpoint`: the copy of parameters and moments, nothing waiting for it; `checkpoint_in_haste`: an inner step is due
+  at once, and what is left is copied in its job. Time in which that waits for a disk is no processor time.
 
 `held_ms_a_round` is snapshot and carry. `share_of_a_round` is that over the time which a device of `--tflops` (what it
-reaches) computes between two rounds of the run that `skipstone new` would choose for four such stages with four replicas
-each: 6 operations a parameter and token, `inner_steps` times `step_tokens` tokens. Prints one JSON object.
+reaches) computes between two rounds of the run that the recipe (`node/dial/recipe.py`) chooses for four such stages
+with four replicas each: 6 operations a parameter and token, `inner_steps` times `step_tokens` tokens. `share_alone` is
+the same of a lone replica's outer step.
+
+`pace_during_rounds` is what the jobs leave of a device that is always busy while the round's bytes go over an uplink of
+100 Mbit/s (a ring's share: 2 * 3/4 of the module, encoded), for each codec. It knows of nothing but these jobs:
+`benchmarks/rounds_live.py` runs whole nodes. Prints one JSON object.
 """
 
 from __future__ import annotations
@@ -51,8 +57,9 @@ from node.concurrency.compute_thread import ComputeThread, Priority
 from node.dial.recipe import choose_recipe
 from node.model.optimizer import Accumulator, InnerOptimizer, StepFigures
 from node.model.parts import build_block_stack
+from protocol.codecs import encoded_bytes
 from protocol.interfaces.clock import SystemClock
-from swarm.vocabulary.types import MicrobatchId, ModuleId, PeerId
+from swarm.vocabulary.types import Codec, MicrobatchId, ModuleId, PeerId
 from tests.node.small_manifest import small_manifest
 
 Result = TypeVar("Result")
@@ -66,6 +73,8 @@ TOKENS: Final = 4096
 STAGES: Final = 4
 REPLICAS: Final = 4
 LONE_EVERY: Final = 2
+UPLINK_BYTES_PER_S: Final = 12.5e6
+CODECS: Final = (Codec.NONE, Codec.INT8, Codec.INT4)
 
 
 class Measured(ComputeThread):
@@ -177,6 +186,14 @@ async def measure(rounds: int) -> tuple[int, dict[str, dict[str, float]]]:
             assert state.copying is not None
             await asyncio.to_thread(_read, state.copying.pieces)
 
+            await step()
+            compute.begin("checkpoint_in_haste")
+            state = await job(partial(capture, visits=1, tokens=TOKENS, agreed=agreed))
+            assert state.copying is not None
+            reading = asyncio.create_task(asyncio.to_thread(_read, state.copying.pieces))
+            await job(state.copying.finish)
+            await reading
+
             compute.begin("put_on")
             await job(partial(_put_on, trained.local, store.current))
             compute.begin("adopt")
@@ -203,6 +220,13 @@ def between_rounds_s(elements: int, flops: float) -> tuple[dict[str, int], float
     return chosen, 6.0 * elements * math.prod(chosen.values()) / flops
 
 
+def pace_during_rounds(elements: int, held_s: float) -> dict[str, float]:
+    """By codec: the share of the exchange's time that is left for training."""
+    sent = 2 * (REPLICAS - 1) / REPLICAS
+    seconds = {codec: sent * encoded_bytes(codec, elements) / UPLINK_BYTES_PER_S for codec in CODECS}
+    return {codec.name.lower(): round(1 - held_s / exchange_s, 4) for codec, exchange_s in seconds.items()}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=7)
@@ -217,6 +241,8 @@ def main() -> None:
         "held_ms_a_round": round(held, 2),
         "between_rounds": {**chosen, "tflops": given.tflops, "seconds": round(between_s, 2)},
         "share_of_a_round": round(held / 1e3 / between_s, 5),
+        "share_alone": round(jobs["alone"]["ms"] / 1e3 / between_s, 5),
+        "pace_during_rounds": pace_during_rounds(elements, held / 1e3),
     }
     print(json.dumps(found))
 
