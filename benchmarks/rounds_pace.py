@@ -181,7 +181,8 @@ async def measure(rounds: int) -> tuple[int, dict[str, dict[str, float]]]:
             await step()
             compute.begin("checkpoint")
             agreed = Agreed(store.saved(), 1, TOKENS)
-            capture = partial(capture_as_written, (trained.part,), trained.optimizer, partial(compute.post, 0))
+            post = partial(compute.post, Priority.UPKEEP)
+            capture = partial(capture_as_written, (trained.part,), trained.optimizer, post)
             state = await job(partial(capture, visits=1, tokens=TOKENS, agreed=agreed))
             assert state.copying is not None
             await asyncio.to_thread(_read, state.copying.pieces)
