@@ -221,8 +221,8 @@ class ReplicaSync:
             self._replica.carry(piece, before[piece], after[piece])
 
     def _room_for_a_fragment(self) -> Vector:
-        """Written once, so that the system gives the memory now and not to the compute thread, slice by slice: a mean of
-        47 ms for the first two snapshots of 40 MB instead of 3."""
+        """Written once, so that the system gives the memory now and not to the compute thread, slice by slice: a mean
+        of 47 ms for the first two snapshots of 40 MB instead of 3."""
         layout = self._replica.layout
         parts = [layout.range_of(*fragment) for fragment in layout.fragments]
         return np.full(max(part.stop - part.start for part in parts), 0, np.float32)
