@@ -17,6 +17,7 @@ from typing import Any, Final, Protocol
 import node.runtime.serving
 from benchmarks.greedy_rule import least_route
 from benchmarks.swarm_rule import SwarmRule
+from node.averaging.anchor.anchor import Anchor
 from node.context.module_context import ModuleContext
 from node.runtime.data_role import DataRole, data_role
 from swarm.pipeline.custody_states import Event, Started
@@ -157,8 +158,8 @@ def emulate_data_node(rule: str, seed: int, flights: str | None) -> None:
     count_visits()
 
     @asynccontextmanager
-    async def emulated_role(given: ModuleContext) -> AsyncIterator[DataRole]:
-        async with data_role(given) as role, AsyncExitStack() as stack:
+    async def emulated_role(given: ModuleContext, first: Anchor | None) -> AsyncIterator[DataRole]:
+        async with data_role(given, first) as role, AsyncExitStack() as stack:
             clock = given.session.own.clock.monotonic
             measured = _Visits.so_far
             if rule == SWARM:
