@@ -89,7 +89,7 @@ def test_what_resharding_moves_is_told_beside_the_loss_without_it(
     assert resharded["loss"] == pytest.approx(without["loss"], abs=1e-3), "no outer step has come yet"
     assert (resharded["moved"], resharded["documents"]) == (0, 128)
     assert resharded["by_first_router"] == pytest.approx(resharded["loss"], abs=1e-3)
-    assert sum(resharded["documents_of"].values()) == 48
+    assert sum(resharded["documents_of"].values()) == 128
     assert report["perplexity"].keys() == {"resharded/reshard_off"}
 
 
