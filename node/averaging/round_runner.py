@@ -126,7 +126,7 @@ class RoundRunner(MachineRunner[Event, Action]):
     ) -> None:
         super().__init__(machine, Tick(), means.transport, means.clock, MAX_WAITING_MESSAGES)
         self.replica_sync = replica_sync
-        self.auditor = Auditor(own, store, means, self._send_or_lose, self.handle, self.begin)
+        self.auditor = Auditor(own, means, self._send_or_lose, self.handle, self.begin)
         self.workspace = RoundWorkspace(own, store, replica_sync, means, self.handle, self.begin, self.auditor)
         self._own = own
         self._module = module

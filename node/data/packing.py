@@ -77,6 +77,10 @@ class Microbatch:
         conversations."""
         return self.size if self.labels.min() >= 0 else int((self.labels >= 0).sum())
 
+    def per_label(self, loss: float) -> float:
+        """The mean over what is predicted, of a loss that is the mean over all tokens, as the head gives it."""
+        return loss * self.size / self.scored
+
     @property
     def workload(self) -> Size:
         """What it asks of those who compute it."""

@@ -7,14 +7,12 @@ split between data nodes follow from them.
 from __future__ import annotations
 
 import sysconfig
-from array import array
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import accumulate
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
+from node.data.formats.document_names import MAX_DOCUMENTS, DocumentNames
 from node.data.formats.hub import HuggingFaceSource
 from node.data.formats.lines import LineSource
 from node.data.formats.listing import Listing, files_below, single_file, visible_below
@@ -26,8 +24,6 @@ DOCUMENT_BYTES: Final = 2**20
 """A longer file of a folder becomes several documents, so that no document needs more memory than this allows."""
 PIECE_BYTES: Final = 2**14
 """A source that is one file is cut into documents of this size: one document could neither be split nor held out."""
-MAX_DOCUMENTS: Final = 2**24
-"""The order of an epoch takes 16 bytes for each."""
 
 _NOT_THE_LIBRARY: Final = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
 """Folders left out of `python-stdlib`: some systems install Python without its tests, and the rest is not Python's
@@ -83,7 +79,7 @@ class FileSource:
     def __init__(self, listing: Listing, document_bytes: int) -> None:
         self.listing = listing
         self._document_bytes = document_bytes
-        self.names = _DocumentNames(listing, document_bytes)
+        self.names = _PieceNames(listing, document_bytes)
         if not self.names:
             raise ConfigError(f"{listing.root}: there is no text in it", hint="Name a file or a folder with text.")
 
@@ -95,14 +91,13 @@ class FileSource:
             return file.read(self._document_bytes)
 
 
-class _DocumentNames(Sequence[str]):
-    """Made when they are asked for: a file may be long and sparse, and has millions of them."""
+class _PieceNames(DocumentNames):
+    """Names of files and of pieces of files: a file may be long and sparse, and has millions of them."""
 
     def __init__(self, listing: Listing, document_bytes: int) -> None:
+        super().__init__(-(-size // document_bytes) for size in listing.sizes)
         self._listing = listing
         self._document_bytes = document_bytes
-        self._ends = array("q", accumulate(-(-size // document_bytes) for size in listing.sizes))
-        """For each file, how many documents it and those before it have."""
         if len(self) > MAX_DOCUMENTS:
             raise ConfigError(
                 (
@@ -112,16 +107,8 @@ class _DocumentNames(Sequence[str]):
                 hint="Name a smaller part of it; a long text is better cut into several files.",
             )
 
-    def __len__(self) -> int:
-        return self._ends[-1] if self._ends else 0
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self[number] for number in range(len(self))[index]]
-        number = range(len(self))[index]
-        file = bisect_right(self._ends, number)
-        offset = (number - (self._ends[file - 1] if file else 0)) * self._document_bytes
-        name = self._listing.names[file]
+    def name_of(self, file: int, number: int) -> str:
+        name, offset = self._listing.names[file], number * self._document_bytes
         return f"{name}@{offset}" if offset else name
 
 

@@ -57,7 +57,7 @@ class Decoder:
     def loss(self, microbatch: Microbatch) -> float:
         """The mean loss, nats per token that is predicted."""
         hidden = self._hidden(microbatch.tokens, documents=microbatch.documents)
-        return float(self._head(hidden, microbatch.labels.to(self.device)).item()) * microbatch.size / microbatch.scored
+        return microbatch.per_label(float(self._head(hidden, microbatch.labels.to(self.device)).item()))
 
     @torch.inference_mode()
     def logits(self, tokens: Tensor) -> Tensor:

@@ -119,11 +119,9 @@ class Accumulator:
         """Whether the microbatch went into one of the remembered steps."""
         return any(microbatch in step for step in self._recent)
 
-    def add(
-        self, microbatch: MicrobatchId, tokens: int, gradients: Sequence[Tensor], labels: int | None = None
-    ) -> Addition:
+    def add(self, microbatch: MicrobatchId, tokens: int, gradients: Sequence[Tensor], labels: int = 0) -> Addition:
         """Adds a microbatch's gradients, given in the order of the part's parameters, or says why not. `labels`: how
-        many of its tokens are; None for all.
+        many of its tokens are; 0 for all.
 
         All or nothing: a gradient with one element that is not finite leaves no trace, not even of its id; nor does one
         for which there is no memory.
@@ -136,30 +134,24 @@ class Accumulator:
         self.promise(microbatch, tokens, labels)
         return Addition.ADDED
 
-    def promise(self, microbatch: MicrobatchId, tokens: int, labels: int | None = None) -> None:
+    def promise(self, microbatch: MicrobatchId, tokens: int, labels: int = 0) -> None:
         """Counts a microbatch that the accumulator has not, whose gradients whoever computes them adds to `sums`, so
         many times, or by `add_to`, before the next step.
         """
         self._current.add(microbatch)
-        self.visits += 1
-        self.tokens += tokens
-        self.labels += tokens if labels is None else labels
+        self._count(1, tokens, labels)
 
-    def break_promise(self, microbatch: MicrobatchId, tokens: int, labels: int | None = None) -> None:
+    def break_promise(self, microbatch: MicrobatchId, tokens: int, labels: int = 0) -> None:
         """Undoes `promise`; nothing of the microbatch's gradient has been added."""
         self._current.remove(microbatch)
-        self.visits -= 1
-        self.tokens -= tokens
-        self.labels -= tokens if labels is None else labels
+        self._count(-1, tokens, labels)
 
     def add_to(self, place: int, rows: slice, gradient: Tensor, tokens: int) -> None:
         """Adds a part of a gradient that was promised: of some rows of one of the parameters, and finite."""
         total = self.sums[place][rows]
         total.add_(gradient.to(total.dtype), alpha=tokens)
 
-    def retract(
-        self, microbatch: MicrobatchId, tokens: int, gradients: Sequence[Tensor], labels: int | None = None
-    ) -> bool:
+    def retract(self, microbatch: MicrobatchId, tokens: int, gradients: Sequence[Tensor], labels: int = 0) -> bool:
         """Takes a microbatch's gradients back; False, and nothing is changed, when it is not among those remembered.
 
         If its sum is still open, this undoes `add`, up to the rounding of the sum. If an inner step has been taken in
@@ -172,10 +164,13 @@ class Accumulator:
             return False
         fold(self.sums, gradients, -tokens)
         added.remove(microbatch)
-        self.visits -= 1
-        self.tokens -= tokens
-        self.labels -= tokens if labels is None else labels
+        self._count(-1, tokens, labels)
         return True
+
+    def _count(self, visits: int, tokens: int, labels: int) -> None:
+        self.visits += visits
+        self.tokens += visits * tokens
+        self.labels += visits * (labels or tokens)
 
     def hand_over_mean(self) -> None:
         """Adds the mean over the visits' labels to the parameters' `.grad`, which another part has filled where its

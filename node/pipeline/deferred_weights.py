@@ -222,8 +222,8 @@ class _PutOff:
     """What is not, each with its tokens and rows."""
     held_bytes: int
     ended: Callable[[float | None], None]
-    labels: int | None = None
-    """Of the tokens; None where all are."""
+    labels: int = 0
+    """Of the tokens; 0 where all are."""
     begun: bool = False
     """Whether something of it has been added."""
     seconds: float = 0.0
@@ -270,13 +270,13 @@ class DeferredWeights:
         tokens: int,
         half: SplitGradients,
         ended: Callable[[float | None], None],
-        labels: int | None = None,
+        labels: int = 0,
     ) -> Addition:
         """Promises the sums a microbatch's gradient, which is bounded, to be computed later; from now on it counts. Or
         says why not.
 
         Args:
-            labels: how many of the tokens are; None for all.
+            labels: how many of the tokens are; 0 for all.
             ended: called when nothing is kept any more, with the seconds that it took; None when it was cancelled.
         """
         if self._sums.has(microbatch):

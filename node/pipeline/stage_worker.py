@@ -146,7 +146,7 @@ class HopWorker:
             if not taken_back:
                 visit = self.passes.forward(source, job.documents)
                 gradients = self.passes.backward(visit, self.wire.received(job.gradient, before_use=True)).parameters
-                taken_back = self._accumulator.retract(job.key.microbatch, tokens, gradients, job.labels or None)
+                taken_back = self._accumulator.retract(job.key.microbatch, tokens, gradients, job.labels)
         self.accumulated -= taken_back
         self.accumulated_tokens -= taken_back * tokens
         return taken_back
@@ -208,7 +208,7 @@ class HopWorker:
         gradients = self.passes.backward(visit, gradient)
         assert gradients.source is not None
         output = self.wire.output(gradients.source, job)  # before the gradient counts: it may fail for want of memory
-        addition = self._accumulator.add(job.key.microbatch, size.tokens, gradients.parameters, job.labels or None)
+        addition = self._accumulator.add(job.key.microbatch, size.tokens, gradients.parameters, job.labels)
         self._count(job, size.tokens, addition)
         self._timed(size, time.perf_counter() - begun)
         return output
@@ -233,7 +233,7 @@ class HopWorker:
             found.take_back()
             raise
         if is_new:
-            total.promise(microbatch, size.tokens, job.labels or None)
+            total.promise(microbatch, size.tokens, job.labels)
         self._count(job, size.tokens, Addition.ADDED if is_new else Addition.DUPLICATE)
         self._timed(size, time.perf_counter() - begun)
         return output
@@ -252,7 +252,7 @@ class HopWorker:
             self.wire.expect(half.is_bounded(), Addition.NOT_FINITE.value)
             output = self.wire.output(half.source, job)
             half_s = time.perf_counter() - begun
-            addition = self.deferred.put_off(job.key.microbatch, size.tokens, half, ended, job.labels or None)
+            addition = self.deferred.put_off(job.key.microbatch, size.tokens, half, ended, job.labels)
         finally:
             if addition is not Addition.ADDED:
                 self._graphs.release(size.tokens)

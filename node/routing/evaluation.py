@@ -145,7 +145,7 @@ class Evaluator:
         except (StrandedOnPathError, TimeoutError) as error:
             log.debug("a document was not scored on %s: %s", name_of_route(text.route), error)
             return None
-        return loss * text.size / text.scored
+        return text.per_label(loss)
 
     async def _evaluate(self, text: Microbatch, stages: Sequence[int]) -> float:
         reason = ""
@@ -212,7 +212,7 @@ class HeldOut:
                 raise Rejected(str(error)) from None
             found = await self._evaluator.evaluate(texts, stages)
         # The head's mean is over all tokens; some of held-out text are no labels.
-        losses = [(loss * text.size / text.scored, text.scored) for loss, text in zip(found, texts, strict=True)]
+        losses = [(text.per_label(loss), text.scored) for loss, text in zip(found, texts, strict=True)]
         sizes = summary_of([text.workload for text in texts], self._manifest.microbatch_tokens)
         report = answer_of(held_out_loss([text.route for text in texts], losses, sizes)) | {"stages": stages}
         return json.dumps(report).encode()

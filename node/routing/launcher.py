@@ -187,7 +187,7 @@ class DataNode(PathEnds):
         else:
             self._times.turned(microbatch, self._clock.monotonic())
             text = self._departures.text_of(microbatch)
-            loss *= 1 if text is None else text.size / text.scored  # the head's mean is over all tokens
+            loss = loss if text is None else text.per_label(loss)
             self.flights.returned(microbatch, path, loss)
             outlier = self._outliers_of(microbatch).returned(path, loss)
             if outlier is not None:

@@ -153,7 +153,7 @@ class WholeModel:
         all)."""
         hidden = self._hidden(microbatch, stages)
         loss = float(self.head(hidden, microbatch.labels.to(self.device)).item())
-        return loss * microbatch.size / microbatch.scored
+        return microbatch.per_label(loss)
 
     @torch.no_grad()
     def token_losses(self, microbatch: Microbatch) -> torch.Tensor:
@@ -326,7 +326,7 @@ class SoloTrainer:
         turn = self._turns[microbatch.route] if microbatch.route else self.microbatches
         self._turns[microbatch.route] += 1
         found, gradients = self._model.gradients(microbatch, self._choose(turn))
-        loss = found * microbatch.size / microbatch.scored
+        loss = microbatch.per_label(found)
         name = MicrobatchId(SOLO, self.microbatches)
         for part, of_part in gradients.items():
             addition = self._accumulators[part].add(name, microbatch.size, of_part, microbatch.scored)

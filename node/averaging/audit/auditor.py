@@ -25,7 +25,6 @@ from typing import Any, Final, TypeVar
 
 import numpy as np
 
-from node.averaging.anchor.anchor_store import AnchorStore
 from node.averaging.audit.recount import Recount, chance
 from node.averaging.exchange.all_reduce import ExchangeMeans, ExchangeRecord
 from node.averaging.exchange.partition import Piece
@@ -86,7 +85,6 @@ class Auditor:
     def __init__(
         self,
         own: PeerId,
-        store: AnchorStore,
         means: ExchangeMeans,
         send: Callable[[PeerId, AuditControl], object],
         report: Callable[[Event], None],
@@ -97,7 +95,6 @@ class Auditor:
         self.verdicts = 0
         """Pieces that were summed again to the end, or somebody was caught."""
         self._own = own
-        self._store = store
         self._means = means
         self._send = send
         self._report = report

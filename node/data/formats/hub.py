@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
 from typing import Any, Final
 
-from node.data.formats.lines import MAX_LINES
+from node.data.formats.document_names import MAX_DOCUMENTS, RowNames
 from swarm.vocabulary.errors import ConfigError
 
 MAX_HUB_BYTES: Final = 2**38
@@ -37,7 +36,7 @@ class HuggingFaceSource:
         if self._column not in self._rows.column_names:
             columns = ", ".join(self._rows.column_names)
             raise ConfigError(f"data.source: {name} has no column {self._column!r}; it has {columns}")
-        self.names = _RowNames(len(self._rows))
+        self.names = RowNames(len(self._rows))
 
     def read(self, name: str) -> bytes:
         found = self._rows[int(name)][self._column]
@@ -61,21 +60,6 @@ def newest_commit(place: str) -> str:
             hint="Name it with --revision COMMIT, or install what asks the hub: pip install 'skipstone[datasets]'.",
         ) from error
     return str(commit)
-
-
-class _RowNames(Sequence[str]):
-    """Row numbers as names, without a list of millions of strings."""
-
-    def __init__(self, count: int) -> None:
-        self._count = count
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [str(number) for number in range(self._count)[index]]
-        return str(range(self._count)[index])
 
 
 def _load_data_set(name: str, config: str | None, split: str, revision: str | None) -> Any:
@@ -109,8 +93,8 @@ def _load_data_set(name: str, config: str | None, split: str, revision: str | No
         raise
     except Exception as error:  # of these libraries, and of those that they fetch with
         raise ConfigError(f"data.source: the data set {name!r} cannot be loaded: {error}") from error
-    if len(rows) > MAX_LINES:
-        raise ConfigError(f"data.source: the data set {name!r} has {len(rows)} rows, more than {MAX_LINES}")
+    if len(rows) > MAX_DOCUMENTS:
+        raise ConfigError(f"data.source: the data set {name!r} has {len(rows)} rows, more than {MAX_DOCUMENTS}")
     return rows
 
 

@@ -7,18 +7,14 @@ from __future__ import annotations
 
 import errno
 from array import array
-from bisect import bisect_right
-from collections.abc import Sequence
-from itertools import accumulate
-from typing import Any, Final
+from typing import Final
 
+from node.data.formats.document_names import MAX_DOCUMENTS, PlacedNames
 from node.data.formats.listing import Listing
 from swarm.vocabulary.errors import ConfigError
 
 LINE_BYTES: Final = 2**20
 """A longer line is left out: no document needs more memory than this allows."""
-MAX_LINES: Final = 2**24
-"""Of all files together: the index takes 8 bytes for each, and the order of an epoch 16."""
 SUFFIX: Final = ".jsonl"
 
 
@@ -51,35 +47,11 @@ class LineSource:
         return line
 
 
-class PlacedNames(Sequence[str]):
-    """Names `FILE@START`, of documents of several files that begin at these places; made when they are asked for."""
-
-    def __init__(self, files: Sequence[str], starts: Sequence[array[int]]) -> None:
-        self._files = files
-        self._starts = starts
-        self._ends = list(accumulate(map(len, starts)))
-        """For each file, how many lines it and those before it have."""
-        if len(self) > MAX_LINES:
-            raise ConfigError(
-                f"data.source has {len(self)} documents, more than {MAX_LINES}", hint="Name a part of it."
-            )
-
-    def __len__(self) -> int:
-        return self._ends[-1] if self._ends else 0
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self[number] for number in range(len(self))[index]]
-        number = range(len(self))[index]
-        file = bisect_right(self._ends, number)
-        return f"{self._files[file]}@{self._starts[file][number - (self._ends[file - 1] if file else 0)]}"
-
-
 def _line_starts(listing: Listing, name: str) -> array[int]:
     """Where the lines of a file begin that have something in them. Holds a piece of a line, however long that is."""
     starts, at, is_begin = array("Q"), 0, True
     with listing.open(name) as file:
-        while (piece := file.readline(LINE_BYTES)) and len(starts) <= MAX_LINES:
+        while (piece := file.readline(LINE_BYTES)) and len(starts) <= MAX_DOCUMENTS:
             if is_begin and piece.strip():
                 starts.append(at)
             at, is_begin = at + len(piece), piece.endswith(b"\n")

@@ -25,7 +25,7 @@ from typing import Any, BinaryIO, Final
 import numpy as np
 import numpy.typing as npt
 
-from node.data.formats.lines import MAX_LINES, PlacedNames
+from node.data.formats.document_names import MAX_DOCUMENTS, PlacedNames
 from node.data.formats.listing import Listing
 from swarm.vocabulary.errors import ConfigError
 
@@ -106,7 +106,7 @@ def _document_ends(file: BinaryIO, size: int, name: str) -> tuple[np.dtype[Any],
         raise ConfigError(f"{name}.idx: tokens of type {code}; only 4 (int32) and 8 (uint16) are read")
     if (
         sequences > MAX_SEQUENCES
-        or not 1 <= bounds <= MAX_LINES + 1
+        or not 1 <= bounds <= MAX_DOCUMENTS + 1
         or size != _HEADER.size + 12 * sequences + 8 * bounds
     ):
         raise ConfigError(f"{name}.idx: {sequences} sequences and {bounds - 1} documents do not make {size} bytes")

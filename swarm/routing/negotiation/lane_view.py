@@ -55,12 +55,12 @@ class View:
         """Of our microbatches, how many are to visit each stage; exchanges with others come on top."""
         self.lanes = len(sets)
         self.singles = self.lanes if self._period else routes_each(rules, group.total, self.lanes, each)
-        """Routes of single microbatches of a data node that has refined its lanes."""
+        """Routes of single microbatches of each data node, once all have agreed to a plan."""
         self.stages: dict[LaneId, frozenset[int]] = {}
         """What the lanes have to visit. One for which some stage has nobody has an empty route."""
-        self.refined: dict[PeerId, tuple[Lane, ...]] = {}
-        """The routes of those that have refined their lanes. In the book they stand with the first ones."""
-        self.is_refined = False
+        self.planned: dict[PeerId, tuple[Lane, ...]] = {}
+        """The routes of those that stand by a plan for all. In the book they stand with the first ones."""
+        self.is_planned = False
         """Whether our own are: in the order in which they are to be launched."""
         self.book = LaneBook(self.costs, rules, self.lanes)
         self.ahead = replace(rules, max_back_stops=0)
@@ -115,8 +115,8 @@ class View:
 
     def standing_of(self, peer: PeerId) -> Standing:
         """How a data node stands, as far as we know."""
-        if peer in self.refined:
-            return Standing(peer, self.versions[peer], self.refined[peer])
+        if peer in self.planned:
+            return Standing(peer, self.versions[peer], self.planned[peer])
         own = [(peer, k) for k in range(self.lanes)]
         lanes = tuple(Lane(self.book.routes[lane], self.stages[lane], self.book.alone_s(lane)) for lane in own)
         return Standing(peer, self.versions[peer], lanes)
@@ -136,15 +136,15 @@ class View:
         for standing in standings:
             if standing.version > self.versions.get(standing.peer, -1):
                 self._stand(standing)
-        self.is_refined = True
+        self.is_planned = True
 
     def _stand(self, standing: Standing) -> None:
         peer = standing.peer
         self.versions[peer] = standing.version
         self._assumed.discard(peer)
-        self.refined.pop(peer, None)
+        self.planned.pop(peer, None)
         if len(standing.lanes) > self.lanes:
-            self.refined[peer] = standing.lanes
+            self.planned[peer] = standing.lanes
         for k, lane in enumerate(standing.lanes[: self.lanes]):
             if (peer, k) in self.book.routes:
                 self.book.leave((peer, k))
@@ -167,13 +167,13 @@ class View:
 
     def sets_of(self, peer: PeerId) -> tuple[frozenset[int], ...]:
         """What each of a data node's single microbatches visits, as agreed."""
-        if peer in self.refined:
-            return tuple(lane.stages for lane in self.refined[peer])
+        if peer in self.planned:
+            return tuple(lane.stages for lane in self.planned[peer])
         return tuple(self.stages[peer, k % self.lanes] for k in range(self.singles))
 
     def _singles_of(self, peer: PeerId) -> tuple[PeerRoute, ...]:
-        if peer in self.refined:
-            return tuple(lane.route for lane in self.refined[peer])
+        if peer in self.planned:
+            return tuple(lane.route for lane in self.planned[peer])
         lanes = [(peer, k) for k in range(self.lanes)]
         if not all(self._may_be_walked(self.book.routes[lane]) for lane in lanes):
             return ((),)
@@ -211,11 +211,11 @@ class View:
         self.book = LaneBook(self.costs, self.rules, self.lanes)
         for lane, route in before.routes.items():
             self.book.enter(lane, route, before.alone_s(lane))
-        if self.own in self.refined:
+        if self.own in self.planned:
             return self._replace_lost()
         own = [(self.own, k) for k in range(self.lanes)]
-        if self.is_refined:
-            lost = [lane for lane in own if not self.book.serves(self.book.routes[lane], self.stages[lane])]
+        if self.is_planned:
+            lost = [lane for lane in own if not self._is_served(lane)]
             changed = [self._reroute(lane) for lane in lost]
         else:
             changed = [self._reckoned(lane) or self._reroute(lane) for lane in own]
@@ -247,17 +247,17 @@ class View:
         return after != before
 
     def _replace_lost(self) -> bool:
-        """Refined routes of ours with a peer that is gone get the cheapest one for the same stages, as far as there is
+        """Planned routes of ours with a peer that is gone get the cheapest one for the same stages, as far as there is
         one."""
-        singles = list(self.refined[self.own])
+        singles = list(self.planned[self.own])
         for place, lane in enumerate(singles):
             if not self._may_be_walked(lane.route):
                 found = self.book.cheapest(self.own, order_tree(self.ahead, lane.stages)).get(lane.stages)
                 if found is not None:
                     singles[place] = Lane(found, lane.stages, self.costs.round_trip_s(self.own, found))
-        changed = tuple(singles) != self.refined[self.own]
+        changed = tuple(singles) != self.planned[self.own]
         if changed:
-            self.refined[self.own] = tuple(singles)
+            self.planned[self.own] = tuple(singles)
             self.advance()
         return changed
 
@@ -297,13 +297,13 @@ class View:
         or while somebody uses the peers of whose lanes we have not heard, is walked in the order of its stages; by
         other peers if that would be slower than any lane is now.
         """
-        if self.own in self.refined:
-            routes = [lane.route for lane in self.refined[self.own] if self._may_be_walked(lane.route)]
+        if self.own in self.planned:
+            routes = [lane.route for lane in self.planned[self.own] if self._may_be_walked(lane.route)]
             return tuple(map(self._walked_single, routes))
         return tuple(self._walked(lane) for lane in self._whole())
 
     def _walked_single(self, route: PeerRoute) -> PeerRoute:
-        """A refined route; in the order of its stages where a step back might block, as the others' routes are now."""
+        """A planned route; in the order of its stages where a step back might block, as the others' routes are now."""
         ordered = in_order(route, self.book.stage_of)
         plan = None if ordered == route else self.plan()
         if plan is None:

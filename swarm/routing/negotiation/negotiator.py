@@ -108,7 +108,7 @@ class Negotiator:
 
     @property
     def lanes(self) -> Lanes:
-        """The launches as hops, in the order in which microbatches take them: refined ones in the order that was
+        """The launches as hops, in the order in which microbatches take them: planned ones in the order that was
         forecast, others spread out."""
         book = None if self._view is None else self._view.book
         if self._lanes_of != (self._launches, book) and self._view is not None:
@@ -116,7 +116,7 @@ class Negotiator:
             stage_of = self._view.book.stage_of
             whole = [route for route in self._launches if all(peer in stage_of for peer in route)]
             hops = tuple(tuple(Hop(ModuleId(stage_of[peer]), peer) for peer in route) for route in whole)
-            self._lanes = hops if self._view.is_refined else spread(hops)
+            self._lanes = hops if self._view.is_planned else spread(hops)
         return self._lanes
 
     @property
@@ -125,7 +125,7 @@ class Negotiator:
         view = self._view
         if view is None:
             return ()
-        return view.sets_of(self._own)[: len(view.refined.get(self._own, ())) or view.lanes]
+        return view.sets_of(self._own)[: len(view.planned.get(self._own, ())) or view.lanes]
 
     @property
     def shares(self) -> Reasoned[VisitShares] | None:

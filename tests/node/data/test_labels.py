@@ -167,7 +167,7 @@ def test_masks_need_conversations_and_no_router_that_learns() -> None:
 def test_of_many_documents_that_are_none_a_bounded_number_is_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    lines = [b"nothing"] * 500 + [document(("assistant", "A" * 500))]
+    lines = [b"nothing"] * 150 + [document(("assistant", "A" * 20_000))]
     (tmp_path / "talk.jsonl").write_bytes(b"\n".join(lines))
     manifest = chat_manifest(tmp_path / "talk.jsonl", data__held_out=0.0)
     documents: Documents = open_documents(manifest)

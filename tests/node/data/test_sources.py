@@ -16,11 +16,11 @@ import pytest
 
 from node.cli.manifests import ManifestChanges, changed_manifest
 from node.data.formats import listing
+from node.data.formats.document_names import MAX_DOCUMENTS
 from node.data.formats.hub import MAX_HUB_BYTES, newest_commit
 from node.data.formats.listing import files_below
 from node.data.sources import (
     DOCUMENT_BYTES,
-    MAX_DOCUMENTS,
     PIECE_BYTES,
     FileSource,
     files_at,

@@ -102,7 +102,7 @@ def test_a_standing_has_as_many_lanes_as_there_are_lanes_or_microbatches() -> No
     lane = plain.lanes[0]
     assert view.singles > len(plain.lanes)
     assert not view.take_in(Standing(other, 2, (lane,) * (view.singles - 1)))
-    assert other not in view.refined
+    assert other not in view.planned
     assert view.take_in(Standing(other, 2, (lane,) * view.singles))
     assert view.sets_of(other) == (lane.stages,) * view.singles
 
