@@ -44,12 +44,12 @@ STARTS = 4
 
 
 @contextmanager
-def skipstone() -> Iterator[Callable[[], list[Sample]]]:
+def skipstone(shape: tuple[int, int, int] = SHAPE) -> Iterator[Callable[[], list[Sample]]]:
     """A function that measures one round."""
     from benchmarks.hop_skipstone import data_node_process, stage_process
     from benchmarks.raw_stream import process
 
-    with process(stage_process, SHAPE) as stage, process(data_node_process, SHAPE) as data_node:
+    with process(stage_process, shape) as stage, process(data_node_process, shape) as data_node:
         at_stage, at_data_node = hear(stage), hear(data_node)
         stage.send(at_data_node)
         data_node.send(at_stage)
