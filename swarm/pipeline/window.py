@@ -40,8 +40,6 @@ SAME: Final = 0.15
 """A round trip that differs by no more from another is as long."""
 UNMOVED: Final = 0.93
 """A round trip of at least so much of one with a sixth more under way does not consist of waiting."""
-KEPT: Final = 0.88
-"""With the least window so much of the pace is all of it, within what the first few microbatches of a look can tell."""
 USED: Final = 0.6
 """With less of the window under way something else holds microbatches back, and a larger window would change
 nothing."""
@@ -163,11 +161,7 @@ class Window:
         if epoch.pace > HELD * look.pace and few < (1 - SAME) * epoch.flying:
             self._look, self._wanted = _Look(pace, known_s), few
             return
-        if few >= (1 - SAME) * epoch.flying and epoch.pace >= KEPT * look.pace:
-            # The least that may be under way still wait for each other, and what a round trip takes without that is
-            # not to be seen. They suffice.
-            self._unloaded_s = epoch.trip_s / GAIN
-        is_same = abs(self._unloaded_s - known_s) <= SAME * known_s
+        is_same = abs(epoch.trip_s - known_s) <= SAME * known_s
         self._look_after = min(LONGEST_UNTIL_LOOK, 2 * self._look_after) if is_same else LOOK_AGAIN
         self._epochs, self._look, self._target_before = 0, None, math.inf
         self._want(GAIN * pace * self._unloaded_s, pace)

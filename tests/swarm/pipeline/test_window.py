@@ -128,16 +128,6 @@ def test_it_follows_links_that_change_on_the_way(before: float, after: float, se
     assert sorted(world.sizes)[len(world.sizes) // 2] <= 3.2 * world.product + 4
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_near_peers_keep_no_more_under_way_than_suffices(seed: int) -> None:
-    """What the least wait for each other is not taken for the length of their way."""
-    world, window = World(0.002, (0.28, 0.27), 0.05, seed), Window(START, START, Reasoned(64, "so many slots"))
-    world.pace(window, 400.0)
-    world.sizes.clear()
-    assert world.pace(window, 400.0) >= 0.97 * world.most_pace
-    assert sum(world.sizes) / len(world.sizes) <= 1.5 * START
-
-
 @pytest.mark.parametrize("seed", range(2))
 def test_it_follows_a_peer_that_becomes_slower(seed: int) -> None:
     world = World(0.05, (0.04, 0.04, 0.04, 0.04), 0.2, seed)
