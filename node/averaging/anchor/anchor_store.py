@@ -18,6 +18,7 @@ from typing import Final
 from node.averaging.anchor.anchor import Anchor, anchor_state
 from node.averaging.anchor.layout import Layout
 from node.averaging.anchor.shared_vector import SharedVector, StateVectors, Vector, empty_part, empty_vector
+from node.averaging.anchor.spare_arrays import SpareArrays
 from node.checkpoint.state import AnchorState
 from swarm.vocabulary.errors import ResourceExhausted
 
@@ -40,6 +41,8 @@ class AnchorStore:
         self._leased_until: dict[bytes, float] = {}
         self._lent: list[weakref.ref[Vector]] = []
         """To be written for the next anchors: an array of each."""
+        parts = [self.layout.range_of(*fragment) for fragment in self.layout.fragments]
+        self._arrays = SpareArrays(max(part.stop - part.start for part in parts))
 
     @property
     def current(self) -> Anchor:
@@ -118,7 +121,7 @@ class AnchorStore:
         self._lent = [ref for ref in self._lent if (array := ref()) is not None and id(array) not in theirs]
 
     def _empty(self, part: slice | None) -> SharedVector:
-        return empty_vector(self._current.layout) if part is None else empty_part(part)
+        return empty_vector(self._current.layout) if part is None else empty_part(part, self._arrays)
 
     def _make_room(self, more: int) -> None:
         while self._older and 1 + len(self._older) + self._alive() + more > STATES:

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from node.averaging.anchor.layout import Layout
+from node.averaging.anchor.spare_arrays import SpareArrays
 from swarm.vocabulary.errors import OutOfMemory
 
 Vector = npt.NDArray[np.float32]
@@ -80,15 +81,15 @@ class SharedVector:
 def empty_vector(layout: Layout) -> SharedVector:
     """A module's vector, to be written, with an array for each fragment. Raises OutOfMemory."""
     try:
-        return SharedVector([_empty(layout.range_of(first, end)) for first, end in layout.fragments])
+        return SharedVector([_empty(layout.range_of(*fragment)) for fragment in layout.fragments])
     except MemoryError:
         raise OutOfMemory(f"no memory for another state of this module ({layout.elements * 8} bytes)") from None
 
 
-def empty_part(part: slice) -> SharedVector:
+def empty_part(part: slice, arrays: SpareArrays) -> SharedVector:
     """A part of a module's vector in one array, to be written. Raises OutOfMemory."""
     try:
-        return SharedVector([_empty(part)], part.start)
+        return SharedVector([arrays.empty(part.stop - part.start)], part.start)
     except MemoryError:
         raise OutOfMemory(f"no memory for a fragment of this module ({(part.stop - part.start) * 4} bytes)") from None
 

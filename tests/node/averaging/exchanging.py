@@ -15,6 +15,7 @@ from node.averaging.anchor.anchor import Anchor, initial_anchor
 from node.averaging.anchor.layout import Layout, layout_of
 from node.averaging.anchor.outer_step import OuterRule
 from node.averaging.anchor.shared_vector import Vector, empty_part
+from node.averaging.anchor.spare_arrays import SpareArrays
 from node.averaging.exchange.all_reduce import Exchange, ExchangeMeans
 from node.averaging.exchange.partition import Plan
 from node.averaging.exchange.piece_receiver import Arrivals
@@ -168,7 +169,8 @@ class Room:
         for party in self.parties.values():
             plan = Plan(party.peer, party.base.layout, roster)
             part = party.base.layout.range_of(*party.base.layout.fragments[party.base.version.fragment])
-            vectors = empty_part(part), empty_part(part)
+            arrays = SpareArrays(part.stop - part.start)
+            vectors = empty_part(part, arrays), empty_part(part, arrays)
             for vector in vectors:
                 vector.arrays[0].fill(np.nan)
             party.arrivals = Arrivals(
