@@ -15,6 +15,7 @@ from typing import Final
 import torch
 
 from node.model.free_memory import available_memory
+from node.model.moments import MomentType
 from node.model.optimizer import optimizer_bytes
 from node.model.optimizers.adamw import AdamW
 from node.model.parts import HIDDEN_TYPES
@@ -57,16 +58,18 @@ _NAMED: Final = 8
 """Modules that a message lists."""
 
 
-def need_of(manifest: Manifest, modules: Iterable[ModuleId], microbatches: int) -> Need:
+def need_of(
+    manifest: Manifest, modules: Iterable[ModuleId], microbatches: int, moments: MomentType = MomentType.FLOAT32
+) -> Need:
     """The memory that a replica of each of the modules takes, with so many microbatches held at a time."""
     blocks = manifest.stages.blocks
     stages = [module.stage for module in modules]
-    return _Measure(manifest).need([blocks[stage] for stage in stages], microbatches, ends=stages.count(0))
+    return _Measure(manifest, moments).need([blocks[stage] for stage in stages], microbatches, ends=stages.count(0))
 
 
-def needs_of(manifest: Manifest, microbatches: int) -> Needs:
+def needs_of(manifest: Manifest, microbatches: int, moments: MomentType = MomentType.FLOAT32) -> Needs:
     """The memory that a replica of each module of the run takes. All of a stage are alike."""
-    measure = _Measure(manifest)
+    measure = _Measure(manifest, moments)
     each = [
         measure.need([blocks], microbatches, ends=int(stage == 0))
         for stage, blocks in enumerate(manifest.stages.blocks)
@@ -74,38 +77,52 @@ def needs_of(manifest: Manifest, microbatches: int) -> Needs:
     return {module: each[module.stage] for module in manifest.modules()}
 
 
-def require_room(manifest: Manifest, modules: Sequence[ModuleId], device: torch.device, microbatches: int) -> None:
+def require_room(
+    manifest: Manifest,
+    modules: Sequence[ModuleId],
+    device: torch.device,
+    microbatches: int,
+    moments: MomentType = MomentType.FLOAT32,
+) -> None:
     """Checks that there is room before a replica of these modules is made.
 
     Raises:
         OutOfMemory: says what it takes, what there is, and what can be done.
     """
-    need = need_of(manifest, modules, microbatches)
+    need = need_of(manifest, modules, microbatches, moments)
     lack = room_on(device).lacks(need)
     if lack is not None:
         what = f"module {modules[0]}" if len(modules) == 1 else f"a model of {len(modules)} modules"
         raise _too_little(what, need, lack)
 
 
-def none_fits(manifest: Manifest, modules: Sequence[ModuleId], room: Room, microbatches: int) -> OutOfMemory:
+def none_fits(
+    manifest: Manifest,
+    modules: Sequence[ModuleId],
+    room: Room,
+    microbatches: int,
+    moments: MomentType = MomentType.FLOAT32,
+) -> OutOfMemory:
     """The error for when none of these modules fits: tells of the smallest, and of what would fit."""
-    needs = needs_of(manifest, microbatches)
+    needs = needs_of(manifest, microbatches, moments)
     module = min(modules, key=lambda each: needs[each].all)
     lack = room.lacks(needs[module])
     assert lack is not None, "asked only when nothing fits"
     what = f"module {module}"
     if len(modules) > 1:
         what = f"no module of this run fits into this machine; the smallest, {module},"
-    return _too_little(what, needs[module], f"{lack}{_instead(manifest, room, microbatches)}")
+    return _too_little(what, needs[module], f"{lack}{_instead(manifest, room, microbatches, moments)}")
 
 
-def blocks_that_fit(manifest: Manifest, room: Room, microbatches: int) -> int:
+def blocks_that_fit(
+    manifest: Manifest, room: Room, microbatches: int, moments: MomentType = MomentType.FLOAT32
+) -> int:
     """The most blocks of this model that a stage after stage 0 may have here, 0 when there is no room for one; as many
     as the model has where nobody can tell.
     """
     most = sum(manifest.stages.blocks)
 
-    measure = _Measure(manifest)
+    measure = _Measure(manifest, moments)
 
     def fits(blocks: int) -> bool:
         return room.lacks(measure.need([blocks], microbatches, ends=0)) is None
@@ -123,9 +140,11 @@ def parameters_that_fit(room: Room) -> int | None:
     return min(known, default=None)
 
 
-def what_fits(manifest: Manifest, room: Room, microbatches: int) -> Reasoned[tuple[int, ...]]:
+def what_fits(
+    manifest: Manifest, room: Room, microbatches: int, moments: MomentType = MomentType.FLOAT32
+) -> Reasoned[tuple[int, ...]]:
     """The stages of the run for which there is room, with a clause for people."""
-    needs = needs_of(manifest, microbatches)
+    needs = needs_of(manifest, microbatches, moments)
     sizes = {stage: needs[ModuleId(stage)] for stage in range(manifest.stages.count)}
     fitting = tuple(stage for stage, need in sizes.items() if room.lacks(need) is None)
     large = [stage for stage in sizes if stage not in fitting]
@@ -141,7 +160,7 @@ def what_fits(manifest: Manifest, room: Room, microbatches: int) -> Reasoned[tup
     takes = f"{smallest} takes {size_text(sizes[smallest].all)}, and {lack}"
     if fitting:
         return Reasoned(fitting, f"there is room for {_listed(fitting)}; of the others stage {takes}")
-    instead = _instead(manifest, room, microbatches)
+    instead = _instead(manifest, room, microbatches, moments)
     return Reasoned(fitting, f"no stage fits; the smallest, {takes}{instead}")
 
 
@@ -161,8 +180,8 @@ class _Measure:
     once, because a manifest may have a million blocks.
     """
 
-    def __init__(self, manifest: Manifest) -> None:
-        self._manifest = manifest
+    def __init__(self, manifest: Manifest, moments: MomentType) -> None:
+        self._manifest, self._moments = manifest, moments
         stages = manifest.stages.model_copy(update={"blocks": (0, 1), "experts": 1, "per_path": None})
         cut = manifest.model_construct(**{**dict(manifest), "stages": stages})
         self._ends, self._block = (self._counted(parameter_shapes(cut, ModuleId(stage))) for stage in (0, 1))
@@ -170,7 +189,7 @@ class _Measure:
     def _counted(self, shapes: Mapping[str, Shape]) -> tuple[int, int]:
         """The parameters, and the bytes that the inner optimizer has of them."""
         inner = self._manifest.training.inner
-        kept = sum(optimizer_bytes(inner, name, shape) for name, shape in shapes.items())
+        kept = sum(optimizer_bytes(inner, name, shape, self._moments) for name, shape in shapes.items())
         return parameter_bytes(shapes) // BYTES_PER_PARAMETER, kept
 
     def need(self, blocks: Sequence[int], microbatches: int, *, ends: int) -> Need:
@@ -199,13 +218,13 @@ def _listed(stages: Sequence[int]) -> str:
     return f"{what} {named}{f' and {len(stages) - _NAMED} others' if len(stages) > _NAMED else ''}"
 
 
-def _instead(manifest: Manifest, room: Room, microbatches: int) -> str:
+def _instead(manifest: Manifest, room: Room, microbatches: int, moments: MomentType) -> str:
     """What would fit, as a sentence's end."""
-    fitting = modules_that_fit(manifest.modules(), room, needs_of(manifest, microbatches))
+    fitting = modules_that_fit(manifest.modules(), room, needs_of(manifest, microbatches, moments))
     if fitting:
         named = ", ".join(map(str, fitting[:_NAMED]))
         return f"; there is room for {named}{' and others' if len(fitting) > _NAMED else ''}"
-    blocks = blocks_that_fit(manifest, room, microbatches)
+    blocks = blocks_that_fit(manifest, room, microbatches, moments)
     if blocks == 0:
         return ", too little for a stage of one block of this model"
     return f", enough for a stage of {blocks} block{'s' if blocks > 1 else ''} of this model"

@@ -157,9 +157,9 @@ class DataRole:
 async def data_role(given: ModuleContext, first: Anchor | None) -> AsyncIterator[DataRole]:
     """Builds the role of a data node, its text open and the first microbatches being packed."""
     manifest, own, clock = given.manifest, given.session.own, SystemClock()
-    slots, per_step = given.options.slots_held, manifest.microbatches_per_step
+    allowance, per_step = given.options.allowance, manifest.microbatches_per_step
     worker = await given.compute.run(
-        Priority.UPKEEP, lambda: host_stage_zero(manifest, given.device, slots, given.threads, given.compute.submit)
+        Priority.UPKEEP, lambda: host_stage_zero(manifest, given.device, allowance, given.threads, given.compute.submit)
     )
     if given.resumed.state is not None:
         await given.compute.run(Priority.UPKEEP, partial(restore_stage_zero, worker, given.resumed.state, per_step))
@@ -197,7 +197,7 @@ async def data_role(given: ModuleContext, first: Anchor | None) -> AsyncIterator
             start, rules.per_step * (rules.staleness + 2) + max(rules.window, rules.most_by_staleness)
         )
         training = Training(flights, progress_of(given.resumed), reading)
-        window = WindowFinder(manifest, flights, membership, clock, asked=given.options.window, memory=slots)
+        window = WindowFinder(manifest, flights, membership, clock, asked=given.options.window, memory=allowance.slots)
         path_times = PathTimes(own.peer, times, membership.slots_of)
         texts: Texts = prefetcher
         if stage.tables:

@@ -33,7 +33,7 @@ class FittingModules:
     """The modules of a run that this machine has room for, now or when it has let go of the one that it holds."""
 
     def __init__(self, manifest: Manifest, options: NodeOptions, device: torch.device) -> None:
-        self.needs = needs_of(manifest, options.slots_held)
+        self.needs = needs_of(manifest, options.slots_held, options.moments)
         self._manifest = manifest
         self._options = options
         self._device = device
@@ -67,7 +67,7 @@ class FittingModules:
 
     def told(self) -> Reasoned[tuple[int, ...]]:
         """The stages that fit, with a clause for the person at this machine."""
-        return what_fits(self._manifest, self.room(), self._options.slots_held)
+        return what_fits(self._manifest, self.room(), self._options.slots_held, self._options.moments)
 
     def ran_out(self, module: ModuleId) -> None:
         """Notes that there was too little memory for the module, which has been let go of: neither it nor one as large
@@ -80,7 +80,8 @@ class FittingModules:
 
     def refusal(self, modules: list[ModuleId]) -> OutOfMemory:
         """The error that says why none of these, at least one, can be taken, by the room that `of` has just seen."""
-        return none_fits(self._manifest, modules, self._seen, self._options.slots_held)
+        held = self._options.allowance
+        return none_fits(self._manifest, modules, self._seen, held.slots, held.moments)
 
 
 async def choose(

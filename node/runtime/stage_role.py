@@ -112,10 +112,9 @@ async def stage_role(given: ModuleContext, first: Anchor | None) -> AsyncIterato
     """Builds the role of a stage peer, not prepared yet; `first` as of `module_rounds`."""
     manifest, device = given.manifest, given.device
     budget = _graph_budget(given)
-    slots = given.options.slots_held
-    submit = given.compute.submit
+    allowance, submit = given.options.allowance, given.compute.submit
     worker = await given.compute.run(
-        Priority.UPKEEP, lambda: host_hop(manifest, given.module, device, budget, slots, given.threads, submit)
+        Priority.UPKEEP, lambda: host_hop(manifest, given.module, device, budget, allowance, given.threads, submit)
     )
     if given.resumed.state is not None:
         await given.compute.run(Priority.UPKEEP, partial(restore_hop, worker, given.resumed.state))
@@ -136,7 +135,7 @@ def _graph_budget(given: ModuleContext) -> int:
     limit = options.memory_limit_bytes
     if limit is None:
         return budget
-    need = need_of(given.manifest, (given.module,), options.slots_held)
+    need = need_of(given.manifest, (given.module,), options.slots_held, options.moments)
     return min(budget, max(0, limit.value - (need.all if given.device.type == "cpu" else need.device)))
 
 

@@ -47,22 +47,8 @@ class AdamW(InnerRule[Moments]):
         for parameters, decay in self._groups:
             moved = [parameter for parameter in parameters if parameter.grad is not None]
             moments = [self._moments(parameter) for parameter in moved]
-            adamw(
-                list[Tensor](moved),
-                [parameter.grad for parameter in moved if parameter.grad is not None],
-                [each.mean for each in moments],
-                [each.variance for each in moments],
-                [],
-                [each.steps for each in moments],
-                fused=True,  # one pass over memory on CPU and CUDA alike
-                amsgrad=False,
-                beta1=self._inner.beta1,
-                beta2=self._inner.beta2,
-                lr=rate,
-                weight_decay=decay,
-                eps=self._inner.epsilon,
-                maximize=False,
-            )
+            gradients = [parameter.grad for parameter in moved if parameter.grad is not None]
+            apply_adamw(self._inner, list[Tensor](moved), gradients, moments, rate, decay)
 
     def slots(self, parameter: nn.Parameter, steps: int) -> Mapping[str, Shape]:
         return {"exp_avg": tuple(parameter.shape), "exp_avg_sq": tuple(parameter.shape)}
@@ -84,3 +70,30 @@ class AdamW(InnerRule[Moments]):
             steps = torch.zeros((), device=parameter.device)
             self.states[parameter] = Moments(torch.zeros_like(parameter), torch.zeros_like(parameter), steps)
         return self.states[parameter]
+
+
+def apply_adamw(
+    inner: InnerSection,
+    moved: list[Tensor],
+    gradients: list[Tensor],
+    moments: Sequence[Moments],
+    rate: float,
+    decay: float,
+) -> None:
+    """Takes one step with tensors and moments in place; counts it in `steps`."""
+    adamw(
+        moved,
+        gradients,
+        [each.mean for each in moments],
+        [each.variance for each in moments],
+        [],
+        [each.steps for each in moments],
+        fused=True,  # one pass over memory on CPU and CUDA alike
+        amsgrad=False,
+        beta1=inner.beta1,
+        beta2=inner.beta2,
+        lr=rate,
+        weight_decay=decay,
+        eps=inner.epsilon,
+        maximize=False,
+    )

@@ -8,10 +8,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor, nn
+
+from node.model.packed_floats import PackedFloats
 
 Shape = tuple[int, ...]
 FLOAT_BYTES = 4
@@ -26,6 +28,8 @@ class ParameterState:
     """That have moved it. A part without visits is left out of a step, so they may differ among parameters."""
     tensors: Mapping[str, Tensor]
     """Float32, by what they are."""
+    packed: Mapping[str, PackedFloats] = field(default_factory=dict)
+    """Those that the rule keeps in fewer bytes, as they are there. A copy, and what is restored, has none."""
 
 
 class Deferred(Protocol):
