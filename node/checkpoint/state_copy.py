@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from node.model.packed_floats import Floats
+from node.model.packed.packed_floats import Floats
 
 SLICE: Final = 2**20
 """Elements (4 MiB) that are copied at a time."""

@@ -114,9 +114,7 @@ def none_fits(
     return _too_little(what, needs[module], f"{lack}{_instead(manifest, room, microbatches, moments)}")
 
 
-def blocks_that_fit(
-    manifest: Manifest, room: Room, microbatches: int, moments: MomentType = MomentType.FLOAT32
-) -> int:
+def blocks_that_fit(manifest: Manifest, room: Room, microbatches: int, moments: MomentType = MomentType.FLOAT32) -> int:
     """The most blocks of this model that a stage after stage 0 may have here, 0 when there is no room for one; as many
     as the model has where nobody can tell.
     """

@@ -21,7 +21,7 @@ class MomentType(enum.Enum):
 
     FLOAT32 = "float32"
     EIGHT_BIT = "8bit"
-    """8 bits each and a scale for 256 of them (`node.model.optimizers.eight_bit`)."""
+    """8 bits each and a scale for 256 of them (`node.model.packed.eight_bit`)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,14 +21,15 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from node.model.blocks import packed_weights
 from node.model.device import copied
 from node.model.moments import MomentType, moments_of
 from node.model.optimizers.adamw import AdamW
-from node.model.optimizers.eight_bit_adamw import EightBitAdamW, has_eight_bits
+from node.model.optimizers.eight_bit_adamw import EightBitAdamW
 from node.model.optimizers.inner_rule import AtDeadline, InnerRule, ParameterState, Submit
 from node.model.optimizers.muon import Muon
 from node.model.optimizers.soap import Soap
-from node.model.shapes import demand_of, is_block_matrix
+from node.model.shapes import demand_of, has_eight_bits, is_block_matrix
 from protocol.manifest.manifest import Manifest
 from protocol.manifest.training import InnerSection, ScheduleSection, TrainingSection
 from swarm.vocabulary.errors import SkipstoneError, StateError
@@ -96,13 +97,15 @@ class Accumulator:
     def __init__(self, part: nn.Module) -> None:
         self.parameters = tuple(part.parameters())
         self.names = tuple(name for name, _ in part.named_parameters())
+        self.packed = packed_weights(part)
+        """What stands for those of the parameters that are kept in fewer bytes."""
         self.visits = 0
         """Microbatches added since the last step, less those taken back."""
         self.tokens = 0
         """Tokens of these microbatches. Below 0 when more has been taken back since the last step than added."""
         self.labels = 0
         """Those that are predicted."""
-        self.sums = tuple(torch.zeros_like(parameter, dtype=_sum_type(parameter)) for parameter in self.parameters)
+        self.sums = tuple(torch.zeros(p.shape, dtype=_sum_type(p), device=p.device) for p in self.parameters)
         """In the order of the part's parameters."""
         self._current: set[MicrobatchId] = set()
         self._recent: deque[set[MicrobatchId]] = deque(maxlen=REMEMBERED_STEPS)
@@ -180,7 +183,7 @@ class Accumulator:
             return
         # Sums as wide as the parameters become the gradients; beside others there must be room before any is divided.
         means = [
-            total if total.dtype is parameter.dtype else torch.empty_like(parameter, requires_grad=False)
+            total if total.dtype is parameter.dtype else torch.empty_like(total, dtype=parameter.dtype)
             for parameter, total in zip(self.parameters, self.sums, strict=True)
         ]
         for parameter, total, mean in zip(self.parameters, self.sums, means, strict=True):
@@ -254,8 +257,12 @@ class InnerOptimizer:
         self._parameters = list(dict.fromkeys(p for accumulator in accumulators for p in accumulator.parameters))
         self.moments = moments_of(training.inner, moments)
         """The form of AdamW's moments, and why."""
+        self.state_bytes = _state_bytes(training.inner, accumulators, self.moments.value)
+        """Of what is kept of the parameters on the compute device, once all have been moved."""
         self.rules = _rules(training.inner, accumulators, submit, self.moments.value)
         """Which move the parameters, each those that are its own."""
+        for rule in self.rules:
+            rule.packed = {p: held for each in self._accumulators for p, held in each.packed.items()}
         self.before_change: Callable[[], None] = lambda: None
         """Called before parameters or state become others: who copies them piece by piece finishes."""
 
@@ -351,10 +358,7 @@ def _rules(
     inner: InnerSection, accumulators: Sequence[Accumulator], submit: Submit, moments: MomentType
 ) -> tuple[InnerRule[Any], ...]:
     """The rules of the manifest's optimizer, which have all parameters among them."""
-    names: dict[nn.Parameter, str] = {}
-    for accumulator in accumulators:
-        for name, parameter in zip(accumulator.names, accumulator.parameters, strict=True):
-            names.setdefault(parameter, name)  # tied embeddings have that of the embedding
+    names = _names(accumulators)
     matrices = {parameter: None for parameter, name in names.items() if is_block_matrix(name, tuple(parameter.shape))}
     others = [parameter for parameter in names if parameter not in matrices]
     if inner.name == "soap":
@@ -365,6 +369,20 @@ def _rules(
         packed = {p: None for p, name in names.items() if has_eight_bits(name, tuple(p.shape))}
         return AdamW([p for p in names if p not in packed], inner), EightBitAdamW(tuple(packed), inner)
     return (AdamW([*matrices, *others], inner),)
+
+
+def _names(accumulators: Sequence[Accumulator]) -> dict[nn.Parameter, str]:
+    """Of each parameter; tied embeddings have that of the embedding."""
+    names: dict[nn.Parameter, str] = {}
+    for accumulator in accumulators:
+        for name, parameter in zip(accumulator.names, accumulator.parameters, strict=True):
+            names.setdefault(parameter, name)
+    return names
+
+
+def _state_bytes(inner: InnerSection, accumulators: Sequence[Accumulator], moments: MomentType) -> int:
+    named = _names(accumulators).items()
+    return sum(optimizer_bytes(inner, name, tuple(p.shape), moments) for p, name in named)
 
 
 def optimizer_bytes(

@@ -292,15 +292,18 @@ def host_hop(
     require_room(manifest, (module,), device, allowance.slots, allowance.moments)
     with device_errors():
         part = build_block_stack(manifest, module).to(device)
+        hidden_type = HIDDEN_TYPES[manifest.model.dtype]
+        is_alone = threads is None or len(threads.devices) == 1
+        if is_alone and device.type != "cpu" and hidden_type is torch.bfloat16:
+            part.split_weights()
         total = Accumulator(part)
         optimizer = inner_optimizer(manifest, module, [total], submit, allowance.moments)
         chosen = puts_weights_off(manifest.training.staleness, 1 if threads is None else len(threads.devices))
-        is_alone = threads is None or len(threads.devices) == 1
         split: SplitDevice | BlockByBlock | None = None
         if is_alone and device.type != "cpu":
-            split = BlockByBlock(part, HIDDEN_TYPES[manifest.model.dtype])
+            split = BlockByBlock(part, hidden_type)
         elif is_alone and chosen.value:
-            split = SplitDevice(part, HIDDEN_TYPES[manifest.model.dtype])
+            split = SplitDevice(part, hidden_type)
         passes = split or body_passes(part, threads, quadratic_share(manifest.model))
     share = quadratic_share(manifest.model) if manifest.packs_documents else 0.0
     deferred = DeferredWeights(chosen, split, total, submit)

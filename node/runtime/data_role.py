@@ -43,7 +43,7 @@ from node.runtime.resume import (
     progress_of,
     restore_stage_zero,
 )
-from node.runtime.role import link_codecs, microbatch_runner_for
+from node.runtime.role import link_codecs, microbatch_runner_for, moments_status, tell_moments
 from protocol.interfaces.clock import SystemClock
 from protocol.interfaces.transport import QuestionAbout
 from protocol.manifest.manifest import Manifest
@@ -141,6 +141,7 @@ class DataRole:
             paths=self._negotiation.describe(progress.stage_visits),
             sizes=self._data_node.sizes.summary() if flights.counts.started else None,
             window=self._data_node.window.describe(),
+            moments=moments_status(self._worker.stage.optimizer),
         )
 
     async def _wake_on_changes(self) -> None:
@@ -166,6 +167,7 @@ async def data_role(given: ModuleContext, first: Anchor | None) -> AsyncIterator
     position = position_of(given.resumed)
     if position is not None:
         given.events.emit(Continued(own.peer, _reported(counts_of(position))))
+    tell_moments(given, worker.stage.optimizer)
     own.steps = worker.stage.optimizer.steps
     assert given.text.value is not None, given.text.reason
     documents = await asyncio.to_thread(open_documents, manifest, given.text.value, given.router)

@@ -25,7 +25,7 @@ from node.pipeline.admission import path_rules
 from node.pipeline.microbatch_runner import MicrobatchRunner
 from node.pipeline.stage_worker import HopWorker, host_hop, measure_speed
 from node.runtime.resume import capture_hop, restore_hop
-from node.runtime.role import link_codecs, microbatch_runner_for
+from node.runtime.role import link_codecs, microbatch_runner_for, moments_status, tell_moments
 from protocol.interfaces.clock import SystemClock
 from swarm.routing.measured_times import MeasuredTimes
 from swarm.routing.planner import Planner
@@ -104,6 +104,7 @@ class StageRole:
                 put_off.held_bytes,
                 put_off.peak_bytes,
             ),
+            moments=moments_status(worker.optimizer),
         )
 
 
@@ -118,6 +119,7 @@ async def stage_role(given: ModuleContext, first: Anchor | None) -> AsyncIterato
     )
     if given.resumed.state is not None:
         await given.compute.run(Priority.UPKEEP, partial(restore_hop, worker, given.resumed.state))
+    tell_moments(given, worker.optimizer)
     given.session.own.steps = worker.optimizer.steps
     times = MeasuredTimes(given.session.own.peer, manifest.microbatch_tokens)
     planner = Planner(path_rules(manifest), given.session.membership, times)

@@ -18,9 +18,8 @@ import torch
 from torch import nn
 
 from node.model.optimizers.adamw import Moments, apply_adamw
-from node.model.optimizers.eight_bit import LEAST_ELEMENTS, EightBit, eight_bit_bytes
 from node.model.optimizers.inner_rule import InnerRule, ParameterState, Shape
-from node.model.shapes import EMBEDDING
+from node.model.packed.eight_bit import EightBit, eight_bit_bytes
 from protocol.manifest.training import InnerSection
 
 
@@ -42,7 +41,8 @@ class EightBitMoments:
 
 
 class EightBitAdamW(InnerRule[EightBitMoments]):
-    """AdamW with 8-bit moments (Dettmers et al. 2021, arXiv:2110.02861), for matrices (`has_eight_bits`)."""
+    """AdamW with 8-bit moments (Dettmers et al. 2021, arXiv:2110.02861), for large
+    matrices (`node.model.shapes.has_eight_bits`)."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], inner: InnerSection) -> None:
         super().__init__(parameters)
@@ -55,11 +55,12 @@ class EightBitAdamW(InnerRule[EightBitMoments]):
                 continue
             state = self.states.get(parameter) or EightBitMoments.of(parameter)
             self.states[parameter] = state
-            flat, gradient = parameter.view(-1), parameter.grad.view(-1)
+            gradient = parameter.grad.view(-1)
             for part in state.mean.parts():
                 steps = torch.full((), float(state.steps), device=parameter.device)
                 moments = Moments(state.mean.read(part), state.variance.read(part), steps)
-                apply_adamw(self._inner, [flat[part]], [gradient[part]], [moments], rate, self._inner.weight_decay)
+                with self.opened_part(parameter, part) as values:
+                    apply_adamw(self._inner, [values], [gradient[part]], [moments], rate, self._inner.weight_decay)
                 state.mean.write(part, moments.mean)
                 state.variance.write(part, moments.variance)
             state.steps += 1
@@ -81,9 +82,3 @@ class EightBitAdamW(InnerRule[EightBitMoments]):
         state.mean.store(saved.tensors["exp_avg"])
         state.variance.store(saved.tensors["exp_avg_sq"])
         return state
-
-
-def has_eight_bits(name: str, shape: Shape) -> bool:
-    """Whether a parameter's moments are kept in 8 bits where that was asked for: those of matrices, but for small ones
-    and the embedding, whose rows get gradients of most unlike sizes (Dettmers et al. 2021, section 2.3)."""
-    return len(shape) == 2 and name != EMBEDDING and math.prod(shape) >= LEAST_ELEMENTS

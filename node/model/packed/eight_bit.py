@@ -21,12 +21,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from node.model.packed_floats import PackedFloats
+from node.model.packed.packed_floats import PackedFloats
 
 BLOCK: Final = 256
 """Elements that share a scale."""
-LEAST_ELEMENTS: Final = 4096
-"""Smaller tensors stay float32, as in bitsandbytes: they weigh nothing, and norms and biases are the most sensitive."""
 _DECADES: Final = 7
 _SCALE_BYTES: Final = 4
 
@@ -97,7 +95,7 @@ def dynamic_map(*, is_signed: bool) -> tuple[float, ...]:
 
 
 @functools.lru_cache(maxsize=32)
-def _map_on(device: torch.device, is_signed: bool) -> tuple[Tensor, Tensor]:  # noqa: FBT001 - a key of the cache
+def _map_on(device: torch.device, is_signed: bool) -> tuple[Tensor, Tensor]:
     """The values, and the 255 middles between two of them."""
     values = torch.tensor(dynamic_map(is_signed=is_signed), dtype=torch.float64)
     middles = (values[1:] + values[:-1]) / 2

@@ -52,6 +52,10 @@ class PackedFloats(ABC):
         for part in self.parts():
             self.write(part, flat[part])
 
+    def unpacked(self) -> Tensor:
+        """The whole tensor as float32, on its device."""
+        return self.read(slice(0, self.numel())).view(self.shape)
+
     def copied(self) -> Tensor:
         """A float32 copy on the CPU."""
         values = torch.empty(self.numel())
