@@ -1,9 +1,10 @@
 """The copy of a replica's tensors on their way to a checkpoint, slice by slice, while nothing changes them.
 
-Only inner steps and rounds change a replica, and its tensors take 12 bytes a parameter as float32. So they are not copied at once:
-the writer asks for the next slices when it has room, and they are copied between two microbatches. Whoever is about to
-change the replica first has what is left copied (`finish`), and waits for the disk where that is more than there is
-room for: what is written is the replica at one moment, and takes `room` bytes at most.
+Only inner steps and rounds change a replica, and its tensors take 12 bytes a parameter as float32 (so they are written,
+in whatever form the replica keeps them). So they are not copied at once: the writer asks for the next slices when it
+has room, and they are copied between two microbatches. Whoever is about to change the replica first has what is left
+copied (`finish`), and waits for the disk where that is more than there is room for: what is written is the replica at
+one moment, and takes `room` bytes at most.
 """
 
 from __future__ import annotations

@@ -51,8 +51,8 @@ class Linear(nn.Module):
         return self.weight.to(dtype)
 
     def split(self) -> None:
-        """Splits the weight, which is to be multiplied in bfloat16 only. For before anything refers to the parameter: it
-        is another one afterwards, which has shape and gradients but no memory, and is not a number to whoever reads it.
+        """Splits the weight, which is to be multiplied in bfloat16 only. For before anything refers to the parameter:
+        it is another one afterwards, which has shape and gradient but no memory; whoever reads it finds NaN.
         """
         matrix = self.weight.detach()
         self.narrow = SplitWeight(matrix)

@@ -18,6 +18,7 @@ from node.model.free_memory import available_memory
 from node.model.moments import MomentType
 from node.model.optimizer import optimizer_bytes
 from node.model.optimizers.adamw import AdamW
+from node.model.optimizers.eight_bit_adamw import EightBitAdamW
 from node.model.parts import HIDDEN_TYPES
 from node.model.shapes import BYTES_PER_PARAMETER, Shape, parameter_bytes, parameter_shapes
 from protocol.manifest.manifest import Manifest
@@ -38,13 +39,10 @@ _ANCHOR_BYTES: Final = 2 * 4
 _SNAPSHOT_BYTES: Final = 4
 """What a round's pseudo-gradient is taken from (`node.averaging.replica_sync`)."""
 DEVICE_BYTES: Final = BYTES_PER_PARAMETER + _SUM_BYTES
-"""Of each parameter of a stage of blocks, on a card; besides what the inner optimizer has of it, and the copy in a
-narrower type that products are made with."""
+"""Of each parameter of a stage of blocks, on a card; besides what the inner optimizer has of it. In bfloat16 products
+are made with the upper half of the parameter itself (`node.model.packed.split_weight`)."""
 CPU_BYTES: Final = BYTES_PER_PARAMETER + _CPU_SUM_BYTES + _GRADIENT_BYTES
 """The same where the CPU is the compute device, without a copy."""
-MEMORY_BYTES: Final = 2 * _ANCHOR_BYTES + _SNAPSHOT_BYTES
-"""Of each parameter, in the machine's memory, during a round: the anchor that holds and the one in the making. Older
-ones are kept only where there is room (`node.averaging.anchor.anchor_store`)."""
 TENSORS_HELD: Final = 3
 """Of each microbatch that is held: input, output, gradient (`node.pipeline.microbatch_runner`)."""
 _HIDDEN_KEPT: Final = 4
@@ -52,10 +50,18 @@ _FEED_FORWARD_KEPT: Final = 3
 """Rows of these widths that one block's graph surely keeps of each token: attention's inputs and output, and the gated
 product with its two factors."""
 
-_ADAMW_BYTES: Final = AdamW.state_bytes((1,))
-"""Of each parameter."""
+_MANY: Final = 2**20
+"""Parameters of a matrix of usual size."""
 _NAMED: Final = 8
 """Modules that a message lists."""
+
+
+def round_bytes(fragments: int) -> float:
+    """The bytes of each parameter that rounds take of the machine's memory: an anchor, and of the fragment whose turn it
+    is another one in the making, and the snapshot: 20 for a module that is averaged at once, 9.5 with 8 fragments. What
+    anchors have in common they share, and older ones are kept only where there is room
+    (`node.averaging.anchor.anchor_store`). Measured are 20.5 and 9.8 between rounds (docs/BENCHMARKS.md)."""
+    return _ANCHOR_BYTES + (_ANCHOR_BYTES + _SNAPSHOT_BYTES) / fragments
 
 
 def need_of(
@@ -128,13 +134,14 @@ def blocks_that_fit(manifest: Manifest, room: Room, microbatches: int, moments: 
     return bisect_left(range(1, most + 1), True, key=lambda blocks: not fits(blocks))
 
 
-def parameters_that_fit(room: Room) -> int | None:
-    """The parameters for which there is room, with AdamW and without what computing takes; None where nobody can
-    tell."""
-    device, memory = DEVICE_BYTES + _ADAMW_BYTES, MEMORY_BYTES
+def parameters_that_fit(room: Room, moments: MomentType = MomentType.FLOAT32, fragments: int = 1) -> int | None:
+    """The parameters of a stage of blocks for which there is room, with AdamW and without what computing takes; None
+    where nobody can tell."""
+    kept = (EightBitAdamW if moments is MomentType.EIGHT_BIT else AdamW).state_bytes((_MANY,)) / _MANY
+    device, memory = DEVICE_BYTES + kept, round_bytes(fragments)
     if room.device is None:
-        return None if room.memory.value is None else room.memory.value // (CPU_BYTES + _ADAMW_BYTES + memory)
-    known = [there // each for there, each in ((room.device.value, device), (room.memory.value, memory)) if there]
+        return None if room.memory.value is None else int(room.memory.value / (CPU_BYTES + kept + memory))
+    known = [int(there / each) for there, each in ((room.device.value, device), (room.memory.value, memory)) if there]
     return min(known, default=None)
 
 
@@ -198,12 +205,14 @@ class _Measure:
         kept = _HIDDEN_KEPT * model.hidden + _FEED_FORWARD_KEPT * model.feed_forward
         graph = max(blocks) * manifest.microbatch_tokens * kept * width
         held = TENSORS_HELD * microbatches * math.prod(manifest.hidden_shape) * width
-        copied = width if width < BYTES_PER_PARAMETER else 0
-        of_each = DEVICE_BYTES + copied + (_GRADIENT_BYTES if ends else 0)
+        of_each = DEVICE_BYTES
+        if ends:
+            of_each += _GRADIENT_BYTES + (width if width < BYTES_PER_PARAMETER else 0)
         state, on_cpu = elements * of_each + of_optimizer, elements * CPU_BYTES + of_optimizer
-        memory = elements * MEMORY_BYTES + held
+        rounds = int(elements * round_bytes(manifest.training.fragments))
+        memory = rounds + held
         said = (
-            f"{size_text(on_cpu + elements * MEMORY_BYTES)} for {elements} parameters with their gradients, "
+            f"{size_text(on_cpu + rounds)} for {elements} parameters with their gradients, "
             f"anchors and {manifest.training.inner.name}'s state (of it on a card {size_text(state)}),"
             f" {size_text(graph)} for computing one microbatch, {size_text(held)} for holding {microbatches}"
         )
@@ -233,6 +242,6 @@ def _too_little(what: str, need: Need, lack: str) -> OutOfMemory:
         f"{what} takes {size_text(need.all)} ({need.reason}), and {lack}",
         hint=(
             "Close other programs, raise --memory-limit if there is one, hold fewer microbatches (--slots, --window), "
-            "or join a run with smaller stages (skipstone new --card)."
+            "or join a run with smaller stages (skipstone new --card). --moments 8bit takes 6 bytes a parameter less."
         ),
     )

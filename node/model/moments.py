@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from protocol.manifest.training import InnerSection
 from swarm.pipeline.ledger import DEFAULT_SLOTS
 from swarm.vocabulary.types import Reasoned
+
+if TYPE_CHECKING:
+    from protocol.manifest.training import InnerSection
 
 
 class MomentType(enum.Enum):

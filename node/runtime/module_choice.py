@@ -17,6 +17,7 @@ from node.checkpoint.state import Resumed
 from node.context.options import NodeOptions
 from node.data.places import Places
 from node.model.memory_need import needs_of, none_fits, room_on, what_fits
+from node.model.moments import MomentType
 from node.network.session import NetworkSession
 from node.observability.events import EventSink, Note
 from node.runtime.mover import workload_of
@@ -34,6 +35,8 @@ class FittingModules:
 
     def __init__(self, manifest: Manifest, options: NodeOptions, device: torch.device) -> None:
         self.needs = needs_of(manifest, options.slots_held, options.moments)
+        self._reckoned = needs_of(manifest, options.slots_held)
+        """What others take the needs to be, who know nothing of this node's moments."""
         self._manifest = manifest
         self._options = options
         self._device = device
@@ -63,7 +66,13 @@ class FittingModules:
         """The room to be announced, of the machine's memory and of the device's own. A node that has room for every
         module says nothing: others take that for granted, and older ones could not read it."""
         modules = self._manifest.modules()
-        return (0, 0) if len(self.of(modules)) == len(modules) else self.room().announced
+        fitting, room = self.of(modules), self.room()
+        if len(fitting) == len(modules):
+            return 0, 0
+        if self._options.moments is not MomentType.FLOAT32:
+            for module in fitting:
+                room = room.reaching(self._reckoned[module])
+        return room.announced
 
     def told(self) -> Reasoned[tuple[int, ...]]:
         """The stages that fit, with a clause for the person at this machine."""

@@ -23,8 +23,7 @@ State = TypeVar("State")
 
 
 def zeros_of(parameter: nn.Parameter) -> Tensor:
-    """Float32 zeros, as many as the parameter has elements, in its shape and on its device, whether or not it has memory
-    of its own."""
+    """Zeros of the parameter's shape, on its device, whether or not it has memory of its own."""
     return torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
 
 

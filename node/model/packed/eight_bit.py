@@ -1,5 +1,5 @@
-"""Moments in 8 bits: blockwise quantisation with a dynamic map (Dettmers et al. 2021, arXiv:2110.02861, sections 2.1 and
-2.2), over torch's own operators, so that it is the same on every device.
+"""Moments in 8 bits: blockwise quantisation with a dynamic map (Dettmers et al. 2021, arXiv:2110.02861, sections 2.1
+and 2.2), by torch's own operators, so that it is the same on every device.
 
 A block is 256 elements in a row (2048 in the paper, 256 in bitsandbytes today). It is divided by its largest element,
 and each quotient becomes the number of the nearest of 256 values, which lie close to 0 as densely, in proportion, as

@@ -1,6 +1,6 @@
-"""A float32 matrix in two halves: the upper one is the bfloat16 matrix that products are made with, the lower one the 16
-bits that it lacks. So the copy for products costs no memory of its own, and nothing is lost: 4 bytes for each element,
-not 6.
+"""A float32 matrix in two halves: the upper one is the bfloat16 matrix that products are made with, the lower one the
+16 bits that it lacks. So the copy for products costs no memory of its own, and nothing is lost: 4 bytes for each
+element, not 6.
 
 It stands alone because who makes products sees the upper half only, and who changes the matrix both.
 """
@@ -21,9 +21,8 @@ class SplitWeight(PackedFloats):
     """The two halves of a matrix, on its device.
 
     The upper half is the nearest bfloat16 number, of two that are equally near the larger one (by magnitude), where a
-    cast takes the even one: then the difference in the last bits fits 16 of them whatever the number is. A graph from
-    before a change cannot be gone back through any more, as with `node.model.packed.narrow_copy.NarrowCopy`, of which this
-    has the face.
+    cast takes the even one: then the difference in the last bits fits 16 of them whatever the number is. It is a `Narrow`
+    matrix: a graph from before a change cannot be gone back through any more.
     """
 
     dtype = torch.bfloat16
