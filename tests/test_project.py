@@ -66,8 +66,8 @@ node/start: node/averaging/anchor node/data/formats node/model protocol/manifest
 node/context: node/checkpoint node/concurrency node/data node/experts node/model node/network node/observability
     node/start protocol/identity protocol/manifest swarm/pipeline
 node/pipeline: node/concurrency node/data node/experts node/model node/model/optimizers node/model/packed node/network
-    node/observability protocol/codecs protocol/interfaces protocol/manifest protocol/transport swarm/compression swarm/pipeline
-    swarm/routing swarm/workload
+    node/observability protocol/codecs protocol/interfaces protocol/manifest protocol/transport swarm/compression
+    swarm/pipeline swarm/routing swarm/workload
 node/reachability: node/concurrency node/network node/observability protocol/identity protocol/interfaces
     protocol/manifest protocol/nat protocol/transport swarm/membership
 node/averaging/exchange: node/averaging/anchor node/concurrency node/model node/observability protocol/codecs

@@ -71,8 +71,8 @@ class Room:
         return Room(self.memory, _lesser(self.device, limit))
 
     def reaching(self, need: Need) -> Room:
-        """The room, or as much more as it takes for others to see, in whole steps, that this need is met: of a peer that
-        manages with less than they reckon with."""
+        """The room, or as much more as it takes for others to see, in whole steps, that this need is met: of a peer
+        that manages with less than they reckon with."""
         if self.device is None:
             return Room(_at_least(self.memory, need.all), None)
         return Room(_at_least(self.memory, need.memory), _at_least(self.device, need.device))
