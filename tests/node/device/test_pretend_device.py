@@ -36,8 +36,8 @@ MOST_BYTES: Final = {
     "float32": {"resident": 16.1, "forward": 16.2, "backward": 16.4, "step": 16.6, "recomputed backward": 16.4},
     "8bit": {"resident": 10.2, "forward": 10.3, "backward": 10.5, "step": 11.4, "recomputed backward": 10.5},
 }
-"""For each parameter, in bfloat16 with AdamW, by the form of its moments: 4 of itself, whose upper half is what products
-are made with, 8 or 2 of moments, 4 of the sum."""
+"""For each parameter, in bfloat16 with AdamW, by the form of its moments: 4 of itself, whose upper half is what
+products are made with, 8 or 2 of moments, 4 of the sum."""
 
 
 @pytest.fixture(scope="module")
