@@ -32,9 +32,11 @@ ALLOWED: Final = {
 """Waits for the device, by job and codec. Each is a moment in which a GPU has nothing to do."""
 FARTHEST: Final = {"float32": 1e-3, "bfloat16": 0.03}
 """Of a result from the CPU's, relative to the largest: kernels that are composed of others there are one here."""
+STEP_OF_8_BITS: Final = 0.016
+"""Of a mean: what falls between two of its values is rounded this way or that."""
 MOST_BYTES: Final = {
     "float32": {"resident": 16.1, "forward": 16.2, "backward": 16.4, "step": 16.6, "recomputed backward": 16.4},
-    "8bit": {"resident": 10.2, "forward": 10.3, "backward": 10.5, "step": 11.4, "recomputed backward": 10.5},
+    "8bit": {"resident": 10.2, "forward": 10.2, "backward": 10.5, "step": 11.0, "recomputed backward": 10.5},
 }
 """For each parameter, in bfloat16 with AdamW, by the form of its moments: 4 of itself, whose upper half is what
 products are made with, 8 or 2 of moments, 4 of the sum."""
@@ -54,7 +56,11 @@ def found() -> dict[str, Any]:
 def test_results_are_those_of_the_cpu(found: dict[str, Any], dtype: str) -> None:
     differences = found[dtype]["differences"]
     assert len(differences) > 50
-    assert {name: off for name, off in differences.items() if not off <= FARTHEST[dtype]} == {}
+
+    def is_near(name: str, off: float) -> bool:
+        return off <= (max(FARTHEST[dtype], STEP_OF_8_BITS) if name.endswith(" 8bit") else FARTHEST[dtype])
+
+    assert {name: off for name, off in differences.items() if not is_near(name, off)} == {}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -48,6 +49,14 @@ def test_the_upper_half_is_the_nearest_bfloat16_number() -> None:
     assert bool(ties.any())
     assert bool((upper.detach()[ties].float().abs() > matrix[ties].abs()).all())
     assert bool(upper.detach()[matrix.isinf()].isinf().all())
+
+
+def test_a_graph_from_before_a_change_is_refused() -> None:
+    split = SplitWeight(torch.randn(4, 8))
+    old = torch.nn.functional.linear(torch.randn(3, 8).bfloat16().requires_grad_(), split.fresh()).float().sum()
+    split.write(slice(0, 4), torch.zeros(4))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        old.backward()
 
 
 def test_a_layer_computes_and_learns_as_with_a_copy() -> None:
