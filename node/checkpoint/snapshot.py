@@ -82,11 +82,11 @@ class Header:
 def own_tensors(local: Mapping[str, Floats], inner: InnerState) -> dict[str, Floats]:
     """A replica's own tensors under one name each: `local/NAME`, and what the inner optimizer has of a parameter, such
     as `exp_avg/NAME`."""
-    named = {f"local/{name}": tensor for name, tensor in local.items()}
-    states = inner.parameters.items()
-    return named | {
-        f"{slot}/{name}": tensor for name, own in states for slot, tensor in (*own.tensors.items(), *own.packed.items())
-    }
+    named: dict[str, Floats] = {f"local/{name}": tensor for name, tensor in local.items()}
+    for name, own in inner.parameters.items():
+        named |= {f"{slot}/{name}": tensor for slot, tensor in own.tensors.items()}
+        named |= {f"{slot}/{name}": packed for slot, packed in own.packed.items()}
+    return named
 
 
 def state_pieces(state: ReplicaState) -> Iterator[memoryview]:

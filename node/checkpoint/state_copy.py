@@ -153,4 +153,5 @@ def _slices(tensors: Iterable[Floats]) -> Iterator[_Slice]:
 
 
 def _length(piece: _Slice) -> int:
-    return piece[1].stop - piece[1].start
+    length: int = piece[1].stop - piece[1].start
+    return length
