@@ -139,8 +139,13 @@ def stage() -> dict[str, Any]:
     answer = _run("tests.node.device.every_job")
     waits = {name: sum(by_line.values()) for name, by_line in answer["bfloat16"]["waits"].items()}
     return {
-        "bytes_a_parameter": {name: round(value, 2) for name, value in answer["bytes"].items()},
-        "peak_bytes_a_parameter": round(max(answer["bytes"].values()), 2),
+        "bytes_a_parameter": {
+            f"{form} moments": {name: round(value, 2) for name, value in found.items()}
+            for form, found in answer["bytes"].items()
+        },
+        "peak_bytes_a_parameter": {
+            f"{form} moments": round(max(found.values()), 2) for form, found in answer["bytes"].items()
+        },
         "kept_bytes_a_token_block_and_width": {
             f"graphs of {count} of 4 blocks": round(value, 2) for count, value in answer["graph"].items()
         },

@@ -13,6 +13,8 @@ SOAP comes in three arms, of which the first two compute the same numbers:
     soap in step    the same bases at the same steps, but computed when they are due, inside the inner step
     soap at once    the published algorithm: all matrices after the same steps, used at once, computed inside the step
 
+Another arm, `adamw 8bit`, is AdamW with the moments that `--moments 8bit` keeps.
+
 Seconds are those of this process on the processor, so other work on the machine changes them little. `foreground_s`
 leaves out what was computed between microbatches: what a peer spends when that falls into its waiting. `p99_step_ms` is
 of the inner step's job, the first ten steps left out.
@@ -46,6 +48,7 @@ from rich.progress import Progress
 from benchmarks.skipping import held_out_loss
 from node.data.feed import TrainingFeed, held_out_microbatches, open_documents
 from node.model.device import flush_denormals
+from node.model.moments import MomentType
 from node.model.optimizer import Accumulator, Addition, InnerOptimizer, StepFigures
 from node.model.optimizers.inner_rule import AtDeadline, InnerRule
 from node.model.optimizers.soap import Soap
@@ -89,10 +92,12 @@ class Arm:
     lag: int = 2
     in_idle_time: bool = False
     spread: bool = True
+    moments: MomentType = MomentType.FLOAT32
 
 
 ARMS: Final = {
     "adamw": Arm("adamw"),
+    "adamw 8bit": Arm("adamw", moments=MomentType.EIGHT_BIT),
     "muon": Arm("muon"),
     "soap": Arm("soap", in_idle_time=True),
     "soap in step": Arm("soap"),
@@ -196,7 +201,7 @@ class Trainer:
     def _optimizer(self, sums: Sequence[Accumulator]) -> InnerOptimizer:
         training = self._manifest.training
         submit = self._idle.submit if self._arm.in_idle_time else AtDeadline
-        optimizer = InnerOptimizer(training, sums, submit=submit)
+        optimizer = InnerOptimizer(training, sums, submit=submit, moments=self._arm.moments)
         if not self._arm.spread:
             optimizer.rules = tuple(self._at_once(rule) for rule in optimizer.rules)
         return optimizer

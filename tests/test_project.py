@@ -52,19 +52,22 @@ node/data: node/data/formats node/experts protocol/manifest swarm/experts swarm/
 protocol/dht: protocol/identity protocol/interfaces protocol/libp2p protocol/nat protocol/transport
 swarm/simulation/baselines: swarm/routing swarm/routing/plans swarm/simulation swarm/simulation/central
 node/lab/simulation: swarm/routing swarm/simulation swarm/simulation/baselines swarm/simulation/central
-node/model/optimizers: protocol/manifest
-node/model: node/data node/model/optimizers protocol/manifest swarm/membership swarm/workload
+node/model/packed:
+node/model/optimizers: node/model/packed protocol/manifest
+node/model: node/data node/model/optimizers node/model/packed protocol/manifest swarm/membership swarm/pipeline
+    swarm/workload
 node/concurrency: node/model protocol/interfaces swarm/pipeline
-node/checkpoint: node/concurrency node/data node/model node/model/optimizers node/observability protocol/manifest
+node/checkpoint: node/concurrency node/data node/model node/model/optimizers node/model/packed node/observability
+    protocol/manifest
 node/network: node/concurrency node/experts node/observability protocol/dht protocol/identity protocol/interfaces
     protocol/manifest protocol/nat protocol/transport swarm/experts swarm/membership swarm/routing swarm/workload
-node/averaging/anchor: node/checkpoint node/model protocol/manifest
+node/averaging/anchor: node/checkpoint node/model node/model/packed protocol/manifest
 node/start: node/averaging/anchor node/data/formats node/model protocol/manifest
-node/context: node/checkpoint node/concurrency node/data node/experts node/network node/observability node/start
-    protocol/identity protocol/manifest swarm/pipeline
-node/pipeline: node/concurrency node/data node/experts node/model node/model/optimizers node/network node/observability
-    protocol/codecs protocol/interfaces protocol/manifest protocol/transport swarm/compression swarm/pipeline
-    swarm/routing swarm/workload
+node/context: node/checkpoint node/concurrency node/data node/experts node/model node/network node/observability
+    node/start protocol/identity protocol/manifest swarm/pipeline
+node/pipeline: node/concurrency node/data node/experts node/model node/model/optimizers node/model/packed node/network
+    node/observability protocol/codecs protocol/interfaces protocol/manifest protocol/transport swarm/compression
+    swarm/pipeline swarm/routing swarm/workload
 node/reachability: node/concurrency node/network node/observability protocol/identity protocol/interfaces
     protocol/manifest protocol/nat protocol/transport swarm/membership
 node/averaging/exchange: node/averaging/anchor node/concurrency node/model node/observability protocol/codecs
@@ -102,7 +105,7 @@ node/lab/chaos: node/averaging node/averaging/anchor node/averaging/exchange nod
     node/lab/emulation node/lab/experiment node/local_swarm node/network node/observability protocol/codecs
     protocol/identity protocol/interfaces protocol/transport swarm/pipeline
 node/lab/commands: node/cli/views node/context node/data node/lab/audit node/lab/chaos node/lab/doctor
-    node/lab/emulation node/lab/experiment node/lab/simulation node/lab/wan node/network protocol/manifest
+    node/lab/emulation node/lab/experiment node/lab/simulation node/lab/wan node/model node/network protocol/manifest
     swarm/simulation
 node: node/cli node/lab/commands
 """

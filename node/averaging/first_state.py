@@ -49,7 +49,8 @@ async def first_state(given: ModuleContext) -> FirstState:
     """
     if given.manifest.start is None or given.resumed.state is not None:
         return FirstState()
-    require_room(given.manifest, (given.module,), given.device, given.options.slots_held)
+    allowance = given.options.allowance
+    require_room(given.manifest, (given.module,), given.device, allowance.slots, allowance.moments)
     if given.start is not None:
         return FirstState(await asyncio.to_thread(given.start.anchor, given.module))
     return FirstState(await _Fetch(given).anchor())

@@ -7,14 +7,15 @@ work.
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from node.checkpoint.snapshot import own_tensors
 from node.checkpoint.state import Agreed, Counters, ReplicaState
 from node.checkpoint.state_copy import Post, StateCopy
 from node.model.device import copied
-from node.model.initialization import parameters_of
+from node.model.initialization import floats_of, parameters_of
 from node.model.optimizer import InnerOptimizer
+from node.model.packed.packed_floats import Floats
 from swarm.vocabulary.errors import StateError
 
 # ---- copying out, on the compute thread ------------------------------------------------------------------------------
@@ -27,7 +28,7 @@ def capture_module(
     names = parameters_of(*parts)
     since = (optimizer.steps, tokens) if agreed is None else (agreed.steps_since, agreed.tokens_since)
     return ReplicaState(
-        local={name: copied(tensor) for name, tensor in names.items()},
+        local={name: _copied(floats) for name, floats in floats_of(*parts).items()},
         inner=optimizer.export_state(names),
         counters=Counters(tokens, visits, *since),
         anchor=None if agreed is None else agreed.anchor,
@@ -47,10 +48,10 @@ def capture_as_written(
     others than the optimizer may move (a router's tables) is copied at once.
     """
     optimizer.before_change()  # the copy before this one ends here
-    names = parameters_of(*parts)
+    names, floats = parameters_of(*parts), floats_of(*parts)
     own = optimizer.moved(names)
     inner = optimizer.shared_state(names)
-    copying = StateCopy(own_tensors({name: names[name] for name in names if name in own}, inner), post)
+    copying = StateCopy(own_tensors({name: floats[name] for name in names if name in own}, inner), post)
     optimizer.before_change = copying.finish
     since = (optimizer.steps, tokens) if agreed is None else (agreed.steps_since, agreed.tokens_since)
     return ReplicaState(
@@ -79,5 +80,12 @@ def restore_module(parts: tuple[nn.Module, ...], optimizer: InnerOptimizer, stat
     optimizer.import_state(parameters, state.inner)
     agreed = 0 if state.anchor is None else state.anchor.version.tokens
     optimizer.tokens = agreed + state.counters.tokens_since_anchor
-    for name, parameter in parameters.items():
-        parameter.copy_(state.local[name])
+    for name, floats in floats_of(*parts).items():
+        if isinstance(floats, Tensor):
+            floats.copy_(state.local[name])
+        else:
+            floats.store(state.local[name])
+
+
+def _copied(floats: Floats) -> Tensor:
+    return copied(floats) if isinstance(floats, Tensor) else floats.copied()

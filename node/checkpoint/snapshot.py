@@ -27,8 +27,9 @@ from node.checkpoint.state import AnchorState, Counters, DataState, ReplicaState
 from node.data.documents import Place
 from node.data.packing import Cursor
 from node.model.device import bytes_of_tensor
-from node.model.optimizer import InnerState, Tensors
+from node.model.optimizer import InnerState
 from node.model.optimizers.inner_rule import ParameterState
+from node.model.packed.packed_floats import Floats
 from swarm.vocabulary.errors import CorruptSnapshot, ProtocolViolation
 from swarm.vocabulary.types import AnchorVersion, ModuleId, PeerId, RunId
 
@@ -78,12 +79,14 @@ class Header:
 # ---- tensors ---------------------------------------------------------------------------------------------------------
 
 
-def own_tensors(local: Tensors, inner: InnerState) -> dict[str, Tensor]:
+def own_tensors(local: Mapping[str, Floats], inner: InnerState) -> dict[str, Floats]:
     """A replica's own tensors under one name each: `local/NAME`, and what the inner optimizer has of a parameter, such
     as `exp_avg/NAME`."""
-    named = {f"local/{name}": tensor for name, tensor in local.items()}
-    states = inner.parameters.items()
-    return named | {f"{slot}/{name}": tensor for name, own in states for slot, tensor in own.tensors.items()}
+    named: dict[str, Floats] = {f"local/{name}": tensor for name, tensor in local.items()}
+    for name, own in inner.parameters.items():
+        named |= {f"{slot}/{name}": tensor for slot, tensor in own.tensors.items()}
+        named |= {f"{slot}/{name}": packed for slot, packed in own.packed.items()}
+    return named
 
 
 def state_pieces(state: ReplicaState) -> Iterator[memoryview]:
@@ -92,7 +95,7 @@ def state_pieces(state: ReplicaState) -> Iterator[memoryview]:
     own = own_tensors(state.local, state.inner)
     copying = () if state.copying is None else state.copying.names
     rest = {name: tensor for name, tensor in own.items() if name not in copying}
-    groups: list[tuple[str, Mapping[str, Tensor]]] = [("", rest)]
+    groups: list[tuple[str, Mapping[str, Floats]]] = [("", rest)]
     if state.anchor is not None:
         groups += [("anchor/", state.anchor.parameters), ("momentum/", state.anchor.momentum or {})]
     shapes = {name: tuple(own[name].shape) for name in copying}
@@ -108,12 +111,15 @@ def state_pieces(state: ReplicaState) -> Iterator[memoryview]:
                 yield from (data[begin : begin + _PIECE] for begin in range(0, len(data), _PIECE))
 
 
-def _shape_of(tensors: Mapping[str, Tensor], name: str) -> tuple[int, ...]:
+def _shape_of(tensors: Mapping[str, Floats], name: str) -> tuple[int, ...]:
     return tensors.shape_of(name) if isinstance(tensors, TensorsInParts) else tuple(tensors[name].shape)
 
 
-def _parts_of(tensors: Mapping[str, Tensor], name: str) -> Iterator[Tensor]:
-    return tensors.parts_of(name) if isinstance(tensors, TensorsInParts) else iter((tensors[name],))
+def _parts_of(tensors: Mapping[str, Floats], name: str) -> Iterator[Tensor]:
+    if isinstance(tensors, TensorsInParts):
+        return tensors.parts_of(name)
+    tensor = tensors[name]
+    return iter((tensor,)) if isinstance(tensor, Tensor) else map(tensor.read, tensor.parts())
 
 
 def _table_of_tensors(shapes: Mapping[str, tuple[int, ...]]) -> memoryview:

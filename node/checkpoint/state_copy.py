@@ -1,22 +1,25 @@
 """The copy of a replica's tensors on their way to a checkpoint, slice by slice, while nothing changes them.
 
-Only inner steps and rounds change a replica, and its tensors take 12 bytes a parameter. So they are not copied at once:
-the writer asks for the next slices when it has room, and they are copied between two microbatches. Whoever is about to
-change the replica first has what is left copied (`finish`), and waits for the disk where that is more than there is
-room for: what is written is the replica at one moment, and takes `room` bytes at most.
+Only inner steps and rounds change a replica, and its tensors take 12 bytes a parameter as float32 (so they are written,
+in whatever form the replica keeps them). So they are not copied at once: the writer asks for the next slices when it
+has room, and they are copied between two microbatches. Whoever is about to change the replica first has what is left
+copied (`finish`), and waits for the disk where that is more than there is room for: what is written is the replica at
+one moment, and takes `room` bytes at most.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from typing import Final
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from node.model.packed.packed_floats import Floats
 
 SLICE: Final = 2**20
 """Elements (4 MiB) that are copied at a time."""
@@ -29,6 +32,10 @@ Post = Callable[[Callable[[], None]], "Future[None]"]
 """Has a job done on the compute thread, from any thread."""
 
 
+_Slice = tuple[Floats, slice]
+"""A flattened tensor and the elements of it."""
+
+
 class StateCopy:
     """The copy of these tensors, in order, as float32. `advance` and `finish` are called on the compute thread,
     `pieces` and `give_up` on the writer's.
@@ -38,11 +45,11 @@ class StateCopy:
         room: bytes that wait to be written at most.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor], post: Post, room: int | None = None) -> None:
+    def __init__(self, tensors: Mapping[str, Floats], post: Post, room: int | None = None) -> None:
         self.names = tuple(tensors)
         whole = 4 * sum(tensor.numel() for tensor in tensors.values())
         self._room = max(4 * SLICE, max(LEAST_ROOM, whole // SHARE) if room is None else room)
-        self._slices = _slices(tuple(tensors.values()))
+        self._slices = _slices(tensors.values())
         self._next = next(self._slices, None)
         self._post = post
         self._changed = threading.Condition()
@@ -122,12 +129,13 @@ class StateCopy:
             self._changed.notify_all()
 
     def _has_room(self) -> bool:
-        return self._next is not None and self.waiting_bytes + 4 * self._next.numel() <= self._room
+        return self._next is not None and self.waiting_bytes + 4 * _length(self._next) <= self._room
 
     def _copy_next(self) -> None:
         assert self._next is not None
-        values = np.empty(self._next.numel(), np.float32)
-        torch.from_numpy(values).copy_(self._next)
+        values = np.empty(_length(self._next), np.float32)
+        source, part = self._next
+        torch.from_numpy(values).copy_(source[part] if isinstance(source, Tensor) else source.read(part))
         data = values.view(np.uint8).data
         with self._changed:
             self._next = next(self._slices, None)
@@ -137,6 +145,13 @@ class StateCopy:
             self._changed.notify_all()
 
 
-def _slices(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+def _slices(tensors: Iterable[Floats]) -> Iterator[_Slice]:
     for tensor in tensors:
-        yield from torch.split(tensor.detach().reshape(-1), SLICE)
+        flat = tensor.detach().reshape(-1) if isinstance(tensor, Tensor) else tensor
+        for begin in range(0, tensor.numel(), SLICE):
+            yield flat, slice(begin, min(begin + SLICE, tensor.numel()))
+
+
+def _length(piece: _Slice) -> int:
+    length: int = piece[1].stop - piece[1].start
+    return length

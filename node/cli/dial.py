@@ -84,6 +84,8 @@ def told(asked: Asked, turned: Turned, manifest: Manifest) -> Iterator[str]:
     for who, need in (("data node", seen.data_node), ("stage peer", seen.stage)):
         card_and_machine = f"{size_text(need.device)} of its card, {size_text(need.memory)} of the machine's memory"
         yield f"  {who:<{_NAME_WIDTH}}  {card_and_machine}"
+    if seen.stage_8bit.device < seen.stage.device:
+        yield f"  {'':<{_NAME_WIDTH}}  {size_text(seen.stage_8bit.device)} of its card with `join --moments 8bit`"
     yield f"  {'a token':<{_NAME_WIDTH}}  each peer sends {count(seen.token_bytes)} bytes, and receives as many"
     yield f"  {'a round':<{_NAME_WIDTH}}  a replica sends {size_text(seen.round_bytes)} at most, and receives as much"
     yield f"  {'computing':<{_NAME_WIDTH}}  {count(seen.computed_per_s)} tokens/s at the slowest stage, on {kind}"

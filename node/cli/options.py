@@ -39,6 +39,8 @@ PathChoice: Final[Any] = typer.Option(
     "--path", metavar="S.E,...", help="Of a run with experts one path: a module of each stage, such as 1.0,2.1."
 )
 
+MomentsChoice: Final[Any] = typer.Option("--moments", help="Of AdamW: 8bit takes a quarter of float32's memory.")
+
 log = logging.getLogger(__name__)
 
 _LONGEST_BYTES: Final = 10_000

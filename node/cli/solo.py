@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from node.cli.manifests import ManifestChanges, chosen_manifest, router_of
+from node.cli.options import MomentsChoice
 from node.cli.views.interrupts import Interrupts, leave_at_once
 from node.cli.views.output import announce, event_sink
+from node.model.moments import MomentType
 
 if TYPE_CHECKING:
     from node.checkpoint.folder import CheckpointFolder
@@ -26,6 +28,7 @@ def solo(
     model: Annotated[Path | None, typer.Option(help="Folder of the model that the run starts from.")] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:N, mps or auto.")] = "auto",
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads for computing.")] = None,
+    moments: Annotated[MomentType, MomentsChoice] = MomentType.FLOAT32,
     checkpoint_dir: Annotated[Path | None, typer.Option(help="Folder to save to, and to go on from.")] = None,
     checkpoint_every: Annotated[float, typer.Option(min=0.1, help="Seconds between two saves.")] = 300.0,
     json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
@@ -56,6 +59,7 @@ def solo(
             saves=None if folder is None else CheckpointPlan(folder, checkpoint_every),
             router=router,
             start=open_start(chosen, model),
+            moments=moments,
             should_stop=stop.is_set,
         )
     raise typer.Exit(interrupts.exit_code)

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from node.cli.manifests import ManifestChanges, chosen_manifest, router_of
-from node.cli.options import VisitedPerPath, VisitRatio
+from node.cli.options import MomentsChoice, VisitedPerPath, VisitRatio
 from node.cli.views.interrupts import Interrupts
 from node.cli.views.output import announce, event_sink, run_loop
+from node.model.moments import MomentType
 from node.observability.events import Event, InnerStep, LastPeer, NodeSummary, Note, PeerChange
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ def up(
         Path | None, typer.Option(envvar="SKIPSTONE_LOG_DIR", help="Folder for the nodes' event logs; see `check`.")
     ] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of each node.")] = None,
+    moments: Annotated[MomentType, MomentsChoice] = MomentType.FLOAT32,
     memory_limit: Annotated[
         str | None, typer.Option(metavar="SIZE[,SIZE...]", help="Of all nodes or of each, such as 1GB,8GB,8GB.")
     ] = None,
@@ -74,6 +76,7 @@ def up(
         checkpoint_every_s=checkpoint_every,
         log_dir=log_dir,
         memory_limits=() if memory_limit is None else tuple(parse_size(each) for each in memory_limit.split(",")),
+        moments=moments,
         model=model,
         router=b"" if router is None else router.to_bytes(),
         # Of what is kept this machine is the author: then `eval` opens the text that the manifest names.

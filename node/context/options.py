@@ -22,6 +22,7 @@ from typing import Annotated, Any, Final
 import typer
 
 from node.data.places import ToldPlaces
+from node.model.moments import Allowance, MomentType
 from node.network.reach_status import ReachMode
 from protocol.identity.keys import Identity
 from protocol.manifest.join_link import JoinLink
@@ -155,6 +156,9 @@ class NodeOptions:
         setting("memory-limit", "Take a stage of no more, such as 8GB; of the GPU's memory where there is one."),
         SIZE,
     ] = None
+    moments: Annotated[
+        MomentType, setting("moments", "8bit keeps AdamW's in a quarter of the memory; averages with all others.")
+    ] = MomentType.FLOAT32
     steps: Annotated[int | None, setting("steps", "A data node stops after so many steps."), SOME] = None
     checkpoint_dir: Annotated[Path | None, setting("checkpoint-dir", "Folder to save to, and to go on from.")] = None
     checkpoint_every_s: Annotated[float, setting("checkpoint-every", "Seconds between two saves."), POSITIVE] = 300.0
@@ -169,6 +173,11 @@ class NodeOptions:
     def slots_held(self) -> int:
         """The number of microbatches that it holds at a time."""
         return self.slots or DEFAULT_SLOTS
+
+    @property
+    def allowance(self) -> Allowance:
+        """What its module may take."""
+        return Allowance(self.slots_held, self.moments)
 
     @property
     def asked_stage(self) -> int | None:

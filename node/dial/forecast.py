@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from node.model.memory_need import need_of
+from node.model.moments import MomentType
 from node.model.shapes import BYTES_PER_PARAMETER, parameter_bytes, parameter_shapes
 from protocol.interfaces.tensor_spec import DType, TensorSpec
 from protocol.manifest.manifest import Manifest
@@ -33,6 +34,8 @@ class Forecast:
     data_node: Need
     stage: Need
     """Of the stage that takes most after stage 0."""
+    stage_8bit: Need
+    """The same with `--moments 8bit`."""
     token_bytes: float
     """Sent by each peer for each token, as the manifest's codecs allow; as many are received."""
     round_bytes: int
@@ -53,6 +56,7 @@ def forecast(manifest: Manifest, card: int) -> Forecast:
     blocks = manifest.stages.blocks
     largest = max(range(1, len(blocks)), key=lambda stage: blocks[stage])
     data_node, stage = (need_of(manifest, (ModuleId(each),), DEFAULT_SLOTS) for each in (0, largest))
+    stage_8bit = need_of(manifest, (ModuleId(largest),), DEFAULT_SLOTS, MomentType.EIGHT_BIT)
     parameters = parameter_bytes(parameter_shapes(manifest, ModuleId(largest))) // BYTES_PER_PARAMETER
     head = manifest.model.vocabulary * manifest.model.hidden
     token_bytes = _token_bytes(manifest)
@@ -61,7 +65,7 @@ def forecast(manifest: Manifest, card: int) -> Forecast:
     computed = flops / OPERATIONS / max(parameters, head)
     links = {mbit: min(computed, mbit * 1e6 / 8 / token_bytes) for mbit in LINKS_MBIT_S}
     total = manifest.training.schedule_tokens[1]
-    return Forecast(data_node, stage, token_bytes, 2 * pseudo.byte_length, links, computed, total)
+    return Forecast(data_node, stage, stage_8bit, token_bytes, 2 * pseudo.byte_length, links, computed, total)
 
 
 def _token_bytes(manifest: Manifest) -> float:

@@ -18,6 +18,7 @@ from pathlib import Path
 from node.context.options import LogLevel, NodeOptions, without_settings
 from node.data.places import as_written
 from node.experts.router_file import router_file
+from node.model.moments import MomentType
 from protocol.identity.keys import Identity
 from protocol.libp2p.child_environment import with_packages
 from protocol.manifest.join_link import JoinLink
@@ -79,6 +80,8 @@ class LocalSwarmOptions:
     memory_limits: tuple[int, ...] = ()
     """Bytes of memory of each node, in any order: the largest is that of the node whose module needs most; one number
     is that of every node. Empty: they are told of no limit."""
+    moments: MomentType = MomentType.FLOAT32
+    """The form of AdamW's, at every node."""
     moving: bool = False
     """Whether peers of the stages after 0 may change their stage when the swarm needs it."""
     log_dir: Path | None = None
@@ -249,6 +252,7 @@ class LocalSetup:
             dht_port=peer.dht_port,
             threads=self._options.threads_per_node,
             memory_limit=None if peer.memory_limit is None else str(peer.memory_limit),
+            moments=self._options.moments,
             model=self._options.model.absolute() if self._options.model and peer.index == 0 else None,
             steps=self._options.steps if is_data_node else None,
             checkpoint_dir=self._options.checkpoint_dir,

@@ -13,6 +13,7 @@ Sources: Touvron et al. 2023 (arXiv:2302.13971); rotary embedding, Su et al. 202
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -23,7 +24,8 @@ from torch import Tensor, nn
 
 from node.model.cut_documents import CutDocuments
 from node.model.document_attention import document_attention
-from node.model.narrow_copy import NarrowCopy
+from node.model.packed.narrow_copy import Narrow
+from node.model.packed.split_weight import SplitWeight
 from protocol.manifest.model import ModelSection
 
 Documents = tuple[int, ...] | CutDocuments
@@ -36,7 +38,7 @@ class Linear(nn.Module):
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(outputs, inputs))
-        self.narrow: NarrowCopy | None = None
+        self.narrow: Narrow | None = None
         """Of the weight, for who says when that changes. Gradients are then the copy's and not the weight's."""
 
     def forward(self, values: Tensor) -> Tensor:
@@ -47,6 +49,20 @@ class Linear(nn.Module):
         if self.narrow is not None and self.narrow.dtype is dtype:
             return self.narrow.fresh()
         return self.weight.to(dtype)
+
+    def split(self) -> None:
+        """Splits the weight, which is to be multiplied in bfloat16 only. For before anything refers to the parameter:
+        it is another one afterwards, which has shape and gradient but no memory; whoever reads it finds NaN.
+        """
+        matrix = self.weight.detach()
+        self.narrow = SplitWeight(matrix)
+        self.weight = nn.Parameter(torch.full((), math.nan, device=matrix.device).expand(matrix.shape))
+
+
+def packed_weights(part: nn.Module) -> dict[nn.Parameter, SplitWeight]:
+    """The weights of a part that are split, by the parameters in whose place they are."""
+    linears = [module for module in part.modules() if isinstance(module, Linear)]
+    return {linear.weight: linear.narrow for linear in linears if isinstance(linear.narrow, SplitWeight)}
 
 
 class BiasedLinear(Linear):

@@ -19,7 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from node.model.blocks import RMSNorm
+from node.model.blocks import RMSNorm, packed_weights
+from node.model.packed.packed_floats import Floats
 from node.model.shapes import EMBEDDING, HEAD
 
 _CHUNK: Final = 2**20
@@ -85,6 +86,12 @@ def parameters_of(*parts: nn.Module) -> dict[str, Tensor]:
         for name, parameter in part.named_parameters():
             named.setdefault(parameter, name)
     return {name: parameter.detach() for parameter, name in named.items()}
+
+
+def floats_of(*parts: nn.Module) -> dict[str, Floats]:
+    """As `parameters_of`, with what stands for those parameters that are kept in fewer bytes."""
+    packed = {parameter.data_ptr(): held for part in parts for parameter, held in packed_weights(part).items()}
+    return {name: packed.get(tensor.data_ptr(), tensor) for name, tensor in parameters_of(*parts).items()}
 
 
 def digest_of_tensors(tensors: dict[str, Tensor]) -> bytes:

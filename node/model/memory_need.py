@@ -15,8 +15,10 @@ from typing import Final
 import torch
 
 from node.model.free_memory import available_memory
+from node.model.moments import MomentType
 from node.model.optimizer import optimizer_bytes
 from node.model.optimizers.adamw import AdamW
+from node.model.optimizers.eight_bit_adamw import EightBitAdamW
 from node.model.parts import HIDDEN_TYPES
 from node.model.shapes import BYTES_PER_PARAMETER, Shape, parameter_bytes, parameter_shapes
 from protocol.manifest.manifest import Manifest
@@ -37,13 +39,10 @@ _ANCHOR_BYTES: Final = 2 * 4
 _SNAPSHOT_BYTES: Final = 4
 """What a round's pseudo-gradient is taken from (`node.averaging.replica_sync`)."""
 DEVICE_BYTES: Final = BYTES_PER_PARAMETER + _SUM_BYTES
-"""Of each parameter of a stage of blocks, on a card; besides what the inner optimizer has of it, and the copy in a
-narrower type that products are made with."""
+"""Of each parameter of a stage of blocks, on a card; besides what the inner optimizer has of it. In bfloat16 products
+are made with the upper half of the parameter itself (`node.model.packed.split_weight`)."""
 CPU_BYTES: Final = BYTES_PER_PARAMETER + _CPU_SUM_BYTES + _GRADIENT_BYTES
 """The same where the CPU is the compute device, without a copy."""
-MEMORY_BYTES: Final = 2 * _ANCHOR_BYTES + _SNAPSHOT_BYTES
-"""Of each parameter, in the machine's memory, during a round: the anchor that holds and the one in the making. Older
-ones are kept only where there is room (`node.averaging.anchor.anchor_store`)."""
 TENSORS_HELD: Final = 3
 """Of each microbatch that is held: input, output, gradient (`node.pipeline.microbatch_runner`)."""
 _HIDDEN_KEPT: Final = 4
@@ -51,22 +50,32 @@ _FEED_FORWARD_KEPT: Final = 3
 """Rows of these widths that one block's graph surely keeps of each token: attention's inputs and output, and the gated
 product with its two factors."""
 
-_ADAMW_BYTES: Final = AdamW.state_bytes((1,))
-"""Of each parameter."""
+_MANY: Final = 2**20
+"""Parameters of a matrix of usual size."""
 _NAMED: Final = 8
 """Modules that a message lists."""
 
 
-def need_of(manifest: Manifest, modules: Iterable[ModuleId], microbatches: int) -> Need:
+def round_bytes(fragments: int) -> float:
+    """The bytes of each parameter that rounds take of the machine's memory: an anchor, and of the fragment whose turn
+    it is another one in the making, and the snapshot. That is 20 for a module that is averaged at once, 9.5 with 8
+    fragments: what anchors have in common they share, and older ones are kept only where there is room
+    (`node.averaging.anchor.anchor_store`). Measured are 20.5 and 9.8 between rounds (docs/BENCHMARKS.md)."""
+    return _ANCHOR_BYTES + (_ANCHOR_BYTES + _SNAPSHOT_BYTES) / fragments
+
+
+def need_of(
+    manifest: Manifest, modules: Iterable[ModuleId], microbatches: int, moments: MomentType = MomentType.FLOAT32
+) -> Need:
     """The memory that a replica of each of the modules takes, with so many microbatches held at a time."""
     blocks = manifest.stages.blocks
     stages = [module.stage for module in modules]
-    return _Measure(manifest).need([blocks[stage] for stage in stages], microbatches, ends=stages.count(0))
+    return _Measure(manifest, moments).need([blocks[stage] for stage in stages], microbatches, ends=stages.count(0))
 
 
-def needs_of(manifest: Manifest, microbatches: int) -> Needs:
+def needs_of(manifest: Manifest, microbatches: int, moments: MomentType = MomentType.FLOAT32) -> Needs:
     """The memory that a replica of each module of the run takes. All of a stage are alike."""
-    measure = _Measure(manifest)
+    measure = _Measure(manifest, moments)
     each = [
         measure.need([blocks], microbatches, ends=int(stage == 0))
         for stage, blocks in enumerate(manifest.stages.blocks)
@@ -74,38 +83,50 @@ def needs_of(manifest: Manifest, microbatches: int) -> Needs:
     return {module: each[module.stage] for module in manifest.modules()}
 
 
-def require_room(manifest: Manifest, modules: Sequence[ModuleId], device: torch.device, microbatches: int) -> None:
+def require_room(
+    manifest: Manifest,
+    modules: Sequence[ModuleId],
+    device: torch.device,
+    microbatches: int,
+    moments: MomentType = MomentType.FLOAT32,
+) -> None:
     """Checks that there is room before a replica of these modules is made.
 
     Raises:
         OutOfMemory: says what it takes, what there is, and what can be done.
     """
-    need = need_of(manifest, modules, microbatches)
+    need = need_of(manifest, modules, microbatches, moments)
     lack = room_on(device).lacks(need)
     if lack is not None:
         what = f"module {modules[0]}" if len(modules) == 1 else f"a model of {len(modules)} modules"
         raise _too_little(what, need, lack)
 
 
-def none_fits(manifest: Manifest, modules: Sequence[ModuleId], room: Room, microbatches: int) -> OutOfMemory:
+def none_fits(
+    manifest: Manifest,
+    modules: Sequence[ModuleId],
+    room: Room,
+    microbatches: int,
+    moments: MomentType = MomentType.FLOAT32,
+) -> OutOfMemory:
     """The error for when none of these modules fits: tells of the smallest, and of what would fit."""
-    needs = needs_of(manifest, microbatches)
+    needs = needs_of(manifest, microbatches, moments)
     module = min(modules, key=lambda each: needs[each].all)
     lack = room.lacks(needs[module])
     assert lack is not None, "asked only when nothing fits"
     what = f"module {module}"
     if len(modules) > 1:
         what = f"no module of this run fits into this machine; the smallest, {module},"
-    return _too_little(what, needs[module], f"{lack}{_instead(manifest, room, microbatches)}")
+    return _too_little(what, needs[module], f"{lack}{_instead(manifest, room, microbatches, moments)}")
 
 
-def blocks_that_fit(manifest: Manifest, room: Room, microbatches: int) -> int:
+def blocks_that_fit(manifest: Manifest, room: Room, microbatches: int, moments: MomentType = MomentType.FLOAT32) -> int:
     """The most blocks of this model that a stage after stage 0 may have here, 0 when there is no room for one; as many
     as the model has where nobody can tell.
     """
     most = sum(manifest.stages.blocks)
 
-    measure = _Measure(manifest)
+    measure = _Measure(manifest, moments)
 
     def fits(blocks: int) -> bool:
         return room.lacks(measure.need([blocks], microbatches, ends=0)) is None
@@ -113,19 +134,22 @@ def blocks_that_fit(manifest: Manifest, room: Room, microbatches: int) -> int:
     return bisect_left(range(1, most + 1), True, key=lambda blocks: not fits(blocks))
 
 
-def parameters_that_fit(room: Room) -> int | None:
-    """The parameters for which there is room, with AdamW and without what computing takes; None where nobody can
-    tell."""
-    device, memory = DEVICE_BYTES + _ADAMW_BYTES, MEMORY_BYTES
+def parameters_that_fit(room: Room, moments: MomentType = MomentType.FLOAT32, fragments: int = 1) -> int | None:
+    """The parameters of a stage of blocks for which there is room, with AdamW and without what computing takes; None
+    where nobody can tell."""
+    kept = (EightBitAdamW if moments is MomentType.EIGHT_BIT else AdamW).state_bytes((_MANY,)) / _MANY
+    device, memory = DEVICE_BYTES + kept, round_bytes(fragments)
     if room.device is None:
-        return None if room.memory.value is None else room.memory.value // (CPU_BYTES + _ADAMW_BYTES + memory)
-    known = [there // each for there, each in ((room.device.value, device), (room.memory.value, memory)) if there]
+        return None if room.memory.value is None else int(room.memory.value / (CPU_BYTES + kept + memory))
+    known = [int(there / each) for there, each in ((room.device.value, device), (room.memory.value, memory)) if there]
     return min(known, default=None)
 
 
-def what_fits(manifest: Manifest, room: Room, microbatches: int) -> Reasoned[tuple[int, ...]]:
+def what_fits(
+    manifest: Manifest, room: Room, microbatches: int, moments: MomentType = MomentType.FLOAT32
+) -> Reasoned[tuple[int, ...]]:
     """The stages of the run for which there is room, with a clause for people."""
-    needs = needs_of(manifest, microbatches)
+    needs = needs_of(manifest, microbatches, moments)
     sizes = {stage: needs[ModuleId(stage)] for stage in range(manifest.stages.count)}
     fitting = tuple(stage for stage, need in sizes.items() if room.lacks(need) is None)
     large = [stage for stage in sizes if stage not in fitting]
@@ -141,7 +165,7 @@ def what_fits(manifest: Manifest, room: Room, microbatches: int) -> Reasoned[tup
     takes = f"{smallest} takes {size_text(sizes[smallest].all)}, and {lack}"
     if fitting:
         return Reasoned(fitting, f"there is room for {_listed(fitting)}; of the others stage {takes}")
-    instead = _instead(manifest, room, microbatches)
+    instead = _instead(manifest, room, microbatches, moments)
     return Reasoned(fitting, f"no stage fits; the smallest, {takes}{instead}")
 
 
@@ -161,8 +185,8 @@ class _Measure:
     once, because a manifest may have a million blocks.
     """
 
-    def __init__(self, manifest: Manifest) -> None:
-        self._manifest = manifest
+    def __init__(self, manifest: Manifest, moments: MomentType) -> None:
+        self._manifest, self._moments = manifest, moments
         stages = manifest.stages.model_copy(update={"blocks": (0, 1), "experts": 1, "per_path": None})
         cut = manifest.model_construct(**{**dict(manifest), "stages": stages})
         self._ends, self._block = (self._counted(parameter_shapes(cut, ModuleId(stage))) for stage in (0, 1))
@@ -170,7 +194,7 @@ class _Measure:
     def _counted(self, shapes: Mapping[str, Shape]) -> tuple[int, int]:
         """The parameters, and the bytes that the inner optimizer has of them."""
         inner = self._manifest.training.inner
-        kept = sum(optimizer_bytes(inner, name, shape) for name, shape in shapes.items())
+        kept = sum(optimizer_bytes(inner, name, shape, self._moments) for name, shape in shapes.items())
         return parameter_bytes(shapes) // BYTES_PER_PARAMETER, kept
 
     def need(self, blocks: Sequence[int], microbatches: int, *, ends: int) -> Need:
@@ -181,12 +205,14 @@ class _Measure:
         kept = _HIDDEN_KEPT * model.hidden + _FEED_FORWARD_KEPT * model.feed_forward
         graph = max(blocks) * manifest.microbatch_tokens * kept * width
         held = TENSORS_HELD * microbatches * math.prod(manifest.hidden_shape) * width
-        copied = width if width < BYTES_PER_PARAMETER else 0
-        of_each = DEVICE_BYTES + copied + (_GRADIENT_BYTES if ends else 0)
+        of_each = DEVICE_BYTES
+        if ends:
+            of_each += _GRADIENT_BYTES + (width if width < BYTES_PER_PARAMETER else 0)
         state, on_cpu = elements * of_each + of_optimizer, elements * CPU_BYTES + of_optimizer
-        memory = elements * MEMORY_BYTES + held
+        rounds = int(elements * round_bytes(manifest.training.fragments))
+        memory = rounds + held
         said = (
-            f"{size_text(on_cpu + elements * MEMORY_BYTES)} for {elements} parameters with their gradients, "
+            f"{size_text(on_cpu + rounds)} for {elements} parameters with their gradients, "
             f"anchors and {manifest.training.inner.name}'s state (of it on a card {size_text(state)}),"
             f" {size_text(graph)} for computing one microbatch, {size_text(held)} for holding {microbatches}"
         )
@@ -199,13 +225,13 @@ def _listed(stages: Sequence[int]) -> str:
     return f"{what} {named}{f' and {len(stages) - _NAMED} others' if len(stages) > _NAMED else ''}"
 
 
-def _instead(manifest: Manifest, room: Room, microbatches: int) -> str:
+def _instead(manifest: Manifest, room: Room, microbatches: int, moments: MomentType) -> str:
     """What would fit, as a sentence's end."""
-    fitting = modules_that_fit(manifest.modules(), room, needs_of(manifest, microbatches))
+    fitting = modules_that_fit(manifest.modules(), room, needs_of(manifest, microbatches, moments))
     if fitting:
         named = ", ".join(map(str, fitting[:_NAMED]))
         return f"; there is room for {named}{' and others' if len(fitting) > _NAMED else ''}"
-    blocks = blocks_that_fit(manifest, room, microbatches)
+    blocks = blocks_that_fit(manifest, room, microbatches, moments)
     if blocks == 0:
         return ", too little for a stage of one block of this model"
     return f", enough for a stage of {blocks} block{'s' if blocks > 1 else ''} of this model"
@@ -216,6 +242,6 @@ def _too_little(what: str, need: Need, lack: str) -> OutOfMemory:
         f"{what} takes {size_text(need.all)} ({need.reason}), and {lack}",
         hint=(
             "Close other programs, raise --memory-limit if there is one, hold fewer microbatches (--slots, --window), "
-            "or join a run with smaller stages (skipstone new --card)."
+            "or join a run with smaller stages (skipstone new --card). --moments 8bit takes 6 bytes a parameter less."
         ),
     )

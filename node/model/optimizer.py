@@ -16,18 +16,20 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
+from node.model.blocks import packed_weights
 from node.model.device import copied
+from node.model.moments import MomentType, moments_of
 from node.model.optimizers.adamw import AdamW
+from node.model.optimizers.eight_bit_adamw import EightBitAdamW
 from node.model.optimizers.inner_rule import AtDeadline, InnerRule, ParameterState, Submit
 from node.model.optimizers.muon import Muon
 from node.model.optimizers.soap import Soap
-from node.model.shapes import demand_of, is_block_matrix
+from node.model.shapes import demand_of, has_eight_bits, is_block_matrix
 from protocol.manifest.manifest import Manifest
 from protocol.manifest.training import InnerSection, ScheduleSection, TrainingSection
 from swarm.vocabulary.errors import SkipstoneError, StateError
@@ -95,13 +97,15 @@ class Accumulator:
     def __init__(self, part: nn.Module) -> None:
         self.parameters = tuple(part.parameters())
         self.names = tuple(name for name, _ in part.named_parameters())
+        self.packed = packed_weights(part)
+        """What stands for those of the parameters that are kept in fewer bytes."""
         self.visits = 0
         """Microbatches added since the last step, less those taken back."""
         self.tokens = 0
         """Tokens of these microbatches. Below 0 when more has been taken back since the last step than added."""
         self.labels = 0
         """Those that are predicted."""
-        self.sums = tuple(torch.zeros_like(parameter, dtype=_sum_type(parameter)) for parameter in self.parameters)
+        self.sums = tuple(torch.zeros(p.shape, dtype=_sum_type(p), device=p.device) for p in self.parameters)
         """In the order of the part's parameters."""
         self._current: set[MicrobatchId] = set()
         self._recent: deque[set[MicrobatchId]] = deque(maxlen=REMEMBERED_STEPS)
@@ -179,7 +183,7 @@ class Accumulator:
             return
         # Sums as wide as the parameters become the gradients; beside others there must be room before any is divided.
         means = [
-            total if total.dtype is parameter.dtype else torch.empty_like(parameter, requires_grad=False)
+            total if total.dtype is parameter.dtype else torch.empty_like(total, dtype=parameter.dtype)
             for parameter, total in zip(self.parameters, self.sums, strict=True)
         ]
         for parameter, total, mean in zip(self.parameters, self.sums, means, strict=True):
@@ -225,6 +229,7 @@ class InnerOptimizer:
         microbatch_tokens: of one microbatch, at most.
         demand: the share of the run's tokens that come to the module (`node.model.shapes.demand_of`).
         submit: takes what may be computed between two steps.
+        moments: the form of AdamW's.
     """
 
     def __init__(
@@ -236,6 +241,7 @@ class InnerOptimizer:
         microbatch_tokens: int = 1,
         demand: float = 1.0,
         submit: Submit = AtDeadline,
+        moments: MomentType = MomentType.FLOAT32,
     ) -> None:
         self.steps = 0
         """Inner steps behind the module."""
@@ -249,8 +255,14 @@ class InnerOptimizer:
         self._accumulators = tuple(accumulators)
         # Each once: with tied embeddings both parts of stage 0 have the same matrix.
         self._parameters = list(dict.fromkeys(p for accumulator in accumulators for p in accumulator.parameters))
-        self.rules = _rules(training.inner, accumulators, submit)
+        self.moments = moments_of(training.inner, moments)
+        """The form of AdamW's moments, and why."""
+        self.state_bytes = _state_bytes(training.inner, accumulators, self.moments.value)
+        """Of what is kept of the parameters on the compute device, once all have been moved."""
+        self.rules = _rules(training.inner, accumulators, submit, self.moments.value)
         """Which move the parameters, each those that are its own."""
+        for rule in self.rules:
+            rule.packed = {p: held for each in self._accumulators for p, held in each.packed.items()}
         self.before_change: Callable[[], None] = lambda: None
         """Called before parameters or state become others: who copies them piece by piece finishes."""
 
@@ -288,7 +300,7 @@ class InnerOptimizer:
     def export_state(self, names: Mapping[str, Tensor]) -> InnerState:
         """A copy of the state on the CPU, by the names that the module has for its parameters (`parameters_of`)."""
         shared = self.shared_state(names)
-        return InnerState(shared.steps, {name: _with(state, copied) for name, state in shared.parameters.items()})
+        return InnerState(shared.steps, {name: _copy(state) for name, state in shared.parameters.items()})
 
     def shared_state(self, names: Mapping[str, Tensor]) -> InnerState:
         """The state as `export_state` gives it, in the memory in which it changes, on its device."""
@@ -320,8 +332,7 @@ class InnerOptimizer:
         self._forget()
         for name, state in saved.parameters.items():
             parameter = named[name]
-            own = _with(state, partial(_copied_to, parameter))
-            rules[parameter].states[parameter] = rules[parameter].restored(parameter, own)
+            rules[parameter].states[parameter] = rules[parameter].restored(parameter, _copied_to(parameter, state))
 
     def _named(self, names: Mapping[str, Tensor]) -> dict[str, nn.Parameter]:
         """The parameters by name, without those of the module that are not its to move (a router's tables). They are
@@ -343,31 +354,56 @@ class InnerOptimizer:
             rule.clear()
 
 
-def _rules(inner: InnerSection, accumulators: Sequence[Accumulator], submit: Submit) -> tuple[InnerRule[Any], ...]:
+def _rules(
+    inner: InnerSection, accumulators: Sequence[Accumulator], submit: Submit, moments: MomentType
+) -> tuple[InnerRule[Any], ...]:
     """The rules of the manifest's optimizer, which have all parameters among them."""
-    names = {p: name for a in accumulators for name, p in zip(a.names, a.parameters, strict=True)}
+    names = _names(accumulators)
     matrices = {parameter: None for parameter, name in names.items() if is_block_matrix(name, tuple(parameter.shape))}
     others = [parameter for parameter in names if parameter not in matrices]
     if inner.name == "soap":
         return AdamW(others, inner), Soap(tuple(matrices), inner, submit)
     if inner.name == "muon":
         return AdamW(others, inner), Muon(tuple(matrices), inner)
+    if moments is MomentType.EIGHT_BIT:
+        packed = {p: None for p, name in names.items() if has_eight_bits(name, tuple(p.shape))}
+        return AdamW([p for p in names if p not in packed], inner), EightBitAdamW(tuple(packed), inner)
     return (AdamW([*matrices, *others], inner),)
 
 
-def optimizer_bytes(inner: InnerSection, name: str, shape: tuple[int, ...]) -> int:
+def _names(accumulators: Sequence[Accumulator]) -> dict[nn.Parameter, str]:
+    """Of each parameter; tied embeddings have that of the embedding."""
+    names: dict[nn.Parameter, str] = {}
+    for accumulator in accumulators:
+        for name, parameter in zip(accumulator.names, accumulator.parameters, strict=True):
+            names.setdefault(parameter, name)
+    return names
+
+
+def _state_bytes(inner: InnerSection, accumulators: Sequence[Accumulator], moments: MomentType) -> int:
+    named = _names(accumulators).items()
+    return sum(optimizer_bytes(inner, name, tuple(p.shape), moments) for p, name in named)
+
+
+def optimizer_bytes(
+    inner: InnerSection, name: str, shape: tuple[int, ...], moments: MomentType = MomentType.FLOAT32
+) -> int:
     """The bytes of the manifest's optimizer's state of one parameter, on the compute device."""
+    if moments_of(inner, moments).value is MomentType.EIGHT_BIT and has_eight_bits(name, shape):
+        return EightBitAdamW.state_bytes(shape)
     if inner.name == "adamw" or not is_block_matrix(name, shape):
         return AdamW.state_bytes(shape)
     return Muon.state_bytes(shape) if inner.name == "muon" else Soap.state_bytes(shape, inner.largest_side)
 
 
-def _with(state: ParameterState, change: Callable[[Tensor], Tensor]) -> ParameterState:
-    return ParameterState(state.steps, {slot: change(tensor) for slot, tensor in state.tensors.items()})
+def _copy(state: ParameterState) -> ParameterState:
+    unpacked = {slot: packed.copied() for slot, packed in state.packed.items()}
+    return ParameterState(state.steps, {slot: copied(tensor) for slot, tensor in state.tensors.items()} | unpacked)
 
 
-def _copied_to(parameter: nn.Parameter, tensor: Tensor) -> Tensor:
-    return tensor.to(parameter.device, parameter.dtype, copy=True)
+def _copied_to(parameter: nn.Parameter, state: ParameterState) -> ParameterState:
+    device, dtype = parameter.device, parameter.dtype
+    return ParameterState(state.steps, {slot: t.to(device, dtype, copy=True) for slot, t in state.tensors.items()})
 
 
 def _fits(state: ParameterState, rule: InnerRule[Any], parameter: nn.Parameter) -> bool:
@@ -376,9 +412,13 @@ def _fits(state: ParameterState, rule: InnerRule[Any], parameter: nn.Parameter) 
 
 
 def inner_optimizer(
-    manifest: Manifest, module: ModuleId, accumulators: Sequence[Accumulator], submit: Submit = AtDeadline
+    manifest: Manifest,
+    module: ModuleId,
+    accumulators: Sequence[Accumulator],
+    submit: Submit = AtDeadline,
+    moments: MomentType = MomentType.FLOAT32,
 ) -> InnerOptimizer:
-    """Makes the optimizer of one of the run's modules; `submit` takes what may be computed between two steps."""
+    """Makes the optimizer of one of the run's modules; the last two as of `InnerOptimizer`."""
     return InnerOptimizer(
         manifest.training,
         accumulators,
@@ -386,6 +426,7 @@ def inner_optimizer(
         microbatch_tokens=manifest.microbatch_tokens,
         demand=demand_of(manifest, module),
         submit=submit,
+        moments=moments,
     )
 
 

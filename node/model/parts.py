@@ -43,6 +43,12 @@ class BlockStack(nn.Module):
     def forward(self, hidden: Tensor, documents: Documents = ()) -> Tensor:
         return _through(self.model["layers"], hidden, self.rotary, documents)
 
+    def split_weights(self) -> None:
+        """Splits the weights of all linear layers (`node.model.blocks.Linear.split`), with what that asks for."""
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.split()
+
 
 class EmbeddingPart(nn.Module):
     """The part of stage 0 before the first hop: the embedding and stage 0's own blocks, if it has any."""

@@ -19,6 +19,8 @@ HEAD: Final = "lm_head.weight"
 """Where the embeddings are tied this is the one above, and no parameter of its own."""
 BYTES_PER_PARAMETER: Final = 4
 """Parameters are float32."""
+LEAST_ELEMENTS: Final = 4096
+"""Of a matrix whose moments may have 8 bits, as in bitsandbytes: smaller ones weigh nothing."""
 
 
 def parameter_shapes(manifest: Manifest, module: ModuleId) -> dict[str, Shape]:
@@ -46,6 +48,13 @@ def parameter_shapes(manifest: Manifest, module: ModuleId) -> dict[str, Shape]:
 def is_block_matrix(name: str, shape: Shape) -> bool:
     """Whether a parameter is one of the matrices of a transformer block."""
     return len(shape) == 2 and name not in (EMBEDDING, HEAD)
+
+
+def has_eight_bits(name: str, shape: Shape) -> bool:
+    """Whether AdamW's moments of a parameter have 8 bits where that was asked for: those of matrices, but for small
+    ones and the embedding, whose rows get gradients of most unlike sizes (Dettmers et al. 2021, arXiv:2110.02861,
+    section 2.3)."""
+    return len(shape) == 2 and name != EMBEDDING and math.prod(shape) >= LEAST_ELEMENTS
 
 
 def demand_of(manifest: Manifest, module: ModuleId) -> float:

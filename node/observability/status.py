@@ -209,6 +209,17 @@ class WeightsStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class MomentsStatus:
+    """What a replica's inner optimizer keeps of its parameters."""
+
+    form: str = ""
+    """Of the moments: `float32`, or `8bit` where the person at the machine has asked for it."""
+    reason: str = ""
+    bytes: int = 0
+    """On the compute device; 0 before the first inner step."""
+
+
+@dataclass(frozen=True, slots=True)
 class Account:
     """The work account of a role, for summaries and status."""
 
@@ -243,6 +254,7 @@ class Account:
     """Of a stage peer."""
     scored: ScoringStatus | None = field(default=None, metadata=LEFT_OUT)
     """Of a data node in a run whose router goes on learning."""
+    moments: MomentsStatus | None = field(default=None, metadata=LEFT_OUT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,7 @@ from node.data.packing import Microbatch
 from node.experts.route_tables import RouteTables, route_tables
 from node.model.device import device_errors
 from node.model.memory_need import require_room
+from node.model.moments import ORDINARY, Allowance
 from node.model.optimizer import Accumulator, Addition, InnerOptimizer, StepFigures, inner_optimizer
 from node.model.optimizers.inner_rule import AtDeadline, Submit
 from node.model.parts import EmbeddingPart, HeadPart, build_embedding, build_head
@@ -25,7 +26,6 @@ from protocol.interfaces.tensor_spec import TensorSpec
 from protocol.manifest.manifest import Manifest
 from protocol.manifest.model import quadratic_share
 from swarm.pipeline.custody_states import Work
-from swarm.pipeline.ledger import DEFAULT_SLOTS
 from swarm.vocabulary.errors import ProtocolViolation, StateError
 from swarm.vocabulary.pipeline_messages import Purpose
 from swarm.vocabulary.types import MicrobatchId, ModuleId
@@ -34,19 +34,20 @@ from swarm.vocabulary.types import MicrobatchId, ModuleId
 def host_stage_zero(
     manifest: Manifest,
     device: torch.device,
-    slots: int = DEFAULT_SLOTS,
+    allowance: Allowance = ORDINARY,
     threads: DeviceThreads | None = None,
     submit: Submit = AtDeadline,
 ) -> DataWorker:
-    """Makes a data node's replica of stage 0, with the run's initial weights. `submit` and what it raises: as
-    `host_hop`."""
-    require_room(manifest, (ModuleId(0),), device, slots)
+    """Makes a data node's replica of stage 0, with the run's initial weights. The rest and what it
+    raises: as `host_hop`."""
+    require_room(manifest, (ModuleId(0),), device, allowance.slots, allowance.moments)
     with device_errors():
         embedding = build_embedding(manifest).to(device)
         head = build_head(manifest, embedding).to(device)
         sums = Accumulator(embedding), Accumulator(head)
         tables = tuple(part.to(device) for part in route_tables(manifest))
-        stage = StageZero(embedding, head, *sums, inner_optimizer(manifest, ModuleId(0), sums, submit), tables)
+        optimizer = inner_optimizer(manifest, ModuleId(0), sums, submit, allowance.moments)
+        stage = StageZero(embedding, head, *sums, optimizer, tables)
         body, end = body_passes(embedding, threads, quadratic_share(manifest.model)), head_passes(head, threads)
     return DataWorker(stage, hidden_tensor(manifest), device, body, end)
 

@@ -24,9 +24,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from node.model import passes
 from node.model.blocks import Linear
 from node.model.device import device_errors
-from node.model.narrow_copy import NarrowCopy
 from node.model.optimizer import Accumulator, Addition
 from node.model.optimizers.inner_rule import AtDeadline, Deferred, Submit
+from node.model.packed.narrow_copy import NarrowCopy
 from node.model.passes import Around, Gradients, OneDevice, Visit
 from swarm.vocabulary.errors import ResourceExhausted
 from swarm.vocabulary.types import MicrobatchId, Reasoned
@@ -153,7 +153,7 @@ class SplitDevice(OneDevice):
         self._noted: list[_Noted] | None = None
         for linear in linears:
             linear.register_forward_hook(partial(self._note, places[linear.weight]))
-            if hidden_type is not linear.weight.dtype:
+            if linear.narrow is None and hidden_type is not linear.weight.dtype:
                 linear.narrow = NarrowCopy(linear.weight, hidden_type)
         self._copies = [linear.narrow for linear in linears if linear.narrow is not None]
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from node.concurrency.device_threads import DeviceThreads
 from node.model.device import device_errors
 from node.model.memory_need import require_room
+from node.model.moments import ORDINARY, Allowance
 from node.model.optimizer import Accumulator, Addition, InnerOptimizer, StepFigures, inner_optimizer
 from node.model.optimizers.inner_rule import AtDeadline, Submit
 from node.model.parts import HIDDEN_TYPES, build_block_stack
@@ -32,7 +33,6 @@ from protocol.manifest.manifest import Manifest
 from protocol.manifest.model import quadratic_share
 from swarm.pipeline.compute_queue import puts_weights_off
 from swarm.pipeline.custody_states import Work
-from swarm.pipeline.ledger import DEFAULT_SLOTS
 from swarm.vocabulary.announcement import Speed
 from swarm.vocabulary.errors import ProtocolViolation, StateError
 from swarm.vocabulary.pipeline_messages import Purpose
@@ -274,13 +274,14 @@ def host_hop(
     module: ModuleId,
     device: torch.device,
     graph_budget_bytes: int,
-    slots: int = DEFAULT_SLOTS,
+    allowance: Allowance = ORDINARY,
     threads: DeviceThreads | None = None,
     submit: Submit = AtDeadline,
 ) -> HopWorker:
-    """Makes a replica of a module of stage 1 or above, with the run's initial weights, for a peer with so many slots.
+    """Makes a replica of a module of stage 1 or above, with the run's initial weights.
 
     Args:
+        allowance: what its peer lets it take.
         device: where its state is.
         threads: of all devices that compute; None where that is the only one.
         submit: takes what may be computed in idle time.
@@ -288,18 +289,21 @@ def host_hop(
     Raises:
         ResourceExhausted: this machine has no room for it.
     """
-    require_room(manifest, (module,), device, slots)
+    require_room(manifest, (module,), device, allowance.slots, allowance.moments)
     with device_errors():
         part = build_block_stack(manifest, module).to(device)
-        total = Accumulator(part)
-        optimizer = inner_optimizer(manifest, module, [total], submit)
-        chosen = puts_weights_off(manifest.training.staleness, 1 if threads is None else len(threads.devices))
+        hidden_type = HIDDEN_TYPES[manifest.model.dtype]
         is_alone = threads is None or len(threads.devices) == 1
+        if is_alone and device.type != "cpu" and hidden_type is torch.bfloat16:
+            part.split_weights()
+        total = Accumulator(part)
+        optimizer = inner_optimizer(manifest, module, [total], submit, allowance.moments)
+        chosen = puts_weights_off(manifest.training.staleness, 1 if threads is None else len(threads.devices))
         split: SplitDevice | BlockByBlock | None = None
         if is_alone and device.type != "cpu":
-            split = BlockByBlock(part, HIDDEN_TYPES[manifest.model.dtype])
+            split = BlockByBlock(part, hidden_type)
         elif is_alone and chosen.value:
-            split = SplitDevice(part, HIDDEN_TYPES[manifest.model.dtype])
+            split = SplitDevice(part, hidden_type)
         passes = split or body_passes(part, threads, quadratic_share(manifest.model))
     share = quadratic_share(manifest.model) if manifest.packs_documents else 0.0
     deferred = DeferredWeights(chosen, split, total, submit)

@@ -43,7 +43,7 @@ from node.runtime.resume import (
     progress_of,
     restore_stage_zero,
 )
-from node.runtime.role import link_codecs, microbatch_runner_for
+from node.runtime.role import link_codecs, microbatch_runner_for, moments_status, tell_moments
 from protocol.interfaces.clock import SystemClock
 from protocol.interfaces.transport import QuestionAbout
 from protocol.manifest.manifest import Manifest
@@ -141,6 +141,7 @@ class DataRole:
             paths=self._negotiation.describe(progress.stage_visits),
             sizes=self._data_node.sizes.summary() if flights.counts.started else None,
             window=self._data_node.window.describe(),
+            moments=moments_status(self._worker.stage.optimizer),
         )
 
     async def _wake_on_changes(self) -> None:
@@ -157,15 +158,16 @@ class DataRole:
 async def data_role(given: ModuleContext, first: Anchor | None) -> AsyncIterator[DataRole]:
     """Builds the role of a data node, its text open and the first microbatches being packed."""
     manifest, own, clock = given.manifest, given.session.own, SystemClock()
-    slots, per_step = given.options.slots_held, manifest.microbatches_per_step
+    allowance, per_step = given.options.allowance, manifest.microbatches_per_step
     worker = await given.compute.run(
-        Priority.UPKEEP, lambda: host_stage_zero(manifest, given.device, slots, given.threads, given.compute.submit)
+        Priority.UPKEEP, lambda: host_stage_zero(manifest, given.device, allowance, given.threads, given.compute.submit)
     )
     if given.resumed.state is not None:
         await given.compute.run(Priority.UPKEEP, partial(restore_stage_zero, worker, given.resumed.state, per_step))
     position = position_of(given.resumed)
     if position is not None:
         given.events.emit(Continued(own.peer, _reported(counts_of(position))))
+    tell_moments(given, worker.stage.optimizer)
     own.steps = worker.stage.optimizer.steps
     assert given.text.value is not None, given.text.reason
     documents = await asyncio.to_thread(open_documents, manifest, given.text.value, given.router)
@@ -197,7 +199,7 @@ async def data_role(given: ModuleContext, first: Anchor | None) -> AsyncIterator
             start, rules.per_step * (rules.staleness + 2) + max(rules.window, rules.most_by_staleness)
         )
         training = Training(flights, progress_of(given.resumed), reading)
-        window = WindowFinder(manifest, flights, membership, clock, asked=given.options.window, memory=slots)
+        window = WindowFinder(manifest, flights, membership, clock, asked=given.options.window, memory=allowance.slots)
         path_times = PathTimes(own.peer, times, membership.slots_of)
         texts: Texts = prefetcher
         if stage.tables:

@@ -17,6 +17,7 @@ from node.checkpoint.state import Resumed
 from node.context.options import NodeOptions
 from node.data.places import Places
 from node.model.memory_need import needs_of, none_fits, room_on, what_fits
+from node.model.moments import MomentType
 from node.network.session import NetworkSession
 from node.observability.events import EventSink, Note
 from node.runtime.mover import workload_of
@@ -33,7 +34,9 @@ class FittingModules:
     """The modules of a run that this machine has room for, now or when it has let go of the one that it holds."""
 
     def __init__(self, manifest: Manifest, options: NodeOptions, device: torch.device) -> None:
-        self.needs = needs_of(manifest, options.slots_held)
+        self.needs = needs_of(manifest, options.slots_held, options.moments)
+        self._reckoned = needs_of(manifest, options.slots_held)
+        """What others take the needs to be, who know nothing of this node's moments."""
         self._manifest = manifest
         self._options = options
         self._device = device
@@ -63,11 +66,17 @@ class FittingModules:
         """The room to be announced, of the machine's memory and of the device's own. A node that has room for every
         module says nothing: others take that for granted, and older ones could not read it."""
         modules = self._manifest.modules()
-        return (0, 0) if len(self.of(modules)) == len(modules) else self.room().announced
+        fitting, room = self.of(modules), self.room()
+        if len(fitting) == len(modules):
+            return 0, 0
+        if self._options.moments is not MomentType.FLOAT32:
+            for module in fitting:
+                room = room.reaching(self._reckoned[module])
+        return room.announced
 
     def told(self) -> Reasoned[tuple[int, ...]]:
         """The stages that fit, with a clause for the person at this machine."""
-        return what_fits(self._manifest, self.room(), self._options.slots_held)
+        return what_fits(self._manifest, self.room(), self._options.slots_held, self._options.moments)
 
     def ran_out(self, module: ModuleId) -> None:
         """Notes that there was too little memory for the module, which has been let go of: neither it nor one as large
@@ -80,7 +89,8 @@ class FittingModules:
 
     def refusal(self, modules: list[ModuleId]) -> OutOfMemory:
         """The error that says why none of these, at least one, can be taken, by the room that `of` has just seen."""
-        return none_fits(self._manifest, modules, self._seen, self._options.slots_held)
+        held = self._options.allowance
+        return none_fits(self._manifest, modules, self._seen, held.slots, held.moments)
 
 
 async def choose(

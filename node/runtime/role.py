@@ -11,9 +11,10 @@ from node.averaging.module_rounds import ModuleRounds
 from node.checkpoint.state import ReplicaState
 from node.checkpoint.state_copy import Post
 from node.context.module_context import ModuleContext
-from node.model.optimizer import StepFigures
-from node.observability.events import InnerStep, Load, Retracted, Visit
-from node.observability.status import Account
+from node.model.moments import MomentType
+from node.model.optimizer import InnerOptimizer, StepFigures
+from node.observability.events import InnerStep, Load, Note, Retracted, Visit
+from node.observability.status import Account, MomentsStatus
 from node.pipeline.admission import Admission
 from node.pipeline.codec_selection import LinkCodecs
 from node.pipeline.interfaces import Worker
@@ -131,6 +132,20 @@ def microbatch_runner_for(
     on_thread = WorkerThread(worker, given.compute, clock, rounds.runner.after_inner_step)
     host = ReplicaHost(given, rounds)
     return MicrobatchRunner(custody, admission, on_thread, session.transport, codecs, host, clock)
+
+
+def moments_status(optimizer: InnerOptimizer) -> MomentsStatus:
+    """What the replica's inner optimizer keeps."""
+    return MomentsStatus(optimizer.moments.value.value, optimizer.moments.reason, optimizer.state_bytes)
+
+
+def tell_moments(given: ModuleContext, optimizer: InnerOptimizer) -> None:
+    """Tells the person what became of `--moments`, and of moments that were saved."""
+    if given.options.moments is MomentType.FLOAT32:
+        return
+    resumed = given.resumed.state is not None and optimizer.moments.value is not MomentType.FLOAT32
+    then = "; those of the checkpoint, where they are float32, have been rounded to that" if resumed else ""
+    given.events.emit(Note("info", f"moments: {optimizer.moments.reason}{then}"))
 
 
 def link_codecs(given: ModuleContext, worker: Worker) -> LinkCodecs:

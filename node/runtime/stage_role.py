@@ -25,7 +25,7 @@ from node.pipeline.admission import path_rules
 from node.pipeline.microbatch_runner import MicrobatchRunner
 from node.pipeline.stage_worker import HopWorker, host_hop, measure_speed
 from node.runtime.resume import capture_hop, restore_hop
-from node.runtime.role import link_codecs, microbatch_runner_for
+from node.runtime.role import link_codecs, microbatch_runner_for, moments_status, tell_moments
 from protocol.interfaces.clock import SystemClock
 from swarm.routing.measured_times import MeasuredTimes
 from swarm.routing.planner import Planner
@@ -104,6 +104,7 @@ class StageRole:
                 put_off.held_bytes,
                 put_off.peak_bytes,
             ),
+            moments=moments_status(worker.optimizer),
         )
 
 
@@ -112,13 +113,13 @@ async def stage_role(given: ModuleContext, first: Anchor | None) -> AsyncIterato
     """Builds the role of a stage peer, not prepared yet; `first` as of `module_rounds`."""
     manifest, device = given.manifest, given.device
     budget = _graph_budget(given)
-    slots = given.options.slots_held
-    submit = given.compute.submit
+    allowance, submit = given.options.allowance, given.compute.submit
     worker = await given.compute.run(
-        Priority.UPKEEP, lambda: host_hop(manifest, given.module, device, budget, slots, given.threads, submit)
+        Priority.UPKEEP, lambda: host_hop(manifest, given.module, device, budget, allowance, given.threads, submit)
     )
     if given.resumed.state is not None:
         await given.compute.run(Priority.UPKEEP, partial(restore_hop, worker, given.resumed.state))
+    tell_moments(given, worker.optimizer)
     given.session.own.steps = worker.optimizer.steps
     times = MeasuredTimes(given.session.own.peer, manifest.microbatch_tokens)
     planner = Planner(path_rules(manifest), given.session.membership, times)
@@ -136,7 +137,7 @@ def _graph_budget(given: ModuleContext) -> int:
     limit = options.memory_limit_bytes
     if limit is None:
         return budget
-    need = need_of(given.manifest, (given.module,), options.slots_held)
+    need = need_of(given.manifest, (given.module,), options.slots_held, options.moments)
     return min(budget, max(0, limit.value - (need.all if given.device.type == "cpu" else need.device)))
 
 

@@ -33,6 +33,7 @@ from node.model import passes as visit
 from node.model.device import device_errors, flushed_denormals
 from node.model.initialization import parameters_of
 from node.model.memory_need import require_room
+from node.model.moments import MomentType
 from node.model.optimizer import Accumulator, Addition, inner_optimizer
 from node.model.parts import BlockStack, EmbeddingPart, HeadPart, build_block_stack, build_embedding, build_head
 from node.network.loss_report import answer_of, held_out_loss, summed_loss
@@ -63,6 +64,7 @@ def train_solo(
     saves: CheckpointPlan | None = None,
     router: Router | None = None,
     start: CutModel | None = None,
+    moments: MomentType = MomentType.FLOAT32,
     should_stop: Callable[[], bool] = lambda: False,
     monotonic: Callable[[], float] = time.monotonic,
 ) -> Summary:
@@ -78,9 +80,9 @@ def train_solo(
         CorruptSnapshot: there is a checkpoint, and no step of it is whole.
     """
     with flushed_denormals():  # as a node computes
-        model = WholeModel(manifest, device)
+        model = WholeModel(manifest, device, moments)
         model.begin(start)
-        trainer = SoloTrainer(manifest, model, open_documents(manifest, router=router))
+        trainer = SoloTrainer(manifest, model, open_documents(manifest, router=router), moments=moments)
         keeper = _Keeper(saves, trainer, on_event, monotonic)
         keeper.resume()
         progress = _Progress(trainer, monotonic)
@@ -121,10 +123,11 @@ def evaluate(model: Measurable, microbatches: Iterable[Microbatch]) -> dict[str,
 class WholeModel:
     """All parts of a run on one device."""
 
-    def __init__(self, manifest: Manifest, device: torch.device) -> None:
+    def __init__(self, manifest: Manifest, device: torch.device, moments: MomentType = MomentType.FLOAT32) -> None:
+        """Raises OutOfMemory where there is no room for it, with such moments as a trainer is to keep."""
         self.device = device
         self._manifest = manifest
-        require_room(manifest, manifest.modules(), device, 1)
+        require_room(manifest, manifest.modules(), device, 1, moments)
         with device_errors():
             self.embedding: EmbeddingPart = build_embedding(manifest).to(device)
             self.head: HeadPart = build_head(manifest, self.embedding).to(device)
@@ -240,12 +243,18 @@ class SoloTrainer:
 
     Args:
         choose: None for what the manifest says.
+        moments: the form of AdamW's.
     """
 
     def __init__(
-        self, manifest: Manifest, model: WholeModel, documents: Documents, choose: ChooseStages | None = None
+        self,
+        manifest: Manifest,
+        model: WholeModel,
+        documents: Documents,
+        choose: ChooseStages | None = None,
+        moments: MomentType = MomentType.FLOAT32,
     ) -> None:
-        self._manifest = manifest
+        self._manifest, self._moments = manifest, moments
         self._choose = choose or planned_stages(manifest)
         self._model = model
         self._documents = documents
@@ -317,7 +326,7 @@ class SoloTrainer:
     def _host(self, manifest: Manifest, module: ModuleId, parts: tuple[nn.Module, ...]) -> Hosted:
         training = manifest.training
         sums = [self._accumulators[part] for part in parts if part in self._accumulators]
-        optimizer = inner_optimizer(manifest, module, sums)
+        optimizer = inner_optimizer(manifest, module, sums, moments=self._moments)
         local = LocalReplica(parts, training.fragments, optimizer)
         return Hosted(module, parts, optimizer, LoneReplica(local, outer_rule(manifest), training.inner_steps))
 

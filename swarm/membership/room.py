@@ -70,6 +70,13 @@ class Room:
             return Room(_lesser(self.memory, limit), None)
         return Room(self.memory, _lesser(self.device, limit))
 
+    def reaching(self, need: Need) -> Room:
+        """The room, or as much more as it takes for others to see, in whole steps, that this need is met: of a peer
+        that manages with less than they reckon with."""
+        if self.device is None:
+            return Room(_at_least(self.memory, need.all), None)
+        return Room(_at_least(self.memory, need.memory), _at_least(self.device, need.device))
+
     @property
     def largest(self) -> int | None:
         """The bytes of the compute device's memory; None when nobody can tell."""
@@ -107,6 +114,11 @@ def _lack(wanted: int, there: Reasoned[int | None]) -> str | None:
 
 def _more(there: Reasoned[int | None], back: int) -> Reasoned[int | None]:
     return there if there.value is None else Reasoned(there.value + back, there.reason)
+
+
+def _at_least(there: Reasoned[int | None], wanted: int) -> Reasoned[int | None]:
+    whole = -(-wanted // STEP_BYTES) * STEP_BYTES
+    return there if there.value is None or there.value >= whole else Reasoned(whole, there.reason)
 
 
 def _lesser(there: Reasoned[int | None], limit: Reasoned[int]) -> Reasoned[int | None]:

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from node.averaging.anchor.layout import Layout, layout_of
 from node.averaging.anchor.shared_vector import Vector
-from node.model.initialization import parameters_of
+from node.model.initialization import floats_of
+from node.model.packed.packed_floats import Floats
 
 
 class Schedule(Protocol):
@@ -51,7 +52,7 @@ class LocalReplica:
         optimizer: Schedule,
         parameters_changed: Callable[[], None] = lambda: None,
     ) -> None:
-        parameters = parameters_of(*parts)
+        parameters = floats_of(*parts)
         self.layout = layout_of({name: tuple(tensor.shape) for name, tensor in parameters.items()}, fragments)
         self.optimizer = optimizer
         self._changed = parameters_changed
@@ -62,14 +63,14 @@ class LocalReplica:
         """Copies the parameters of this part of the vector to `out`, which is as long."""
         target = torch.from_numpy(out)
         for here, there in self._overlaps(part):
-            target[there].copy_(here)
+            target[there].copy_(_read(*here))
 
     def write(self, part: slice, values: Vector) -> None:
         """Writes `values`, which is as long, to the parameters of this part of the vector."""
         self.optimizer.before_change()
         source = torch.from_numpy(values)
         for here, there in self._overlaps(part):
-            here.copy_(source[there])
+            _write(*here, source[there])
         self._changed()
 
     def carry(self, part: slice, snapshot: Vector, new: Vector) -> None:
@@ -80,19 +81,39 @@ class LocalReplica:
         self.optimizer.before_change()
         before, after = torch.from_numpy(snapshot), torch.from_numpy(new)
         for here, there in self._overlaps(part):
-            here.sub_(before[there].to(here.device)).add_(after[there].to(here.device))
+            values = _read(*here)
+            values.sub_(before[there].to(values.device)).add_(after[there].to(values.device))
+            if not isinstance(here[0], Tensor):
+                here[0].write(here[1], values)
         self._changed()
 
-    def _overlaps(self, part: slice) -> Iterator[tuple[Tensor, slice]]:
+    def _overlaps(self, part: slice) -> Iterator[tuple[_Piece, slice]]:
         """Pieces of parameters in the part, and where in it they lie."""
         index = bisect.bisect_right(self._starts, part.start) - 1
         for place, memory in zip(self.layout.places[index:], self._memory[index:], strict=True):
             if place.start >= part.stop:
                 return
             start, stop = max(place.start, part.start), min(place.stop, part.stop)
-            yield memory[start - place.start : stop - place.start], slice(start - part.start, stop - part.start)
+            piece = memory, slice(start - place.start, stop - place.start)
+            yield piece, slice(start - part.start, stop - part.start)
 
 
-def _in_order(layout: Layout, parameters: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+def _in_order(layout: Layout, parameters: Mapping[str, Floats]) -> tuple[Floats, ...]:
     """Each place's memory, one-dimensional."""
-    return tuple(parameters[place.name].view(-1) for place in layout.places)
+    named = (parameters[place.name] for place in layout.places)
+    return tuple(floats.view(-1) if isinstance(floats, Tensor) else floats for floats in named)
+
+
+_Piece = tuple[Floats, slice]
+
+
+def _read(memory: Floats, part: slice) -> Tensor:
+    """The memory itself, or a copy where it is packed."""
+    return memory[part] if isinstance(memory, Tensor) else memory.read(part)
+
+
+def _write(memory: Floats, part: slice, values: Tensor) -> None:
+    if isinstance(memory, Tensor):
+        memory[part].copy_(values)
+    else:
+        memory.write(part, values)

@@ -25,6 +25,8 @@ MOST_REASONS: Final = 4
 """For what peers do with weight gradients."""
 MOST_ROWS: Final = 48
 """Of a table of codecs."""
+FLOAT32: Final = "float32"
+"""As moments are kept where nobody says anything."""
 VISITED, SKIPPED = "█", "·"
 _ROUND_WIDTH = len("3 peers")
 """What has to be left of that column on a narrow terminal."""
@@ -38,6 +40,7 @@ def status_views(status: SwarmStatus) -> Iterator[RenderableType]:
     yield from route_tables(status)
     yield from path_tables(status)
     yield from compute_tables(status)
+    yield from moment_lines(status)
     yield from codec_tables(status)
 
 
@@ -231,6 +234,18 @@ def compute_tables(status: SwarmStatus) -> Iterator[RenderableType]:
         table.add_row(*map(Text, (harmless(peer.module or "-", 12), peer_name(peer.peer), *shares, visits)))
     yield table
     yield from (Text(f"weight gradients: {reason}", style="dim") for reason in list(reasons)[:MOST_REASONS])
+
+
+def moment_lines(status: SwarmStatus) -> Iterator[Text]:
+    """A line for each way in which peers keep moments other than as float32."""
+    kept: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for peer in status.peers:
+        moments = peer.said.moments
+        if moments is not None and moments.form not in ("", FLOAT32):
+            kept[harmless(moments.form, 12), harmless(moments.reason, 120)].append(peer_name(peer.peer))
+    for (form, reason), peers in list(kept.items())[:MOST_REASONS]:
+        names = ", ".join(peers[:MOST_ACCUSED])
+        yield Text(f"\nmoments in {form} at {names} ({reason})", style="dim")
 
 
 # ---- codecs ----------------------------------------------------------------------------------------------------------

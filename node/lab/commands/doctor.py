@@ -10,6 +10,7 @@ import typer
 
 from node.cli.views.output import announce, print_json, run_loop
 from node.cli.views.text import harmless
+from node.model.moments import MomentType
 from node.network.reach_status import ReachMode
 
 if TYPE_CHECKING:
@@ -31,6 +32,9 @@ def doctor(
     reach: Annotated[ReachMode, typer.Option(help="auto asks the router for a port if need be.")] = ReachMode.AUTO,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:N, mps or auto.")] = "auto",
     memory_limit: Annotated[str | None, typer.Option(help="What the node would be told of, such as 8GB.")] = None,
+    moments: Annotated[
+        MomentType, typer.Option(help="As of `join`: what the node would keep of each parameter.")
+    ] = MomentType.FLOAT32,
     identity: Annotated[Path | None, typer.Option(help="The node's key file.")] = None,
     checkpoint_dir: Annotated[Path | None, typer.Option(help="Folder that the node would save to.")] = None,
     log_dir: Annotated[Path | None, typer.Option(help="Folder for its event log.")] = None,
@@ -47,9 +51,8 @@ def doctor(
     named = (("key", (identity or default_identity_path()).parent), ("checkpoints", checkpoint_dir), ("logs", log_dir))
     folders = tuple((name, folder) for name, folder in named if folder is not None)
     where = None if link is None else parse_link(link)
-    patient = Patient(
-        device, Doorway(listen, port, advertise, reach), dht_port, folders, where, memory_limit_of(memory_limit)
-    )
+    doorway, limit = Doorway(listen, port, advertise, reach), memory_limit_of(memory_limit)
+    patient = Patient(device, doorway, dht_port, folders, where, limit, moments)
     findings: list[Finding] = []
 
     def tell(found: Sequence[Finding]) -> None:

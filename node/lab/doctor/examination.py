@@ -14,6 +14,7 @@ from node.lab.doctor.fitting import look_at_room, what_fits_of
 from node.lab.doctor.machine import look_at_disk, look_at_files, look_at_memory, look_at_port
 from node.lab.doctor.network_checks import Doorway, Tell, look_in_the_run
 from node.lab.doctor.versions import look_at_versions
+from node.model.moments import MomentType
 from protocol.manifest.join_link import JoinLink
 from swarm.vocabulary.types import Reasoned
 
@@ -34,6 +35,7 @@ class Patient:
     link: JoinLink | None
     memory_limit: Reasoned[int] | None = None
     """Bytes of its compute device's memory that the node may take; None for all that are free."""
+    moments: MomentType = MomentType.FLOAT32
 
 
 async def examine(patient: Patient, tell: Tell) -> None:
@@ -44,7 +46,7 @@ async def examine(patient: Patient, tell: Tell) -> None:
         ("versions", look_at_versions, QUICK_S),
         ("device", lambda: _look_at_device(patient.device), DEVICE_S),
         ("memory", look_at_memory, QUICK_S),
-        ("stage", lambda: look_at_room(patient.device, patient.memory_limit), DEVICE_S),
+        ("stage", lambda: look_at_room(patient.device, patient.memory_limit, patient.moments), DEVICE_S),
         ("disk", lambda: look_at_disk((*patient.folders, ("temporary files", Path(tempfile.gettempdir())))), QUICK_S),
         ("files", look_at_files, QUICK_S),
     )
@@ -62,7 +64,7 @@ async def examine(patient: Patient, tell: Tell) -> None:
     elif not free:
         tell([Finding("reach", Level.SKIP, "the port cannot be listened on")])
     else:
-        fits = partial(what_fits_of, patient.device, patient.memory_limit)
+        fits = partial(what_fits_of, patient.device, patient.memory_limit, patient.moments)
         await look_in_the_run(patient.link, doorway, fits, tell)
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-from node.model.optimizers.inner_rule import FLOAT_BYTES, InnerRule, ParameterState, Shape
+from node.model.optimizers.inner_rule import FLOAT_BYTES, InnerRule, ParameterState, Shape, zeros_of
 from protocol.manifest.training import InnerSection
 
 
@@ -45,24 +45,23 @@ class AdamW(InnerRule[Moments]):
     @torch.no_grad()
     def step(self, rate: float) -> None:
         for parameters, decay in self._groups:
-            moved = [parameter for parameter in parameters if parameter.grad is not None]
+            moved = [p for p in parameters if p.grad is not None and p not in self.packed]
             moments = [self._moments(parameter) for parameter in moved]
-            adamw(
-                list[Tensor](moved),
-                [parameter.grad for parameter in moved if parameter.grad is not None],
-                [each.mean for each in moments],
-                [each.variance for each in moments],
-                [],
-                [each.steps for each in moments],
-                fused=True,  # one pass over memory on CPU and CUDA alike
-                amsgrad=False,
-                beta1=self._inner.beta1,
-                beta2=self._inner.beta2,
-                lr=rate,
-                weight_decay=decay,
-                eps=self._inner.epsilon,
-                maximize=False,
-            )
+            gradients = [parameter.grad for parameter in moved if parameter.grad is not None]
+            apply_adamw(self._inner, list[Tensor](moved), gradients, moments, rate, decay)
+            for parameter in parameters:
+                if parameter in self.packed and parameter.grad is not None:
+                    self._move_packed(parameter, parameter.grad.view(-1), rate, decay)
+
+    def _move_packed(self, parameter: nn.Parameter, gradient: Tensor, rate: float, decay: float) -> None:
+        """Part by part, so that never more of it is unpacked."""
+        moments = self._moments(parameter)
+        mean, variance, before = moments.mean.view(-1), moments.variance.view(-1), moments.steps.clone()
+        for part in self.packed[parameter].parts():
+            moments.steps.copy_(before)
+            of_part = Moments(mean[part], variance[part], moments.steps)
+            with self.opened_part(parameter, part) as values:
+                apply_adamw(self._inner, [values], [gradient[part]], [of_part], rate, decay)
 
     def slots(self, parameter: nn.Parameter, steps: int) -> Mapping[str, Shape]:
         return {"exp_avg": tuple(parameter.shape), "exp_avg_sq": tuple(parameter.shape)}
@@ -82,5 +81,32 @@ class AdamW(InnerRule[Moments]):
     def _moments(self, parameter: nn.Parameter) -> Moments:
         if parameter not in self.states:
             steps = torch.zeros((), device=parameter.device)
-            self.states[parameter] = Moments(torch.zeros_like(parameter), torch.zeros_like(parameter), steps)
+            self.states[parameter] = Moments(zeros_of(parameter), zeros_of(parameter), steps)
         return self.states[parameter]
+
+
+def apply_adamw(
+    inner: InnerSection,
+    moved: list[Tensor],
+    gradients: list[Tensor],
+    moments: Sequence[Moments],
+    rate: float,
+    decay: float,
+) -> None:
+    """Takes one step with tensors and moments in place; counts it in `steps`."""
+    adamw(
+        moved,
+        gradients,
+        [each.mean for each in moments],
+        [each.variance for each in moments],
+        [],
+        [each.steps for each in moments],
+        fused=True,  # one pass over memory on CPU and CUDA alike
+        amsgrad=False,
+        beta1=inner.beta1,
+        beta2=inner.beta2,
+        lr=rate,
+        weight_decay=decay,
+        eps=inner.epsilon,
+        maximize=False,
+    )

@@ -8,14 +8,23 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
+import torch
 from torch import Tensor, nn
+
+from node.model.packed.packed_floats import PackedFloats
 
 Shape = tuple[int, ...]
 FLOAT_BYTES = 4
 State = TypeVar("State")
+
+
+def zeros_of(parameter: nn.Parameter) -> Tensor:
+    """Zeros of the parameter's shape, on its device, whether or not it has memory of its own."""
+    return torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,6 +35,8 @@ class ParameterState:
     """That have moved it. A part without visits is left out of a step, so they may differ among parameters."""
     tensors: Mapping[str, Tensor]
     """Float32, by what they are."""
+    packed: Mapping[str, PackedFloats] = field(default_factory=dict)
+    """Those that the rule keeps in fewer bytes, as they are there. A copy, and what is restored, has none."""
 
 
 class Deferred(Protocol):
@@ -66,6 +77,8 @@ class InnerRule(ABC, Generic[State]):
         self.parameters = tuple(parameters)
         self.states: dict[nn.Parameter, State] = {}
         """Of the parameters that a step has moved."""
+        self.packed: Mapping[nn.Parameter, PackedFloats] = {}
+        """What stands for those of the parameters that are kept in fewer bytes."""
 
     @abstractmethod
     def step(self, rate: float) -> None:
@@ -82,6 +95,24 @@ class InnerRule(ABC, Generic[State]):
     @abstractmethod
     def restored(self, parameter: nn.Parameter, saved: ParameterState) -> State:
         """The state from plain data that has the right `slots`, on the parameter's device; takes the tensors over."""
+
+    @contextmanager
+    def opened(self, parameter: nn.Parameter) -> Iterator[Tensor]:
+        """The numbers of a parameter, to be changed in place before it is closed."""
+        held = self.packed.get(parameter)
+        values = parameter if held is None else held.unpacked()
+        yield values
+        if held is not None:
+            held.store(values)
+
+    @contextmanager
+    def opened_part(self, parameter: nn.Parameter, part: slice) -> Iterator[Tensor]:
+        """As `opened`, a part of it flattened."""
+        held = self.packed.get(parameter)
+        values = parameter.view(-1)[part] if held is None else held.read(part)
+        yield values
+        if held is not None:
+            held.write(part, values)
 
     def clear(self) -> None:
         """Forgets all state."""

@@ -14,7 +14,7 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
-from node.model.optimizers.inner_rule import FLOAT_BYTES, InnerRule, ParameterState, Shape
+from node.model.optimizers.inner_rule import FLOAT_BYTES, InnerRule, ParameterState, Shape, zeros_of
 from protocol.manifest.training import InnerSection
 
 _COEFFICIENTS: Final = (3.4445, -4.7750, 2.0315)
@@ -52,13 +52,14 @@ class Muon(InnerRule[Momentum]):
             gradient = parameter.grad
             if gradient is None:
                 continue
-            state = self.states.get(parameter) or Momentum(torch.zeros_like(parameter))
+            state = self.states.get(parameter) or Momentum(zeros_of(parameter))
             self.states[parameter] = state
             state.steps += 1
             state.mean.lerp_(gradient, 1 - momentum)
             update = orthogonalized(gradient.lerp(state.mean, momentum))
-            parameter.mul_(1 - rate * self._inner.weight_decay)
-            parameter.add_(update, alpha=-rate * _RMS * math.sqrt(max(parameter.shape)))
+            with self.opened(parameter) as values:
+                values.mul_(1 - rate * self._inner.weight_decay)
+                values.add_(update, alpha=-rate * _RMS * math.sqrt(max(parameter.shape)))
 
     def slots(self, parameter: nn.Parameter, steps: int) -> Mapping[str, Shape]:
         return {"exp_avg": tuple(parameter.shape)}

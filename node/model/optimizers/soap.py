@@ -19,7 +19,16 @@ import torch
 from torch import Tensor, nn
 
 from node.model.optimizers.eigenbasis import Eigenbasis, refined
-from node.model.optimizers.inner_rule import FLOAT_BYTES, AtDeadline, Deferred, InnerRule, ParameterState, Shape, Submit
+from node.model.optimizers.inner_rule import (
+    FLOAT_BYTES,
+    AtDeadline,
+    Deferred,
+    InnerRule,
+    ParameterState,
+    Shape,
+    Submit,
+    zeros_of,
+)
 from protocol.manifest.training import InnerSection
 from swarm.vocabulary.errors import ResourceExhausted
 
@@ -181,8 +190,9 @@ class Soap(InnerRule[Preconditioned]):
         state.variance.mul_(inner.beta2).addcmul_(turned, turned, value=1 - inner.beta2)
         deviation = state.variance.div(1 - inner.beta2**moments).sqrt_().add_(inner.epsilon)
         update = state.turned_back(state.turned(state.mean).div_(deviation))
-        parameter.mul_(1 - rate * inner.weight_decay)
-        parameter.add_(update, alpha=-rate / (1 - inner.beta1**moments))
+        with self.opened(parameter) as values:
+            values.mul_(1 - rate * inner.weight_decay)
+            values.add_(update, alpha=-rate / (1 - inner.beta1**moments))
         for side, statistics in state.statistics.items():
             squares = gradient @ gradient.T if side == "left" else gradient.T @ gradient
             statistics.lerp_(squares, 1 - inner.beta2)
@@ -194,8 +204,8 @@ class Soap(InnerRule[Preconditioned]):
         sides = based_sides(tuple(parameter.shape), self._inner.largest_side)
         return Preconditioned(
             0,
-            torch.zeros_like(parameter),
-            torch.zeros_like(parameter),
+            zeros_of(parameter),
+            zeros_of(parameter),
             {side: torch.zeros(length, length, device=parameter.device) for side, length in sides.items()},
             {side: torch.eye(length, device=parameter.device) for side, length in sides.items()},
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from node.checkpoint.folder import load_newest, save_state
-from node.checkpoint.replica import capture_module, restore_module
-from node.checkpoint.state import Agreed
+from node.checkpoint.replica import capture_as_written, capture_module, restore_module
+from node.checkpoint.state import Agreed, ReplicaState
+from node.concurrency.compute_thread import ComputeThread, Priority
 from node.model.initialization import digest_of_tensors, parameters_of
+from node.model.moments import MomentType
 from node.model.optimizer import Accumulator, InnerOptimizer
+from node.model.optimizers.adamw import AdamW
 from node.model.parts import build_block_stack
 from node.observability.events import Note
 from node.pipeline.stage_worker import host_hop
@@ -32,10 +36,14 @@ CPU = torch.device("cpu")
 class Replica:
     """A small module with its optimizer, fed with gradients that follow from a number."""
 
-    def __init__(self, seed: int = 3) -> None:
-        self.part: nn.Module = build_block_stack(small_manifest(seed=seed), ONE)
+    def __init__(self, seed: int = 3, moments: MomentType = MomentType.FLOAT32, *, split: bool = False) -> None:
+        wide = {} if moments is MomentType.FLOAT32 else {"model__hidden": 64, "model__feed_forward": 96}
+        part = build_block_stack(small_manifest(seed=seed, **wide), ONE)
+        if split:
+            part.split_weights()
+        self.part: nn.Module = part
         self.total = Accumulator(self.part)
-        self.optimizer = InnerOptimizer(small_manifest().training, [self.total])
+        self.optimizer = InnerOptimizer(small_manifest().training, [self.total], moments=moments)
 
     def add(self, number: int) -> None:
         numbers = torch.Generator().manual_seed(number)
@@ -62,6 +70,53 @@ def test_it_goes_on_to_the_bit_through_a_file(tmp_path: Path) -> None:
     other.steps(5, 5)
     assert digest_of_tensors(parameters_of(other.part)) == digest_of_tensors(parameters_of(one.part))
     assert found.state.counters.tokens == found.state.counters.tokens_since_anchor == 5 * 32
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_moments_in_8_bits_go_on_to_the_bit_and_either_form_is_read_as_the_other(tmp_path: Path, split: bool) -> None:
+    """What is written is float32 in any case, slice by slice, and the weights whole."""
+    one = Replica(moments=MomentType.EIGHT_BIT, split=split)
+    one.steps(0, 5)
+    with ComputeThread() as compute:
+        post = partial(compute.post, Priority.UPKEEP)
+        captured = partial(capture_as_written, (one.part,), one.optimizer, post, visits=5, tokens=5 * 32)
+        states = list[ReplicaState]()
+        post(lambda: states.append(captured())).result()
+        save_state(folder_at(tmp_path), PEER, ONE, states.pop())
+    found = load_newest(folder_at(tmp_path), PEER)
+    assert found is not None
+    assert {tensor.dtype for own in found.state.inner.parameters.values() for tensor in own.tensors.values()} == {
+        torch.float32
+    }
+    other = Replica(seed=8, moments=MomentType.EIGHT_BIT)
+    plain = Replica(seed=8, moments=MomentType.EIGHT_BIT)
+    plain.optimizer = InnerOptimizer(small_manifest().training, [plain.total])
+    for each in (other, plain):
+        restore_module((each.part,), each.optimizer, found.state)
+    one.steps(5, 3)
+    other.steps(5, 3)
+    assert weights_of(other) == weights_of(one)
+    assert [type(rule) for rule in plain.optimizer.rules] == [AdamW]
+    kept = plain.optimizer.export_state(parameters_of(plain.part))
+    for name, own in found.state.inner.parameters.items():
+        assert all(torch.equal(kept.parameters[name].tensors[slot], each) for slot, each in own.tensors.items())
+    plain.steps(5, 3)
+    there, here = (torch.cat([t.flatten() for t in copies_of(each).values()]) for each in (plain, one))
+    assert 0 < (there - here).norm() / here.norm() < 1e-3
+    back = Replica(moments=MomentType.EIGHT_BIT)
+    restore_module((back.part,), back.optimizer, capture_module((plain.part,), plain.optimizer, visits=8, tokens=256))
+    back.steps(8, 1)
+    assert back.optimizer.steps == 9
+    assert all(bool(t.isfinite().all()) for t in copies_of(back).values())
+
+
+def copies_of(replica: Replica) -> dict[str, Tensor]:
+    """Its parameters, whatever form they have."""
+    return dict(capture_module((replica.part,), replica.optimizer, visits=0, tokens=0).local)
+
+
+def weights_of(replica: Replica) -> bytes:
+    return digest_of_tensors(copies_of(replica))
 
 
 def test_an_optimizer_that_has_not_stepped_has_an_empty_state() -> None:

@@ -20,6 +20,7 @@ from node.cli.views.status_view import (
     accused_lines,
     codec_tables,
     compute_tables,
+    moment_lines,
     path_tables,
     status_table,
     status_views,
@@ -344,6 +345,21 @@ def test_status_shows_what_idle_time_is_filled_with_and_why() -> None:
     assert computing_of({"compute": COMPUTE | {"idle_work_s": 0.0}}) == ""
     assert "visits" not in computing_of({"compute": COMPUTE, "weights": WEIGHTS | {"put_off": False}}).split("\n", 2)[2]
     assert computing_of({}) == ""
+
+
+def test_status_shows_who_keeps_moments_in_8_bits_and_why() -> None:
+    def shown(answered: object) -> str:
+        console = Console(record=True, width=120, force_terminal=False, file=io.StringIO())
+        for view in moment_lines(swarm_of(2, peer_of("12D3KooWpeer1abc", "1.0", answered))):
+            console.print(view)
+        return console.export_text().strip()
+
+    kept = {"form": "8bit", "reason": "--moments 8bit", "bytes": 10}
+    assert shown({"moments": kept}) == "moments in 8bit at er1abc (--moments 8bit)"
+    assert shown({"moments": kept | {"form": "float32"}}) == shown({}) == ""
+    hostile = shown({"moments": kept | {"form": "\x1b[31m" * 9, "reason": "\x07\u202e" * 999}})
+    assert len(hostile) < 400
+    assert not any(bad in hostile for bad in "\x1b\x07\u202e")
 
 
 @pytest.mark.parametrize("times", [{"busy_s": -1e300}, {"idle_s": 1e308, "busy_s": 1e308}, {"busy_s": -30.0}])

@@ -18,6 +18,7 @@ from node.__main__ import app
 from node.cli.options import LinkFile, link_in
 from node.context.options import SETTINGS, VARIABLES, LogLevel, NodeOptions, variable, without_settings
 from node.local_swarm.setup import LocalSetup, LocalSwarmOptions
+from node.model.moments import MomentType
 from node.network.reach_status import ReachMode
 from node.network.session import Whereabouts
 from node.observability.events import Event, EventSink, NodeStatus
@@ -51,6 +52,7 @@ OTHER_VALUES: dict[str, Any] = {
     "window": 6,
     "memory": "512MiB",
     "memory_limit": "8GB",
+    "moments": MomentType.EIGHT_BIT,
     "steps": 7,
     "checkpoint_dir": Path("/saved"),
     "checkpoint_every_s": 5.0,

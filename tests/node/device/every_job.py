@@ -22,7 +22,8 @@ from torch import Tensor
 
 from node.averaging.anchor.module_vector import LocalReplica
 from node.checkpoint.replica import capture_module, restore_module
-from node.model.initialization import parameters_of
+from node.model.initialization import floats_of, parameters_of
+from node.model.moments import Allowance, MomentType
 from node.pipeline.block_passes import BlockByBlock
 from node.pipeline.data_worker import DataWorker, host_stage_zero
 from node.pipeline.interfaces import Job, Output
@@ -80,13 +81,14 @@ def hop_jobs(manifest: Manifest, device: torch.device, codec: Codec, record: Rec
         assert hop.worker.step() is not None
     with record.job(f"BACKWARD recomputed {tag}"):
         record.note(f"hop BACKWARD recomputed {tag}", hop.compute(4, Work.BACKWARD))
-    for name, parameter in hop.worker.part.named_parameters():
-        record.note(f"{name} {tag}", parameter)
+    for name, floats in floats_of(hop.worker.part).items():
+        record.note(f"{name} {tag}", floats if isinstance(floats, Tensor) else floats.copied())
 
 
-def upkeep_jobs(manifest: Manifest, device: torch.device, record: Record) -> None:
+def upkeep_jobs(manifest: Manifest, device: torch.device, moments: MomentType, record: Record) -> None:
     """Snapshot, carry, capture and restore of a hop's replica."""
-    hop = Hop(manifest, device, Codec.NONE)
+    tag = moments.value
+    hop = Hop(manifest, device, Codec.NONE, allowance=Allowance(moments=moments))
     part, optimizer = hop.worker.part, hop.worker.optimizer
 
     def stepped(first: int) -> None:
@@ -99,25 +101,25 @@ def upkeep_jobs(manifest: Manifest, device: torch.device, record: Record) -> Non
     replica = LocalReplica([part], 1, optimizer, hop.worker.parameters_changed)
     whole = slice(0, replica.layout.elements)
     snapshot, after = (np.empty(whole.stop, np.float32) for _ in range(2))
-    with record.job("snapshot"):
+    with record.job(f"snapshot {tag}"):
         replica.read(whole, snapshot)
-    record.note("snapshot", torch.from_numpy(snapshot.copy()))
+    record.note(f"snapshot {tag}", torch.from_numpy(snapshot.copy()))
     new = snapshot * np.float32(0.5)
-    with record.job("carry"):
+    with record.job(f"carry {tag}"):
         replica.carry(whole, snapshot, new)
     replica.read(whole, after)
     assert np.array_equal(after, new), "what has not changed since the snapshot is exactly the new anchor"
-    with record.job("capture"):
+    with record.job(f"capture {tag}"):
         state = capture_module((part,), optimizer, visits=2, tokens=2 * manifest.microbatch_tokens)
     stepped(2)
-    with record.job("restore"):
+    with record.job(f"restore {tag}"):
         restore_module((part,), optimizer, state)
     again = capture_module((part,), optimizer, visits=2, tokens=2 * manifest.microbatch_tokens)
     for name, saved in again.inner.parameters.items():
         for slot, tensor in saved.tensors.items():
             assert torch.equal(tensor, state.inner.parameters[name].tensors[slot]), f"{slot} of {name}"
-            record.note(f"{slot} {name}", tensor)
-    with record.job("measure speed"):
+            record.note(f"{slot} {name} {tag}", tensor)
+    with record.job(f"measure speed {tag}"):
         assert measure_speed(hop.worker.passes, manifest, device).tokens_per_s > 0
 
 
@@ -159,18 +161,19 @@ def all_jobs(manifest: Manifest, device: torch.device) -> Record:
     for codec in CODECS:
         hop_jobs(manifest, device, codec, record)
         data_jobs(manifest, device, codec, record)
-    upkeep_jobs(manifest, device, record)
+    for moments in MomentType:
+        upkeep_jobs(manifest, device, moments, record)
     return record
 
 
-def parameter_bytes() -> dict[str, float]:
+def parameter_bytes(moments: MomentType) -> dict[str, float]:
     """Bytes of the device for each parameter of a hop, in a bfloat16 run of next to no activations: at rest, and the
     most during each job."""
     manifest = small_manifest(model={**WIDE, "dtype": "bfloat16"}, stages={"blocks": [1, 8]}, training__rows=1)
     found: dict[str, float] = {}
     gc.collect()
     before = METER.live
-    hop = Hop(manifest, DEVICE, Codec.NONE, NO_GRAPHS)
+    hop = Hop(manifest, DEVICE, Codec.NONE, NO_GRAPHS, Allowance(moments=moments))
     count = sum(parameter.numel() for parameter in hop.worker.part.parameters())
 
     def metered(name: str, job: Callable[[], Any]) -> None:
@@ -237,7 +240,7 @@ def main() -> None:
             },
         }
     with pretended():
-        answer["bytes"] = parameter_bytes()
+        answer["bytes"] = {moments.value: parameter_bytes(moments) for moments in MomentType}
         answer["graph"] = graph_bytes()
         answer["dropped"] = dropped_graph_bytes()
     print(json.dumps(answer))

@@ -7,6 +7,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from node.model.moments import ORDINARY, Allowance
 from node.pipeline.interfaces import Job, Output
 from node.pipeline.stage_worker import HopWorker, host_hop
 from node.pipeline.tensor_io import tensor_of
@@ -34,9 +35,16 @@ def source_of(manifest: Manifest, number: int) -> Tensor:
 class Hop:
     """A replica of module 1, with messages for it."""
 
-    def __init__(self, manifest: Manifest, device: torch.device, codec: Codec, budget: int = MANY_GRAPHS) -> None:
+    def __init__(
+        self,
+        manifest: Manifest,
+        device: torch.device,
+        codec: Codec,
+        budget: int = MANY_GRAPHS,
+        allowance: Allowance = ORDINARY,
+    ) -> None:
         self.manifest, self.codec = manifest, codec
-        self.worker: HopWorker = host_hop(manifest, ModuleId(1), device, budget)
+        self.worker: HopWorker = host_hop(manifest, ModuleId(1), device, budget, allowance)
 
     def job(self, number: int, work: Work, purpose: Purpose = Purpose.TRAIN) -> Job:
         key = Key(MicrobatchId(PeerId("data"), number), 0)

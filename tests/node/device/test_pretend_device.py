@@ -32,8 +32,14 @@ ALLOWED: Final = {
 """Waits for the device, by job and codec. Each is a moment in which a GPU has nothing to do."""
 FARTHEST: Final = {"float32": 1e-3, "bfloat16": 0.03}
 """Of a result from the CPU's, relative to the largest: kernels that are composed of others there are one here."""
-MOST_BYTES: Final = {"resident": 18.1, "forward": 18.2, "backward": 18.4, "step": 18.1, "recomputed backward": 18.4}
-"""For each parameter, in bfloat16 with AdamW: 4 of itself, 2 of its narrow copy, 8 of moments, 4 of the sum."""
+STEP_OF_8_BITS: Final = 0.016
+"""Of a mean: what falls between two of its values is rounded this way or that."""
+MOST_BYTES: Final = {
+    "float32": {"resident": 16.1, "forward": 16.2, "backward": 16.4, "step": 16.6, "recomputed backward": 16.4},
+    "8bit": {"resident": 10.2, "forward": 10.2, "backward": 10.5, "step": 11.0, "recomputed backward": 10.5},
+}
+"""For each parameter, in bfloat16 with AdamW, by the form of its moments: 4 of itself, whose upper half is what
+products are made with, 8 or 2 of moments, 4 of the sum."""
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +56,11 @@ def found() -> dict[str, Any]:
 def test_results_are_those_of_the_cpu(found: dict[str, Any], dtype: str) -> None:
     differences = found[dtype]["differences"]
     assert len(differences) > 50
-    assert {name: off for name, off in differences.items() if not off <= FARTHEST[dtype]} == {}
+
+    def is_near(name: str, off: float) -> bool:
+        return off <= (max(FARTHEST[dtype], STEP_OF_8_BITS) if name.endswith(" 8bit") else FARTHEST[dtype])
+
+    assert {name: off for name, off in differences.items() if not is_near(name, off)} == {}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -62,9 +72,9 @@ def test_no_job_waits_for_the_device_more_often_than_it_must(
     assert sum(waits.values()) == ALLOWED[job][codec], waits
 
 
-@pytest.mark.parametrize("moment", MOST_BYTES)
-def test_a_parameter_takes_no_more_memory_than_this(found: dict[str, Any], moment: str) -> None:
-    assert MOST_BYTES[moment] - 0.5 < found["bytes"][moment] <= MOST_BYTES[moment]
+@pytest.mark.parametrize(("form", "moment"), [(form, moment) for form, most in MOST_BYTES.items() for moment in most])
+def test_a_parameter_takes_no_more_memory_than_this(found: dict[str, Any], form: str, moment: str) -> None:
+    assert MOST_BYTES[form][moment] - 0.5 < found["bytes"][form][moment] <= MOST_BYTES[form][moment]
 
 
 def test_a_kept_visit_takes_its_blocks_inputs_and_the_graphs_there_is_room_for(found: dict[str, Any]) -> None:

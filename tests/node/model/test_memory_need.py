@@ -12,7 +12,17 @@ import torch
 from node.model.device import device_errors
 from node.model.free_memory import GIB, available_memory
 from node.model.initialization import parameters_of
-from node.model.memory_need import CPU_BYTES, DEVICE_BYTES, MEMORY_BYTES, blocks_that_fit, need_of, needs_of, none_fits
+from node.model.memory_need import (
+    CPU_BYTES,
+    DEVICE_BYTES,
+    blocks_that_fit,
+    need_of,
+    needs_of,
+    none_fits,
+    parameters_that_fit,
+    round_bytes,
+)
+from node.model.moments import MomentType
 from node.model.optimizer import Accumulator, inner_optimizer
 from node.model.parts import build_block_stack
 from node.pipeline.data_worker import host_stage_zero
@@ -75,14 +85,38 @@ def test_a_parameter_takes_16_bytes_of_a_card_24_on_the_cpu_and_20_of_memory() -
     manifest = small_manifest()
     with_more, with_less = need_of(manifest, [ModuleId(1)], 5), need_of(manifest, [ModuleId(1)], 0)
     held = 5 * 3 * 2 * 16 * 16 * 4
-    assert (DEVICE_BYTES + 8, MEMORY_BYTES) == (4 + 4 + 8, 8 + 8 + 4), "AdamW has two moments"
+    assert (DEVICE_BYTES + 8, round_bytes(1)) == (4 + 4 + 8, 8 + 8 + 4), "AdamW has two moments"
     assert CPU_BYTES + 8 == 4 + 8 + 4 + 8
     assert with_less.all - with_less.device - with_less.memory == elements(manifest, 1) * 8
     narrow = need_of(small_manifest(model__dtype="bfloat16"), [ModuleId(1)], 0)
-    assert narrow.device < with_less.device, "graphs are half as large, and a copy of the weights is less than that"
-    assert with_less.memory == elements(manifest, 1) * MEMORY_BYTES
+    assert narrow.device < with_less.device, "graphs are half as large, and there is no copy of the weights"
+    assert with_less.memory == elements(manifest, 1) * 20
     assert with_more.memory - with_less.memory == held
     assert with_less.device > elements(manifest, 1) * (DEVICE_BYTES + 8)
+
+
+def test_a_round_of_a_fragment_takes_another_of_that_only() -> None:
+    many = need_of(small_manifest(training__fragments=8), [ModuleId(1)], 0)
+    assert many.memory == int(elements(small_manifest(), 1) * 9.5)
+
+
+def test_moments_in_8_bits_are_counted_where_they_are_kept() -> None:
+    manifest = small_manifest(model__hidden=64, model__feed_forward=192)
+    part = build_block_stack(manifest, ModuleId(1))
+    saved = sum(8 * p.numel() - 2 * 260 * -(-p.numel() // 256) for p in part.parameters() if p.numel() >= 4096)
+    assert saved > 0
+    plain, packed = (need_of(manifest, [ModuleId(1)], 0, moments) for moments in MomentType)
+    assert (plain.device - packed.device, plain.memory - packed.memory) == (saved, 0)
+    assert inner_optimizer(manifest, ModuleId(1), [Accumulator(part)]).state_bytes == sum(
+        8 * p.numel() for p in part.parameters()
+    )
+    for name in ("soap", "muon"):
+        other = small_manifest(model__hidden=64, model__feed_forward=192, training__inner={"name": name})
+        needs = [need_of(other, [ModuleId(1)], 0, moments) for moments in MomentType]
+        assert needs[0] == needs[1], "those are AdamW's moments"
+    there = room(10**9)
+    assert (parameters_that_fit(there) or 0) < (parameters_that_fit(there, MomentType.EIGHT_BIT) or 0)
+    assert (parameters_that_fit(there) or 0) < (parameters_that_fit(there, fragments=8) or 0)
 
 
 def test_what_the_inner_optimizer_keeps_is_counted_by_the_shapes() -> None:

@@ -15,6 +15,7 @@ from node.concurrency.compute_thread import ComputeThread
 from node.context.options import NodeOptions
 from node.data.places import Places
 from node.model.memory_need import needs_of
+from node.model.moments import MomentType
 from node.observability.events import Note
 from node.runtime import module_choice, node
 from node.runtime.module_choice import FittingModules, choose, choose_smaller
@@ -100,6 +101,20 @@ def test_only_who_lacks_room_announces_what_it_has() -> None:
         max(1, (least - 1) // STEP_BYTES) * STEP_BYTES,
         0,
     )
+
+
+def test_who_needs_less_than_others_reckon_announces_what_they_would_look_for() -> None:
+    """Others know the needs from the manifest, and nothing of this node's moments."""
+    wide = small_manifest(stages__blocks=(1, 8, 9), model__hidden=64, model__feed_forward=192)
+    packed, plain = (needs_of(wide, DEFAULT_SLOTS, moments) for moments in (MomentType.EIGHT_BIT, MomentType.FLOAT32))
+    first, second = ModuleId(1), ModuleId(2)
+    assert packed[first].all < packed[second].all < plain[first].all
+    limit = packed[second].all - 1
+    fitting = FittingModules(wide, told(limit, moments=MomentType.EIGHT_BIT), CPU)
+    assert fitting.of([first, second]) == [first]
+    announced = fitting.announced()[0]
+    assert announced == -(-plain[first].all // STEP_BYTES) * STEP_BYTES
+    assert FittingModules(wide, told(limit), CPU).of([first, second]) == []
 
 
 async def test_a_module_that_was_asked_for_is_refused_before_anything_is_made() -> None:

@@ -109,3 +109,14 @@ def test_room_is_announced_in_steps_that_tell_little() -> None:
     assert room(10 * STEP_BYTES + 17).announced == (10 * STEP_BYTES, 0)
     assert room(17, 2 * STEP_BYTES).announced == (STEP_BYTES, 2 * STEP_BYTES), "0 would say that nothing is known"
     assert Room(Reasoned(None, "nobody knows"), None).announced == (0, 0)
+
+
+def test_room_reaches_as_far_as_others_must_see() -> None:
+    need = Need(STEP_BYTES + 1, 3 * STEP_BYTES, "", more_on_cpu=STEP_BYTES)
+    assert room(STEP_BYTES).reaching(need) == room(6 * STEP_BYTES)
+    assert room(STEP_BYTES, STEP_BYTES).reaching(need) == room(3 * STEP_BYTES, 2 * STEP_BYTES)
+    plenty = room(9 * STEP_BYTES, 9 * STEP_BYTES)
+    assert plenty.reaching(need) == plenty
+    unknown = Room(Reasoned(None, "nobody knows"), None)
+    assert unknown.reaching(need) == unknown
+    assert room_of(announcement("x", 1, memory_bytes=room(STEP_BYTES).reaching(need).announced[0])).lacks(need) is None

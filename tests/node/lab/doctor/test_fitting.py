@@ -6,7 +6,8 @@ import pytest
 
 from node.lab.doctor.finding import Level
 from node.lab.doctor.fitting import look_at_room, what_fits_of
-from node.model.memory_need import CPU_BYTES, MEMORY_BYTES, needs_of
+from node.model.memory_need import CPU_BYTES, needs_of, round_bytes
+from node.model.moments import MomentType
 from swarm.pipeline.ledger import DEFAULT_SLOTS
 from swarm.vocabulary.types import ModuleId, Reasoned
 from tests.node.small_manifest import small_manifest
@@ -20,10 +21,17 @@ def limit(size_bytes: int) -> Reasoned[int]:
 
 
 def test_the_largest_stage_is_told_in_parameters() -> None:
-    (finding,) = look_at_room("cpu", limit(3 * 10**6 * (CPU_BYTES + 8 + MEMORY_BYTES)))
+    size_bytes = 3 * 10**6 * (CPU_BYTES + 8 + int(round_bytes(1)))
+    (finding,) = look_at_room("cpu", limit(size_bytes))
     assert finding.level is Level.OK
-    assert finding.found.startswith("room for a stage of at most 3.0 million parameters: ")
+    in_fragments = f"{int(size_bytes / (CPU_BYTES + 8 + round_bytes(8))) // 10**5 / 10} in a run with 8 fragments"
+    assert finding.found.startswith(f"room for a stage of at most 3.0 million parameters, {in_fragments}: ")
     assert finding.found.endswith("are free under --memory-limit")
+
+
+def test_moments_in_8_bits_leave_room_for_more() -> None:
+    (finding,) = look_at_room("cpu", limit(3 * 10**6 * (CPU_BYTES + 8 + 20)), MomentType.EIGHT_BIT)
+    assert finding.found.startswith("room for a stage of at most 3.4 million parameters, ")
 
 
 @pytest.mark.parametrize(
@@ -36,5 +44,5 @@ def test_the_largest_stage_is_told_in_parameters() -> None:
     ],
 )
 def test_the_stages_of_a_run_are_named(size_bytes: int, level: Level, said: str) -> None:
-    (finding,) = what_fits_of("cpu", limit(size_bytes), MANIFEST)
+    (finding,) = what_fits_of("cpu", limit(size_bytes), MomentType.FLOAT32, MANIFEST)
     assert (finding.level, finding.found[: len(said)]) == (level, said)

@@ -6,8 +6,30 @@ It stands alone because layers use the copy, and whoever changes their parameter
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor, nn
+
+
+class Narrow(Protocol):
+    """A matrix that products are made with, in place of a float32 one."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def storage(self) -> int:
+        """Where its memory begins."""
+        ...
+
+    def fresh(self) -> Tensor:
+        """The matrix as the float32 one is now. To autograd it is a leaf of its own."""
+        ...
+
+    def changed(self) -> None:
+        """Notes that the float32 one has changed."""
+        ...
 
 
 class NarrowCopy:

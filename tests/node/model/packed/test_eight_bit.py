@@ -1,0 +1,110 @@
+"""What blockwise quantisation keeps of a tensor, and that it keeps the same of what it has given back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from node.model.packed.eight_bit import BLOCK, EightBit, dynamic_map, eight_bit_bytes
+
+CPU = torch.device("cpu")
+
+
+def packed(values: Tensor, *, is_signed: bool) -> EightBit:
+    held = EightBit(tuple(values.shape), CPU, is_signed=is_signed)
+    held.store(values)
+    return held
+
+
+def spread(shape: tuple[int, ...], seed: int, *, is_signed: bool) -> Tensor:
+    """Elements of sizes over six decades within each block, as moments are, and some zeros."""
+    numbers = torch.Generator().manual_seed(seed)
+    values = torch.randn(shape, generator=numbers) * 10 ** (-6 * torch.rand(shape, generator=numbers))
+    values[torch.rand(shape, generator=numbers) < 0.05] = 0
+    return values if is_signed else values.square()
+
+
+@pytest.mark.parametrize("is_signed", [True, False])
+def test_the_values_are_those_of_the_paper(is_signed: bool) -> None:
+    values = torch.tensor(dynamic_map(is_signed=is_signed), dtype=torch.float64)
+    assert len(values) == 256
+    assert bool((values.diff() > 0).all())
+    assert values[-1] == 1
+    top = values[(values > 0.1) & (values < 1)]
+    assert len(top) == (64 if is_signed else 128), "the largest decade has as many as all others together"
+    assert top.diff().max() == pytest.approx(0.9 / len(top)) == top.diff().min()
+    assert values[values > 0].min() == pytest.approx(5.5e-7 if is_signed else 1e-7)
+    assert (0 in values) == is_signed
+    assert values.min() == (pytest.approx(-0.99297, abs=1e-5) if is_signed else pytest.approx(1e-7))
+
+
+@pytest.mark.parametrize("is_signed", [True, False])
+@pytest.mark.parametrize("shape", [(64, 64), (5, 1000), (3, 7)])
+def test_an_element_is_off_by_half_a_step_of_its_decade_at_most(shape: tuple[int, ...], is_signed: bool) -> None:
+    values = spread(shape, 1, is_signed=is_signed)
+    held = packed(values, is_signed=is_signed)
+    back = held.copied()
+    assert back.shape == values.shape
+    blocks = torch.nn.functional.pad(values.flatten(), (0, -values.numel() % BLOCK)).view(-1, BLOCK)
+    scales = blocks.abs().amax(1, keepdim=True).expand_as(blocks).reshape(-1)[: values.numel()]
+    quotients, errors = (values.flatten() / scales).abs(), ((back - values).flatten() / scales).abs()
+    for decade in range(7):
+        inside = (quotients > 10.0 ** (decade - 7)) & (quotients <= 10.0 ** (decade - 6))
+        steps = 2**decade if is_signed else 2 ** (decade + 1)
+        half = 0.5 * 0.9 * 10.0 ** (decade - 6) / steps
+        # Between the steps of two decades, and at the negative end, where there is no -1, it may be a little more.
+        assert bool((errors[inside] <= 1.6 * half + 1e-9).all()), decade
+    largest = quotients == 1
+    assert bool(largest.any())
+    assert bool((errors[largest] == 0).all()), "the largest of a block is kept exactly"
+
+
+@pytest.mark.parametrize("is_signed", [True, False])
+def test_what_was_unpacked_is_packed_to_the_same(is_signed: bool) -> None:
+    once = packed(spread((300, 77), 2, is_signed=is_signed), is_signed=is_signed).copied()
+    assert torch.equal(packed(once, is_signed=is_signed).copied(), once)
+
+
+def test_a_variance_never_becomes_nothing() -> None:
+    values = torch.full((2 * BLOCK,), 1e-12)
+    values[0] = 1.0
+    back = packed(values, is_signed=False).copied()
+    assert float(back[1:BLOCK].min()) == pytest.approx(1e-7), "rounded up: what is divided by it moves too little"
+    assert bool((back[BLOCK:] == values[BLOCK:]).all())
+    assert bool((packed(torch.zeros(BLOCK), is_signed=False).copied() == 0).all())
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("is_signed", [True, False])
+def test_what_is_not_finite_is_seen_and_stays_in_its_block(wrong: float, is_signed: bool) -> None:
+    values = spread((4, BLOCK), 3, is_signed=is_signed)
+    values[1, 5] = wrong
+    back = packed(values, is_signed=is_signed).copied()
+    assert not bool(back[1].isfinite().any())
+    clean = packed(values[[0, 2, 3]], is_signed=is_signed).copied()
+    assert torch.equal(back[[0, 2, 3]], clean)
+
+
+@pytest.mark.parametrize("size", [1e-44, 1e-38, 1e-30, 3e38])
+def test_sizes_at_the_ends_of_float32_come_back(size: float) -> None:
+    values = torch.linspace(-1, 1, BLOCK).mul(size)
+    back = packed(values, is_signed=True).copied()
+    assert bool(back.isfinite().all())
+    assert float((back - values).abs().max()) <= 0.02 * size + 2e-45
+
+
+def test_parts_are_read_and_written_by_themselves() -> None:
+    values = spread((6 * BLOCK + 100,), 4, is_signed=True)
+    held, whole = EightBit((values.numel(),), CPU, is_signed=True), packed(values, is_signed=True)
+    for part in held.parts(2 * BLOCK):
+        held.write(part, values[part])
+    for part in held.parts(3 * BLOCK):
+        assert torch.equal(held.read(part), whole.copied()[part])
+    with pytest.raises(AssertionError, match="where a block does"):
+        held.read(slice(1, BLOCK))
+
+
+@pytest.mark.parametrize("elements", [1, BLOCK, BLOCK + 1, 2**16])
+def test_the_bytes_are_those_that_are_reckoned_with(elements: int) -> None:
+    assert EightBit((elements,), CPU, is_signed=True).nbytes == eight_bit_bytes(elements)
