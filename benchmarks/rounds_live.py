@@ -14,7 +14,7 @@ one that is under way at a border, the share of the time since the last. `pace_r
 that between rounds, all rounds together after the first; `ratios` that of each round over the time between it and the
 next, so both were measured beside the same other work, and `median_ratio` theirs. `of_the_emulated` is the pace over
 that of devices which never wait: where it is far below 1, the machine had no time for so many nodes, and the ratio says
-little.
+little. `not_of_all` are rounds that went on without a replica that was too slow.
 
 Nodes get `--starting-s` seconds to come up, and as many again until the first round. Prints one JSON object, or in a
 sentence why there is none; progress goes to stderr.
@@ -33,7 +33,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -60,7 +60,14 @@ BYTES_PER_S: Final = 12.5e6
 DATA_FORWARD_S: Final = 0.003
 BACKWARD_FACTOR: Final = 2.0
 
-Span = tuple[float, float]
+
+class Round(NamedTuple):
+    """A round of the stage, by the monotonic clock."""
+
+    begun: float
+    ended: float
+    members: int
+    """Fewer than all where one was too slow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +118,7 @@ class Setting:
         )
 
 
-async def run(folder: Path, setting: Setting, seconds: float, starting_s: float) -> tuple[list[float], list[Span]]:
+async def run(folder: Path, setting: Setting, seconds: float, starting_s: float) -> tuple[list[float], list[Round]]:
     """When microbatches came home, and when rounds were, by the monotonic clock.
 
     Raises:
@@ -142,9 +149,9 @@ async def run(folder: Path, setting: Setting, seconds: float, starting_s: float)
     return homes, rounds
 
 
-async def _rounds(swarm: LocalSwarm, replicas: int, seconds: float, first_within_s: float) -> list[Span]:
-    """Those of the first round and of so many seconds after it."""
-    found: dict[int, Span] = {}
+async def _rounds(swarm: LocalSwarm, replicas: int, seconds: float, first_within_s: float) -> list[Round]:
+    """The first of all replicas, and those of so many seconds after it."""
+    found: dict[int, Round] = {}
     loop = asyncio.get_running_loop()
     try:
         async with asyncio.timeout(first_within_s) as limit:
@@ -153,17 +160,14 @@ async def _rounds(swarm: LocalSwarm, replicas: int, seconds: float, first_within
                     raise RuntimeError(f"a node has ended: {_notes(swarm)}")
                 if not isinstance(event, RoundCommitted) or event.module != str(MODULE):
                     continue
-                if len(event.members) < replicas:
-                    raise RuntimeError(
-                        f"round {event.round} was held by {len(event.members)} of {replicas} replicas: the machine has"
-                        f" no time for all of them ({_notes(swarm)})"
-                    )
-                now = time.monotonic()
+                now, members = time.monotonic(), len(event.members)
+                tell(f"round {event.round} of {members}: {event.seconds:.2f} s, {event.sent_bytes} bytes")
+                if not found and members < replicas:
+                    continue  # the others are not there yet
                 if not found:
                     limit.reschedule(loop.time() + seconds)
-                begun, _ = found.get(event.round, (now, now))
-                found[event.round] = min(begun, now - event.seconds), now
-                tell(f"round {event.round}: {event.seconds:.2f} s, {event.sent_bytes} bytes")
+                begun, _, fewest = found.get(event.round, (now, now, replicas))
+                found[event.round] = Round(min(begun, now - event.seconds), now, min(fewest, members))
     except TimeoutError:
         if not found:
             raise RuntimeError(f"no round was held within {first_within_s:.0f} s: {_notes(swarm)}") from None
@@ -175,7 +179,7 @@ def _notes(swarm: LocalSwarm) -> str:
     return f"the nodes say: {said}"
 
 
-def compare(homes: Sequence[float], rounds: Sequence[Span], setting: Setting) -> dict[str, Any]:
+def compare(homes: Sequence[float], rounds: Sequence[Round], setting: Setting) -> dict[str, Any]:
     """The paces. The first round is left out: until then the swarm has not found its pace.
 
     Raises:
@@ -184,28 +188,30 @@ def compare(homes: Sequence[float], rounds: Sequence[Span], setting: Setting) ->
     numbers = range(1, len(homes) + 1)
 
     def count(begin: float, end: float) -> float:
-        begun, ended = np.interp((begin, end), homes, numbers)
-        return float(ended - begun)
+        before, after = np.interp((begin, end), homes, numbers)
+        return float(after - before)
 
     pairs = []
-    for (begun, ended), (following, _) in itertools.pairwise(rounds[1:]):
-        late = ended + setting.visit_s
-        if following > late and count(late, following):
-            pairs.append((count(begun, late), late - begun, count(late, following), following - late))
+    for this, following in itertools.pairwise(rounds[1:]):
+        late = this.ended + setting.visit_s
+        if following.begun > late and count(late, following.begun):
+            within = count(this.begun, late), late - this.begun
+            pairs.append((*within, count(late, following.begun), following.begun - late))
     if not pairs:
         raise RuntimeError("fewer than three rounds, or no time between them: give it more --seconds or --inner-steps")
-    within, within_s, between, between_s = (sum(column) for column in zip(*pairs, strict=True))
+    inside, inside_s, between, between_s = (sum(column) for column in zip(*pairs, strict=True))
     ratios = [round((a / a_s) / (b / b_s), 3) for a, a_s, b, b_s in pairs]
     full = setting.peers / setting.visit_s
     return {
-        "pace_ratio": round((within / within_s) / (between / between_s), 4),
-        "median_ratio": statistics.median(ratios),
+        "pace_ratio": round((inside / inside_s) / (between / between_s), 4),
+        "median_ratio": round(statistics.median(ratios), 3),
         "ratios": ratios,
         "rounds": len(pairs),
-        "median_round_s": round(statistics.median(ended - begun for begun, ended in rounds), 2),
-        "share_in_rounds": round(within_s / (within_s + between_s), 3),
-        "of_the_emulated": [round(within / within_s / full, 3), round(between / between_s / full, 3)],
-        "microbatches": [round(within, 1), round(between, 1)],
+        "not_of_all": sum(each.members < setting.peers for each in rounds),
+        "median_round_s": round(statistics.median(each.ended - each.begun for each in rounds), 2),
+        "share_in_rounds": round(inside_s / (inside_s + between_s), 3),
+        "of_the_emulated": [round(inside / inside_s / full, 3), round(between / between_s / full, 3)],
+        "microbatches": [round(inside, 1), round(between, 1)],
     }
 
 
