@@ -97,7 +97,7 @@ class ReplicaSync:
         rule: AloneRule,
     ) -> None:
         self.is_alone = False
-        """Read on the compute thread after each inner step."""
+        """Read on the compute thread with each inner step."""
         self.lost = Work()
         """Given up by adopting another anchor, since the start."""
         self._replica = replica
@@ -162,12 +162,13 @@ class ReplicaSync:
         if not self.lone_step_due or self._prepared is not None or self._turn.locked():
             return
         async with self._turn:
-            snapshot = await self._take_snapshot()
-            if math.isfinite(snapshot.norm):
-                try:
+            try:
+                snapshot = await self._take_snapshot()
+                if math.isfinite(snapshot.norm):
                     await self._prepare(snapshot)
-                except ResourceExhausted as error:
-                    log.warning("%s", error)
+                    return
+            except ResourceExhausted as error:
+                log.warning("%s", error)
                 return
         log.warning("this replica's parameters are not finite; it starts again from its anchor")
         await self.adopt(self._store.current)
