@@ -44,10 +44,8 @@ from tests.node.small_manifest import small_manifest
 
 PEER: Final = PeerId("benchmark")
 RUN: Final = RunId("0" * 64)
-ARMS: Final = {
-    "free_memory": available_memory,
-    "none_free": lambda: Reasoned[int | None](None, "as the arm says"),
-}
+NONE: Final[Reasoned[int | None]] = Reasoned(None, "as the arm says")
+ARMS: Final = {"free_memory": available_memory, "none_free": lambda: NONE}
 
 
 class SlowDisk(DiskStorage):

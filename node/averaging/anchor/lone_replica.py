@@ -12,12 +12,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Final
 
 import numpy as np
 
 from node.averaging.anchor.anchor import Anchor, initial_anchor, restored_anchor
 from node.averaging.anchor.anchor_store import AnchorStore
-from node.averaging.anchor.layout import LARGEST_CHUNK
 from node.averaging.anchor.module_vector import LocalReplica
 from node.averaging.anchor.outer_step import OuterRule, Staging
 from node.averaging.anchor.shared_vector import Vector, empty_vector
@@ -25,6 +25,9 @@ from node.averaging.anchor.vector_math import squares
 from node.checkpoint.state import Agreed, ReplicaState
 from swarm.vocabulary.errors import StateError
 from swarm.vocabulary.types import MAX_COUNT
+
+PIECE: Final = 2**18
+"""Elements (1 MiB) of which the next anchor is made at a time."""
 
 
 def anchor_of(replica: LocalReplica) -> Anchor:
@@ -57,13 +60,13 @@ class LoneStep:
         self.fragment = layout.range_of(first, end)
         """The elements that it moves."""
         self._staging = Staging(self.base, rule, *store.spare(self.fragment))
-        at_a_time = max(1, LARGEST_CHUNK // layout.chunk_elements)
+        at_a_time = max(1, PIECE // layout.chunk_elements)
         self._pieces = [(start, min(start + at_a_time, end)) for start in range(first, end, at_a_time)]
         self._room: Vector = np.empty(min(at_a_time * layout.chunk_elements, layout.elements), np.float32)
 
     def pieces(self) -> Iterator[Callable[[], None]]:
-        """What is to be called before `anchor`, in this order: some 4 MiB each. They raise StateError when the
-        replica's update is not finite."""
+        """What is to be called before `anchor`, in this order, a millisecond or a few each. They raise StateError when
+        the replica's update is not finite."""
         return (partial(self._apply, first, end) for first, end in self._pieces)
 
     def anchor(self, steps: int, tokens: int) -> Anchor:

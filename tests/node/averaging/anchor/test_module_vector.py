@@ -185,7 +185,7 @@ async def test_a_lone_replica_takes_its_outer_step_after_enough_work_or_time() -
 @pytest.fixture
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many of them, as a large module has."""
-    monkeypatch.setattr(lone_replica, "LARGEST_CHUNK", 2**14)
+    monkeypatch.setattr(lone_replica, "PIECE", 2**14)
 
 
 @pytest.mark.usefixtures("_small_pieces")
