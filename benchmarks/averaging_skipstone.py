@@ -61,7 +61,7 @@ class Schedule:
 
     steps = tokens = 0
     replicas = 1
-    before_change = staticmethod(lambda: None)
+    before_step = before_change = staticmethod(lambda: None)
 
     def start_anew(self, steps: int, tokens: int) -> None:
         self.steps = steps

@@ -138,16 +138,19 @@ async def observe(trial: Trial, text: Path, pacing: Pacing, others: SideBySide) 
     return Seen(begun, ended, warm_s, cold, flights, indices, changed_at, machine, own, failures)
 
 
-async def all_serve(swarm: LocalSwarm) -> None:
+async def all_serve(swarm: LocalSwarm, within_s: float = START_S) -> None:
     """Returns when all nodes serve.
 
     Raises:
-        RuntimeError: one does not come up; with the swarm's last notes.
+        RuntimeError: one does not come up; with the states of all and the swarm's last notes.
     """
-    until = time.monotonic() + START_S
+    begun = time.monotonic()
     while any(peer.state != "serving" for peer in swarm.progress.peers.values()):
-        if swarm.ends or time.monotonic() > until:
-            raise RuntimeError(f"not all nodes serve: {swarm.progress.notes}")
+        waited_s = time.monotonic() - begun
+        if swarm.ends or waited_s > within_s:
+            states = ", ".join(f"{index} {peer.state}" for index, peer in sorted(swarm.progress.peers.items()))
+            notes = "; ".join(note.message for note in swarm.progress.notes) or "nothing"
+            raise RuntimeError(f"not all nodes serve after {waited_s:.0f} s ({states}); they say: {notes}")
         await asyncio.sleep(0.2)
 
 

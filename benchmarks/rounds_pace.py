@@ -11,7 +11,8 @@ of them (likewise), `jobs` how many they are. Between two jobs microbatches are 
 * `put_on`: a newcomer is put on the anchor that it has fetched; once, too.
 * `snapshot` and `carry`: a round's, with an inner step in between. `carry_at_rest` is without one.
 * `adopt`: the replica gives up its own work.
-* `alone`: the outer step of a lone replica, with its hashes, in the job of its inner step.
+* `alone`: the outer step of a lone replica that is made on the averaging thread: its snapshot, and what is left for the
+  beginning of the next inner step. `alone_at_once` is all of it there, for want of time before.
 * `checkpoint`: the copy of parameters and moments, nothing waiting for it; `checkpoint_in_haste`: an inner step is due
   at once, and what is left is copied in its job. Time in which that waits for a disk is no processor time.
 
@@ -200,11 +201,15 @@ async def measure(rounds: int) -> tuple[int, dict[str, dict[str, float]]]:
             compute.begin("adopt")
             await sync.adopt(store.current)
             sync.stand_alone(True)
-            for _ in range(LONE_EVERY):
-                figures = await step()
-                compute.begin("alone")
-                if await job(partial(sync.after_inner_step, figures)) is None:
-                    compute.rounds["alone"].pop()
+            for kind in ("alone", "alone_at_once"):
+                before = store.current.version.round
+                while not sync.lone_step_due:
+                    sync.after_inner_step(await step())
+                compute.begin(kind)
+                if kind == "alone":
+                    await sync.prepare_lone_step()
+                await job(trained.optimizer.before_step)
+                assert store.current.version.round == before + 1
             sync.stand_alone(False)
         return trained.local.layout.elements, compute.figures()
 

@@ -17,7 +17,7 @@ from node.averaging.anchor.anchor import Anchor
 from node.averaging.anchor.anchor_store import AnchorStore
 from node.averaging.audit.auditor import Auditor
 from node.averaging.exchange.all_reduce import ExchangeMeans
-from node.averaging.replica_sync import LoneStep, ReplicaSync
+from node.averaging.replica_sync import ReplicaSync, SteppedTo
 from node.averaging.workspace import RoundWorkspace, StagedRound
 from node.concurrency.machine_runner import Machine, MachineRunner
 from node.model.optimizer import StepFigures
@@ -156,15 +156,19 @@ class RoundRunner(MachineRunner[Event, Action]):
     # ---- what happens ------------------------------------------------------------------------------------------------
 
     def after_inner_step(self, figures: StepFigures) -> None:
-        """Counts an inner step on the compute thread, in the same job: a lone replica takes its outer step here."""
+        """Counts an inner step on the compute thread, in the same job. A lone replica may have taken its outer step at
+        its beginning."""
         step = self.replica_sync.after_inner_step(figures)
         if step is not None and self._loop is not None:
             self._loop.call_soon_threadsafe(self._stepped_alone, step)
 
     def stepped(self) -> None:
-        """Tells the machine that an inner step has been taken."""
+        """Tells the machine that an inner step has been taken. The outer step of a lone replica that it has made due is
+        prepared."""
         work = self.replica_sync.since_anchor
         self.handle(Worked(work.steps, work.tokens))
+        if self.replica_sync.lone_step_due:
+            self.begin(self.replica_sync.prepare_lone_step())
 
     def receive(self, sender: PeerId, message: RoundControl) -> None:
         """Takes in a small message."""
@@ -184,7 +188,7 @@ class RoundRunner(MachineRunner[Event, Action]):
             self._others = others
             self.handle(ReplicasChanged(others))
 
-    def _stepped_alone(self, step: LoneStep) -> None:
+    def _stepped_alone(self, step: SteppedTo) -> None:
         version, own = step.anchor.version, (self._own,)
         self._host.anchored(step.anchor)
         self.handle(SteppedAlone(version))

@@ -263,6 +263,8 @@ class InnerOptimizer:
         """Which move the parameters, each those that are its own."""
         for rule in self.rules:
             rule.packed = {p: held for each in self._accumulators for p, held in each.packed.items()}
+        self.before_step: Callable[[], None] = lambda: None
+        """Called at the beginning of each inner step: the outer step of a lone replica goes before it."""
         self.before_change: Callable[[], None] = lambda: None
         """Called before parameters or state become others: who copies them piece by piece finishes."""
 
@@ -275,11 +277,12 @@ class InnerOptimizer:
         """Takes one inner step with the mean gradient over each part's own tokens, and starts accumulating anew.
 
         Raises:
-            SkipstoneError: no part has been visited since the last step.
+            SkipstoneError: no part has been visited since the last step, or what `before_step` raises.
         """
         visits = tuple(accumulator.visits for accumulator in self._accumulators)
         if not any(visits):
             raise SkipstoneError("an inner step without a single visit was asked for")
+        self.before_step()
         self.before_change()
         tokens = max(accumulator.tokens for accumulator in self._accumulators)
         for parameter in self._parameters:

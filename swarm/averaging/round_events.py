@@ -175,7 +175,7 @@ class LinkLost:
 
 @dataclass(frozen=True, slots=True)
 class SteppedAlone:
-    """Being alone, the replica took the outer step by itself right after an inner step."""
+    """Being alone, the replica took the outer step by itself, with an inner step."""
 
     version: AnchorVersion
 

@@ -28,6 +28,8 @@ class Schedule(Protocol):
     """Where it stands in the learning rate's schedule."""
     replicas: int
     """That train the module."""
+    before_step: Callable[[], None]
+    """Called at the beginning of each inner step."""
     before_change: Callable[[], None]
     """To be called before the parameters become others."""
 

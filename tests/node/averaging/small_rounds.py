@@ -57,7 +57,7 @@ class MadeUpOptimizer:
     def __init__(self, part: nn.Module) -> None:
         self.steps = self.tokens = 0
         self.replicas = 1
-        self.before_change = lambda: None
+        self.before_step = self.before_change = lambda: None
         self._parameters = list(part.parameters())
 
     def start_anew(self, steps: int, tokens: int) -> None:
@@ -65,6 +65,7 @@ class MadeUpOptimizer:
 
     @torch.no_grad()
     def step(self, seed: int) -> StepFigures:
+        self.before_step()
         numbers = torch.Generator().manual_seed(seed)
         for parameter in self._parameters:
             parameter.sub_(torch.randn(parameter.shape, generator=numbers) * 0.01)

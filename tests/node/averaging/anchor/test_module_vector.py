@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from node.averaging.anchor import lone_replica
 from node.averaging.anchor.anchor import hash_all
 from node.averaging.anchor.anchor_store import AnchorStore
 from node.averaging.anchor.lone_replica import LoneReplica, anchor_of
 from node.averaging.anchor.module_vector import LocalReplica
 from node.averaging.anchor.outer_step import OuterRule
 from node.averaging.replica_sync import AloneRule, ReplicaSync, Work
-from node.concurrency.compute_thread import ComputeThread
+from node.checkpoint.replica import capture_module, restore_module
+from node.concurrency.compute_thread import ComputeThread, Priority
 from node.model.optimizer import RAMP_STEPS, Accumulator, InnerOptimizer, StepFigures
 from node.model.parts import build_block_stack
 from swarm.vocabulary.types import MicrobatchId, ModuleId, PeerId
@@ -96,7 +100,7 @@ def test_a_plain_mean_leaves_a_lone_replica_as_it_is() -> None:
     """An outer rate of 1 without momentum: what the demo's manifest says. Only the two subtractions round."""
     trained, untouched = Trained(), Trained()
     lone = LoneReplica(trained.local, OuterRule(1.0, 0.0), inner_steps=2)
-    for step in range(1, 9):
+    for step in range(1, 10):
         trained.step(step)
         untouched.step(step)
         lone.after_inner_step(32)
@@ -106,17 +110,14 @@ def test_a_plain_mean_leaves_a_lone_replica_as_it_is() -> None:
 
 @pytest.mark.parametrize("fragments", [1, 3])
 def test_a_lone_replica_does_what_torch_does(fragments: int) -> None:
-    """Outer SGD over the real parameters, fragment by fragment, by torch alone."""
+    """Outer SGD over the real parameters, fragment by fragment, by torch alone, before the inner step that follows."""
     trained, plain = Trained(fragments), Trained(fragments)
     lone = LoneReplica(trained.local, RULE, inner_steps=2 * fragments)
     anchor = torch.from_numpy(plain.vector()).requires_grad_()
     buffer = torch.zeros(len(anchor))
     fragment = 0
-    for step in range(1, 13):
-        trained.step(step)
-        plain.step(step)
-        lone.after_inner_step(32)
-        if step % 2 == 0:
+    for step in range(1, 14):
+        if step % 2 == 1 and step > 1:
             first, end = plain.local.layout.fragments[fragment]
             part = plain.local.layout.range_of(first, end)
             parameter = anchor.detach()[part].clone().requires_grad_()
@@ -128,10 +129,33 @@ def test_a_lone_replica_does_what_torch_does(fragments: int) -> None:
             anchor.detach()[part] = parameter.detach()
             plain.local.write(part, parameter.detach().numpy())
             fragment = (fragment + 1) % len(plain.local.layout.fragments)
+        trained.step(step)
+        plain.step(step)
+        lone.after_inner_step(32)
         np.testing.assert_allclose(trained.vector(), plain.vector(), rtol=0, atol=1e-5)
     current = lone.store.current
     assert (current.version.round, current.version.steps, current.version.tokens) == (6, 12, 12 * 32)
     assert current.hashes == hash_all(current.layout, current.parameters, current.momentum)
+
+
+def test_a_lone_replica_goes_on_from_a_checkpoint_before_its_outer_step() -> None:
+    """The step is due and not taken: the anchor and the parameters are all that it needs."""
+    one, other = Trained(), Trained()
+    first, second = (LoneReplica(trained.local, RULE, inner_steps=2) for trained in (one, other))
+    for step in range(1, 5):
+        one.step(step)
+        first.after_inner_step(32)
+    agreed = first.agreed()
+    assert (agreed.anchor.version.round, agreed.steps_since) == (1, 2)
+    state = capture_module((one.part,), one.optimizer, visits=4, tokens=4 * 32, agreed=agreed)
+    restore_module((other.part,), other.optimizer, state)
+    second.restore(state)
+    for step in range(5, 8):
+        for trained, lone in ((one, first), (other, second)):
+            trained.step(step)
+            lone.after_inner_step(32)
+    assert second.store.current.version == first.store.current.version
+    np.testing.assert_array_equal(other.vector(), one.vector())
 
 
 def sync_of(
@@ -148,13 +172,93 @@ async def test_a_lone_replica_takes_its_outer_step_after_enough_work_or_time() -
         sync = sync_of(trained, compute, averaging, clock)
         sync.stand_alone(True)
         left = []
-        for seconds in (1, 1, 1, 1, 1, 9, 1, 10):
+        for seconds in (1, 1, 1, 1, 1, 10, 1, 10):
             clock.now += seconds
             before = sync._store.current.version.round
             step = sync.after_inner_step(trained.step(seconds))
             assert step is None or step.anchor.version.round == before + 1
+            assert (step is None) == (sync._store.current.version.round == before)
             left.append(sync.since_anchor.steps)
-    assert left == [1, 2, 3, 0, 1, 0, 1, 0]
+    assert left == [1, 2, 3, 4, 1, 2, 1, 2]
+
+
+@pytest.fixture
+def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many of them, as a large module has."""
+    monkeypatch.setattr(lone_replica, "PIECE", 2**14)
+
+
+@pytest.mark.usefixtures("_small_pieces")
+@pytest.mark.parametrize("fragments", [1, 3])
+async def test_an_outer_step_is_the_same_whether_or_not_it_was_prepared(fragments: int) -> None:
+    prepared, plain = Trained(fragments), Trained(fragments)
+    with ComputeThread() as compute, ComputeThread(name="averaging") as averaging:
+        one, other = (sync_of(trained, compute, averaging) for trained in (prepared, plain))
+        used = 0
+        for step in range(1, 14):
+            for trained, sync in ((prepared, one), (plain, other)):
+                sync.stand_alone(True)
+                await compute.run(Priority.UPKEEP, partial(_inner_step, trained, sync, step))
+            used += one.lone_step_due
+            await one.prepare_lone_step()
+            assert (one._prepared is not None) == one.lone_step_due
+            assert one._store.current.version == other._store.current.version
+            np.testing.assert_array_equal(prepared.vector(), plain.vector())
+        current = one._store.current
+        assert used >= current.version.round >= 3
+        assert current.hashes == hash_all(current.layout, current.parameters, current.momentum)
+
+
+def _inner_step(trained: Trained, sync: ReplicaSync, seed: int) -> None:
+    sync.after_inner_step(trained.step(seed))
+
+
+@pytest.mark.usefixtures("_small_pieces")
+async def test_what_is_prepared_counts_only_for_the_step_that_follows() -> None:
+    trained, plain = Trained(), Trained()
+    with ComputeThread() as compute, ComputeThread(name="averaging") as averaging:
+        sync, other = (sync_of(each, compute, averaging) for each in (trained, plain))
+        for each, of_each in ((trained, sync), (plain, other)):
+            of_each.stand_alone(True)
+            for seed in range(4):
+                of_each.after_inner_step(each.step(seed))
+        snapshot = await sync._take_snapshot()
+        for each, of_each in ((trained, sync), (plain, other)):
+            of_each.after_inner_step(each.step(4))
+        await sync._prepare(snapshot)
+        assert sync._prepared is None, "the inner step that begins with it has been taken"
+        assert sync._store.current.version == other._store.current.version
+        np.testing.assert_array_equal(trained.vector(), plain.vector())
+
+        for seed in range(5, 8):
+            sync.after_inner_step(trained.step(seed))
+        await sync.prepare_lone_step()
+        assert sync._prepared is not None
+        sync.stand_alone(False)
+        sync.after_inner_step(trained.step(8))
+        assert sync._store.current.version.round == 1, "in company there are rounds instead"
+        assert sync.since_anchor == Work(5, 160)
+
+
+async def test_what_others_have_moved_since_an_outer_step_was_prepared_is_kept() -> None:
+    """A router's tables are moved at any time."""
+    trained = Trained()
+    with ComputeThread() as compute, ComputeThread(name="averaging") as averaging:
+        sync = sync_of(trained, compute, averaging)
+        sync.stand_alone(True)
+        for seed in range(4):
+            sync.after_inner_step(trained.step(seed))
+        await sync.prepare_lone_step()
+        prepared = sync._prepared
+        assert prepared is not None
+        before = trained.vector()
+        moved = before.copy()
+        moved[:7] += 1.0
+        trained.local.write(slice(0, 7), moved[:7])
+        sync._before_inner_step()
+        anchor = prepared[1]
+        assert sync._store.current is anchor
+        np.testing.assert_array_equal(trained.vector(), np.asarray(anchor.parameters) + (moved - before))
 
 
 async def test_a_snapshot_knows_its_work_and_norm() -> None:
@@ -203,11 +307,17 @@ async def test_a_lone_replica_that_diverged_starts_again_from_its_anchor() -> No
         sync = sync_of(trained, compute, averaging)
         sync.stand_alone(True)
         base = trained.vector()
-        for seed in range(3):
-            sync.after_inner_step(trained.step(seed))
-        figures = trained.step(4)
-        with torch.no_grad():
-            next(trained.part.parameters()).view(-1)[0] = float("nan")
-        sync.after_inner_step(figures)
-        np.testing.assert_array_equal(trained.vector(), base)
-        assert sync.lost == Work(4, 128)
+        for prepared in (True, False):
+            for seed in range(3):
+                sync.after_inner_step(trained.step(seed))
+            figures = trained.step(4)
+            with torch.no_grad():
+                next(trained.part.parameters()).view(-1)[0] = float("nan")
+            sync.after_inner_step(figures)
+            if prepared:
+                await sync.prepare_lone_step()
+            else:
+                sync._before_inner_step()
+            np.testing.assert_array_equal(trained.vector(), base)
+            assert sync._store.current.version.round == 0
+        assert sync.lost == Work(8, 256)

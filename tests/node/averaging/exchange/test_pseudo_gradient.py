@@ -21,7 +21,7 @@ OWN = slice(2 * 4096, ELEMENTS)
 class _Schedule:
     steps = tokens = 0
     replicas = 1
-    before_change = staticmethod(lambda: None)
+    before_step = before_change = staticmethod(lambda: None)
 
     def start_anew(self, steps: int, tokens: int) -> None:
         raise AssertionError("nothing starts anew here")
