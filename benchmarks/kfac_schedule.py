@@ -102,6 +102,14 @@ class Refreshed:
         return self.busy + self.idle_work
 
 
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A curvature factor of one microbatch, or half of the inversions."""
+
+    seconds: float
+    is_curvature: bool
+
+
 class KfacPeer(FillingPeer):
     """A stage peer that preconditions its inner steps."""
 
@@ -111,52 +119,58 @@ class KfacPeer(FillingPeer):
         """The steps, from 0, with whose microbatches a refresh began."""
         self.most_kept = 0
         """Factors of one microbatch whose inputs or gradients were kept."""
-        self._undone: deque[float] = deque()
-        """Seconds of the pieces of the refresh under way, without the one in the queue."""
+        self._undone: deque[_Piece] = deque()
+        """Of the refresh under way, the piece in the queue included."""
         self._is_queued = False
         self._passes: Counter[Work] = Counter()
         super().__init__(world, own, module, incarnation)
 
     def _passed(self, work: Work) -> None:
         super()._passed(work)
-        step = self._passes[work] // self.setting.per_step
+        step, place = divmod(self._passes[work], self.setting.per_step)
         self._passes[work] += 1
-        if work is Work.FORWARD and self._may_begin(step):
-            self.begun.append(step)
-        if self.second_order is None or not self.begun or self.begun[-1] != step:
-            return
-        profile, slowness = self.second_order.profile, self._ground.slowness(self.id)
-        self._undone.append(slowness * profile.curvature_ms / 2e3)
-        if work is Work.BACKWARD and self._passes[work] % self.setting.per_step == 0:
-            self._undone.extend([slowness * profile.inversion_ms / 2e3] * 2)
-        self.most_kept = max(self.most_kept, len(self._undone) + self._is_queued)
-        self._queue_one()
+        if self.second_order is not None:
+            if work is Work.FORWARD and place == 0 and self._may_begin(step, self.second_order.every):
+                self.begun.append(step)
+            if self.begun and self.begun[-1] == step:
+                self._note(self.second_order, is_last=work is Work.BACKWARD and place == self.setting.per_step - 1)
 
-    def _may_begin(self, step: int) -> bool:
-        """Whether nothing is left of the last refresh, and all of its step's microbatches have been through."""
-        if self.second_order is None or self._undone or self._is_queued:
-            return False
-        return not self.begun or step >= self.begun[-1] + self.second_order.every
+    def _may_begin(self, step: int, every: int) -> bool:
+        """Whether nothing is left of the last refresh, which began long enough ago."""
+        return not self._undone and (not self.begun or step >= self.begun[-1] + every)
+
+    def _note(self, second_order: SecondOrder, *, is_last: bool) -> None:
+        """Adds the work that a pass of the refresh's step leaves."""
+        profile, slowness = second_order.profile, self._ground.slowness(self.id)
+        self._undone.append(_Piece(slowness * profile.curvature_ms / 2e3, is_curvature=True))
+        self.most_kept = max(self.most_kept, sum(piece.is_curvature for piece in self._undone))
+        if is_last:
+            inverse = _Piece(slowness * profile.inversion_ms / 2e3, is_curvature=False)
+            self._undone.extend((inverse, inverse))
+        if second_order.in_bubbles:
+            self._queue_one()
 
     def _queue_one(self) -> None:
         """Puts the oldest piece into the queue, one at a time: what has a deadline, weights' gradients, waits for the
         end of one piece and not of all."""
-        if self.second_order is not None and self.second_order.in_bubbles and self._undone and not self._is_queued:
+        if self._undone and not self._is_queued:
             self._is_queued = True
-            self.queue.submit(self._piece(self._undone.popleft()), "curvature or inverse")
+            self.queue.submit(self._compute_piece(self._undone[0].seconds), "curvature or inverse")
 
-    def _piece(self, seconds: float) -> Iterator[None]:
-        for _ in self._in_chunks(seconds):
+    def _compute_piece(self, seconds: float) -> Iterator[None]:
+        for is_last in self._in_chunks(seconds):
+            if is_last:
+                self._undone.popleft()
+                self._is_queued = False
+                self._queue_one()
             yield
-        self._is_queued = False
-        self._queue_one()
 
     def _step(self) -> None:
         super()._step()
         if self.second_order is not None:
             self._spent_s += self._ground.slowness(self.id) * self.second_order.profile.precondition_ms / 1e3
             if not self.second_order.in_bubbles:
-                self._spent_s += sum(self._undone)
+                self._spent_s += sum(piece.seconds for piece in self._undone)
                 self._undone.clear()
 
 
