@@ -1,7 +1,7 @@
 """K-FAC in a pipeline's idle time, as PipeFisher has it (Osawa et al. 2022, arXiv:2211.14133): how many steps a refresh
 takes in the bubbles alone, and what curvature that stale is worth.
 
-    python benchmarks/kfac.py [--only schedule training] [--depths 4 8 16] [--microbatches 1 2 3] [--schedule-steps 24]
+    python benchmarks/kfac.py [--only schedule training] [--depths 4 8 16] [--microbatches 1 2] [--schedule-steps 12]
         [--steps 240] [--seeds 1 2 3] [--rates 1.5e-3 3e-3 6e-3] [--periods 1 5 10 20 40] [--text FILE]
         [--output FILE] [--plot FILE]
 
@@ -32,7 +32,7 @@ import json
 import math
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -53,6 +53,7 @@ PROFILES: Final = {
 time_f, time_b, time_kron, time_inv, time_prec of prof/bert-base_time_memory_p100.csv and prof/bert-large_... in
 github.com/kazukiosawa/pipe-fisher, from which scripts/plot_throughput.py draws the paper's figure of (curvature +
 inversion) / bubble."""
+FIRST: Final = "BERT-Base"
 SMALLEST: Final = 4
 CHUNKS_MS: Final = (2, 5, 13, 36)
 """What the node does and its bound; a curvature factor of one microbatch, and half of the inversions, whole."""
@@ -88,35 +89,28 @@ def modelled(profile: Profile, stages: int, microbatches: int) -> dict[str, floa
     }
 
 
-def on_paper(depths: Sequence[int], multiples: Sequence[int], steps: int) -> list[dict[str, Any]]:
-    """The pipelines of the paper's figure."""
-    found: list[dict[str, Any]] = []
+def on_paper(depths: Sequence[int], multiples: Sequence[int], steps: int) -> Iterator[dict[str, Any]]:
+    """The pipelines of the paper's figure; of the larger model with as many microbatches as stages."""
     for name, profile in PROFILES.items():
         for stages in depths:
-            for multiple in multiples:
+            for multiple in multiples if name == FIRST else multiples[:1]:
                 count = stages * multiple
                 arms = run_arms(pipeline(profile, stages, count, CHUNKS_MS[0] / 1e3), profile, steps)
                 place = {"model": name, "stages": stages, "microbatches": count}
-                found.append(place | modelled(profile, stages, count) | row_of(profile, arms))
-                tell(found[-1])
-    return found
+                yield place | modelled(profile, stages, count) | row_of(profile, arms)
 
 
-def of_chunks(steps: int) -> list[dict[str, Any]]:
+def of_chunks(steps: int) -> Iterator[dict[str, Any]]:
     """What the length of chunks costs."""
-    found = []
     for chunk_ms in CHUNKS_MS:
-        profile = PROFILES["BERT-Base"]
+        profile = PROFILES[FIRST]
         arms = run_arms(pipeline(profile, SMALLEST, SMALLEST, chunk_ms / 1e3), profile, steps)
-        found.append({"chunk_ms": chunk_ms} | row_of(profile, arms))
-        tell(found[-1])
-    return found
+        yield {"chunk_ms": chunk_ms} | row_of(profile, arms)
 
 
-def over_all_links(steps: int) -> list[dict[str, Any]]:
+def over_all_links(steps: int) -> Iterator[dict[str, Any]]:
     """Unlike peers and long links; medians of the seeds."""
-    found = []
-    profile = PROFILES["BERT-Base"]
+    profile = PROFILES[FIRST]
     for one_way_ms in LATENCIES_MS:
         for puts_off in (False, True):
             rows = []
@@ -125,16 +119,15 @@ def over_all_links(steps: int) -> list[dict[str, Any]]:
                 setting = dataclasses.replace(over_links(even, one_way_ms, seed), puts_off=puts_off)
                 rows.append(row_of(profile, run_arms(setting, profile, steps)))
             medians = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
-            found.append({"one_way_ms": one_way_ms, "puts_off": puts_off} | medians)
-            tell(found[-1])
-    return found
+            yield {"one_way_ms": one_way_ms, "puts_off": puts_off} | medians
 
 
-def as_measured(profile: Profile, steps: int) -> dict[str, Any]:
+def as_measured(profile: Profile, steps: int) -> Iterator[dict[str, Any]]:
     """The blocks of the training as stages."""
-    arms = run_arms(pipeline(profile, SMALLEST, SMALLEST, CHUNKS_MS[0] / 1e3), profile, steps)
-    place = {"stages": SMALLEST, "microbatches": SMALLEST}
-    return {"profile": dataclasses.asdict(profile)} | place | modelled(profile, SMALLEST, SMALLEST) | row_of(profile, arms)
+    for count in (SMALLEST, 2 * SMALLEST):
+        arms = run_arms(pipeline(profile, SMALLEST, count, CHUNKS_MS[0] / 1e3), profile, steps)
+        place = {"stages": SMALLEST, "microbatches": count, "profile": dataclasses.asdict(profile)}
+        yield place | modelled(profile, SMALLEST, count) | row_of(profile, arms)
 
 
 def draw(report: Mapping[str, Any], file: Path) -> None:
@@ -143,7 +136,7 @@ def draw(report: Mapping[str, Any], file: Path) -> None:
 
     figure = Figure(figsize=(15, 4.6), layout="constrained")
     periods, shares, losses = (figure.add_subplot(1, 3, place + 1) for place in range(3))
-    rows = [row for row in report.get("schedule", {}).get("paper", ()) if row["model"] == "BERT-Base"]
+    rows = [row for row in report.get("schedule", {}).get("paper", ()) if row["model"] == FIRST]
     for colour, stages in enumerate(dict.fromkeys(row["stages"] for row in rows)):
         own = [row for row in rows if row["stages"] == stages]
         at, style = [row["microbatches"] / stages for row in own], {"color": f"C{colour}"}
@@ -156,7 +149,9 @@ def draw(report: Mapping[str, Any], file: Path) -> None:
     training = report.get("training", {"runs": (), "best": ()})
     for colour, arm in enumerate(dict.fromkeys(row["arm"] for row in training["best"])):
         best = {row["seed"]: row["rate"] for row in training["best"] if row["arm"] == arm}
-        curves = [run["curve"] for run in training["runs"] if run["arm"] == arm and best.get(run["seed"]) == run["rate"]]
+        curves = [
+            run["curve"] for run in training["runs"] if run["arm"] == arm and best.get(run["seed"]) == run["rate"]
+        ]
         points = [(of[0][0], statistics.median(each[2] for each in of)) for of in zip(*curves, strict=True)]
         label = arm if arm == ADAMW else f"K-FAC, {arm}"
         losses.plot(*zip(*points[3:], strict=True), color=f"C{colour}", label=label, linewidth=1.3)
@@ -175,8 +170,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", nargs="+", default=["schedule", "training"], choices=["schedule", "training"])
     parser.add_argument("--depths", type=int, nargs="+", default=[4, 8, 16])
-    parser.add_argument("--microbatches", type=int, nargs="+", default=[1, 2, 3], help="a step, in multiples of stages")
-    parser.add_argument("--schedule-steps", type=int, default=24)
+    parser.add_argument("--microbatches", type=int, nargs="+", default=[1, 2], help="a step, in multiples of stages")
+    parser.add_argument("--schedule-steps", type=int, default=12)
     parser.add_argument("--steps", type=int, default=240)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--rates", type=float, nargs="+", default=[1.5e-3, 3e-3, 6e-3])
@@ -195,23 +190,26 @@ def main() -> None:
             options.output.write_text(json.dumps(report, indent=1) + "\n")
 
     if "schedule" in options.only:
-        report["schedule"] = {
-            "paper": on_paper(options.depths, options.microbatches, options.schedule_steps),
-            "chunks": of_chunks(options.schedule_steps),
-            "links": over_all_links(options.schedule_steps),
-            "measured": as_measured(measured_profile(task), options.schedule_steps),
-        }
-        keep()
+        schedule = report["schedule"] = {}
+        for part, rows in (
+            ("paper", on_paper(options.depths, options.microbatches, options.schedule_steps)),
+            ("chunks", of_chunks(options.schedule_steps)),
+            ("links", over_all_links(options.schedule_steps)),
+            ("measured", as_measured(measured_profile(task), options.schedule_steps)),
+        ):
+            for row in rows:
+                schedule.setdefault(part, []).append(row)
+                tell(row)
+                keep()
     if "training" in options.only:
         runs: list[dict[str, Any]] = []
-        source = task.source.partition(":")[0]
+        settings = dataclasses.asdict(task) | {"source": task.source.partition(":")[0]}
         for seed in options.seeds:
             for arm in (ADAMW, AT_ONCE, *map(str, options.periods)):
                 for rate in options.rates:
                     runs.append(measure(task, arm, seed, rate))
                     tell({key: runs[-1][key] for key in ("arm", "seed", "rate", "loss")})
                     best = best_of(runs)
-                    settings = dataclasses.asdict(task) | {"source": source}
                     report["training"] = {"task": settings, "summary": summary(best), "best": best, "runs": runs}
                     keep()
     if options.plot is not None:

@@ -25,8 +25,8 @@ from benchmarks.kfac_schedule import (
     run,
     run_arms,
 )
-from benchmarks.kfac_training import Cycle, KfacTrainer, measure
-from benchmarks.optimizers import ARMS, Task, Trainer, manifest_of
+from benchmarks.kfac_training import Cycle, KfacTrainer, measure, measured_profile
+from benchmarks.optimizers import ARMS, Task, Trainer, best_of, manifest_of
 from node.model.blocks import Linear
 
 STEPS = 8
@@ -71,12 +71,14 @@ def test_what_a_refresh_takes_is_what_was_computed() -> None:
         assert 0 < peer.most_kept <= 6
 
 
-def test_weights_that_are_put_off_are_not_kept_waiting() -> None:
+def test_weights_that_are_put_off_wait_for_one_piece_at_most() -> None:
     even = replace(pipeline(BERT, 3, 4, CHUNK_S), puts_off=True)
     world = KfacWorld(even, SecondOrder(BERT))
     world.run_steps(STEPS)
-    assert all(peer.queue.idle_waiting <= even.per_step + 1 for peer in world.stage_peers)
-    assert any(peer.account.idle_work for peer in world.stage_peers)
+    for peer in world.stage_peers:
+        assert isinstance(peer, KfacPeer)
+        assert peer.queue.idle_waiting - peer._is_queued <= len(peer._pending) <= even.per_step
+        assert len(peer.begun) > 1
 
 
 def test_delays_are_those_by_idle_work() -> None:
@@ -115,7 +117,7 @@ def test_a_step_is_as_long_as_adamws_and_goes_where_the_factors_say(small: Task)
     turned.step()
     decay = 1 - turned.kfac._inner.weight_decay * 0.01
     for old, one, other in zip(before, *layers, strict=True):
-        lengths = [float((layer.weight - old * decay).norm()) for layer in (one, other)]
+        lengths = [float((layer.weight.detach() - old * decay).norm()) for layer in (one, other)]
         assert lengths[0] == pytest.approx(lengths[1], rel=0.05)
     inputs = torch.cat(seen).T @ torch.cat(seen)
     damped = inputs + math.sqrt(1e-3) * inputs.trace() / len(inputs) * torch.eye(len(inputs))
@@ -124,20 +126,21 @@ def test_a_step_is_as_long_as_adamws_and_goes_where_the_factors_say(small: Task)
     assert torch.allclose(inverses[0].float() @ damped, torch.eye(len(inputs)), atol=1e-2)
 
 
-def test_the_whole_benchmark_runs_small(small: Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kfac, "LATENCIES_MS", (20,))
-    monkeypatch.setattr(kfac, "LINK_SEEDS", (1,))
-    rows = kfac.on_paper([2], [1, 2], 4)
-    assert [row["work_over_bubble"] for row in rows] == sorted(row["work_over_bubble"] for row in rows) or len(rows) == 4
+def test_what_is_found_can_be_drawn(small: Task, tmp_path: Path) -> None:
+    rows = list(kfac.on_paper([2], [1, 2], 4))
+    assert [(row["model"], row["microbatches"]) for row in rows] == [
+        ("BERT-Base", 2),
+        ("BERT-Base", 4),
+        ("BERT-Large", 2),
+    ]
     runs = [measure(small, arm, 1, 0.01) for arm in ("adamw", "at once", "5")]
-    best = kfac.best_of(runs)
-    report = {"schedule": {"paper": rows}, "training": {"best": best, "runs": runs}}
+    assert len({run["loss"] for run in runs}) == 3
+    report = {"schedule": {"paper": rows}, "training": {"best": best_of(runs), "runs": runs}}
     kfac.draw(json.loads(json.dumps(report)), tmp_path / "kfac.png")
     assert (tmp_path / "kfac.png").stat().st_size > 1000
-    assert len({run["loss"] for run in runs}) == 3
 
 
 def test_the_profile_of_a_stage_is_measured(small: Task) -> None:
-    profile = kfac.measured_profile(small, repeats=2)
+    profile = measured_profile(small, repeats=2)
     assert isinstance(profile, Profile)
     assert min(profile.forward_ms, profile.backward_ms, profile.curvature_ms, profile.inversion_ms) > 0
