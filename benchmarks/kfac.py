@@ -2,7 +2,7 @@
 takes in the bubbles alone, and what curvature that stale is worth.
 
     python benchmarks/kfac.py [--only schedule training] [--depths 4 8 16] [--microbatches 1 2] [--schedule-steps 12]
-        [--steps 240] [--seeds 1 2 3] [--rates 1.5e-3 3e-3 6e-3] [--periods 1 5 10 20 40] [--text FILE]
+        [--steps 200] [--seeds 1 2 3] [--rates 3e-3 6e-3] [--periods 1 5 10 20 40] [--text FILE]
         [--output FILE] [--plot FILE]
 
 `schedule` (`benchmarks.kfac_schedule`): in virtual time, through the node's own queue. `paper`: equal devices without
@@ -172,9 +172,9 @@ def main() -> None:
     parser.add_argument("--depths", type=int, nargs="+", default=[4, 8, 16])
     parser.add_argument("--microbatches", type=int, nargs="+", default=[1, 2], help="a step, in multiples of stages")
     parser.add_argument("--schedule-steps", type=int, default=12)
-    parser.add_argument("--steps", type=int, default=240)
+    parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--rates", type=float, nargs="+", default=[1.5e-3, 3e-3, 6e-3])
+    parser.add_argument("--rates", type=float, nargs="+", default=[3e-3, 6e-3])
     parser.add_argument("--periods", type=int, nargs="+", default=[1, 5, 10, 20, 40])
     parser.add_argument("--text", type=Path, help="read this instead of the standard library's source")
     parser.add_argument("--output", type=Path)
@@ -182,7 +182,8 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     flush_denormals()
-    task = Task(steps=options.steps, source="python-stdlib" if options.text is None else f"path:{options.text}")
+    source = "python-stdlib" if options.text is None else f"path:{options.text}"
+    task = Task(options.steps, hidden=64, feed_forward=176, sequence=64, rows=8, source=source)
     report: dict[str, Any] = {}
 
     def keep() -> None:
@@ -203,7 +204,7 @@ def main() -> None:
                 keep()
     if "training" in options.only:
         runs: list[dict[str, Any]] = []
-        settings = dataclasses.asdict(task) | {"source": task.source.partition(":")[0]}
+        settings = dataclasses.asdict(task) | {"source": source.partition(":")[0]}
         for seed in options.seeds:
             for arm in (ADAMW, AT_ONCE, *map(str, options.periods)):
                 for rate in options.rates:

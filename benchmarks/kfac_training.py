@@ -1,5 +1,5 @@
-"""K-FAC for the linear layers of a small model's blocks, and its training with curvature that is as stale as a pipeline's
-idle time makes it.
+"""K-FAC for the linear layers of a small model's blocks, and its training with curvature as stale as a pipeline's idle
+time makes it.
 
 The Fisher matrix of a layer's weight is taken for the Kronecker product of A, the mean of x x^T over tokens, and B,
 that of g g^T, of the layer's inputs x and its outputs' gradients g, which are those of the labels (the empirical
