@@ -87,7 +87,7 @@ class EmulatedGround:
         return FlightRules(self.setting.per_step, self.setting.staleness, self.setting.window)
 
     def slots_of(self, peer: PeerId) -> int:
-        return max(SLOTS, self.setting.window)
+        return max(SLOTS, 2 * self.setting.window)
 
     def service_s(self, peer: PeerId) -> float:
         each = self.setting.durations
