@@ -2,7 +2,7 @@
 takes in the bubbles alone, and what curvature that stale is worth.
 
     python benchmarks/kfac.py [--only schedule training] [--depths 4 8 16] [--microbatches 1 2] [--schedule-steps 12]
-        [--steps 200] [--seeds 1 2 3] [--rates 3e-3 6e-3] [--periods 1 5 10 20 40] [--text FILE]
+        [--steps 120] [--seeds 1 2 3] [--rates 6e-3] [--periods 1 5 10 20] [--text FILE]
         [--output FILE] [--plot FILE]
 
 `schedule` (`benchmarks.kfac_schedule`): in virtual time, through the node's own queue. `paper`: equal devices without
@@ -172,10 +172,10 @@ def main() -> None:
     parser.add_argument("--depths", type=int, nargs="+", default=[4, 8, 16])
     parser.add_argument("--microbatches", type=int, nargs="+", default=[1, 2], help="a step, in multiples of stages")
     parser.add_argument("--schedule-steps", type=int, default=12)
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--rates", type=float, nargs="+", default=[3e-3, 6e-3])
-    parser.add_argument("--periods", type=int, nargs="+", default=[1, 5, 10, 20, 40])
+    parser.add_argument("--rates", type=float, nargs="+", default=[6e-3])
+    parser.add_argument("--periods", type=int, nargs="+", default=[1, 5, 10, 20])
     parser.add_argument("--text", type=Path, help="read this instead of the standard library's source")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--plot", type=Path, help="draw into this PNG (needs the extra `plot`)")
@@ -183,7 +183,8 @@ def main() -> None:
     torch.set_num_threads(1)
     flush_denormals()
     source = "python-stdlib" if options.text is None else f"path:{options.text}"
-    task = Task(options.steps, hidden=64, feed_forward=176, sequence=64, rows=8, source=source)
+    size = {"hidden": 64, "feed_forward": 176, "sequence": 64, "rows": 8, "held_out_microbatches": 6}
+    task = Task(options.steps, source=source, **size)
     report: dict[str, Any] = {}
 
     def keep() -> None:
