@@ -21,13 +21,14 @@ arms are called by the refresh period, after which curvature is that many steps 
 uses that of the step itself. Each arm has each learning rate and seed; `best`, `summary`, `runs` are those of
 `benchmarks.optimizers`.
 
-Prints one JSON object; progress goes to stderr.
+Prints one JSON object; progress goes to stderr. What `--output` has already and `--only` does not name stays there.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import math
 import statistics
@@ -166,9 +167,38 @@ def tell(row: object) -> None:
     print(row, file=sys.stderr, flush=True)
 
 
+def schedules(options: argparse.Namespace, task: Task) -> Iterator[dict[str, Any]]:
+    """All of virtual time, after each pipeline what there is by then."""
+    steps = options.schedule_steps
+    parts = {
+        "paper": on_paper(options.depths, options.microbatches, steps),
+        "chunks": of_chunks(steps),
+        "links": over_all_links(steps),
+        "measured": as_measured(measured_profile(task), steps),
+    }
+    found: dict[str, list[dict[str, Any]]] = {}
+    for part, rows in parts.items():
+        for row in rows:
+            found.setdefault(part, []).append(row)
+            tell(row)
+            yield found
+
+
+def trainings(options: argparse.Namespace, task: Task) -> Iterator[dict[str, Any]]:
+    """All arms, after each run what there is by then."""
+    runs: list[dict[str, Any]] = []
+    settings = dataclasses.asdict(task) | {"source": task.source.partition(":")[0]}
+    arms = (ADAMW, AT_ONCE, *map(str, options.periods))
+    for seed, arm, rate in itertools.product(options.seeds, arms, options.rates):
+        runs.append(measure(task, arm, seed, rate))
+        tell({key: runs[-1][key] for key in ("arm", "seed", "rate", "loss")})
+        best = best_of(runs)
+        yield {"task": settings, "summary": summary(best), "best": best, "runs": runs}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", nargs="+", default=["schedule", "training"], choices=["schedule", "training"])
+    parser.add_argument("--only", nargs="*", default=["schedule", "training"], choices=["schedule", "training"])
     parser.add_argument("--depths", type=int, nargs="+", default=[4, 8, 16])
     parser.add_argument("--microbatches", type=int, nargs="+", default=[1, 2], help="a step, in multiples of stages")
     parser.add_argument("--schedule-steps", type=int, default=12)
@@ -185,35 +215,17 @@ def main() -> None:
     source = "python-stdlib" if options.text is None else f"path:{options.text}"
     size = {"hidden": 64, "feed_forward": 176, "sequence": 64, "rows": 8, "held_out_microbatches": 6}
     task = Task(options.steps, source=source, **size)
-    report: dict[str, Any] = {}
+    has_some = options.output is not None and options.output.exists()
+    report: dict[str, Any] = json.loads(options.output.read_text()) if has_some else {}
 
     def keep() -> None:
         if options.output is not None:
             options.output.write_text(json.dumps(report, indent=1) + "\n")
 
-    if "schedule" in options.only:
-        schedule = report["schedule"] = {}
-        for part, rows in (
-            ("paper", on_paper(options.depths, options.microbatches, options.schedule_steps)),
-            ("chunks", of_chunks(options.schedule_steps)),
-            ("links", over_all_links(options.schedule_steps)),
-            ("measured", as_measured(measured_profile(task), options.schedule_steps)),
-        ):
-            for row in rows:
-                schedule.setdefault(part, []).append(row)
-                tell(row)
-                keep()
-    if "training" in options.only:
-        runs: list[dict[str, Any]] = []
-        settings = dataclasses.asdict(task) | {"source": source.partition(":")[0]}
-        for seed in options.seeds:
-            for arm in (ADAMW, AT_ONCE, *map(str, options.periods)):
-                for rate in options.rates:
-                    runs.append(measure(task, arm, seed, rate))
-                    tell({key: runs[-1][key] for key in ("arm", "seed", "rate", "loss")})
-                    best = best_of(runs)
-                    report["training"] = {"task": settings, "summary": summary(best), "best": best, "runs": runs}
-                    keep()
+    for part in options.only:
+        for found in (schedules if part == "schedule" else trainings)(options, task):
+            report[part] = found
+            keep()
     if options.plot is not None:
         draw(report, options.plot)
     print(json.dumps(report))
