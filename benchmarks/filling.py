@@ -32,265 +32,24 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
-import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from node.pipeline.tensor_store import place_of
-from swarm.pipeline.arrival_forecast import ArrivalForecast
-from swarm.pipeline.compute_queue import ComputeQueue, IdleWork, Priority
-from swarm.pipeline.custody_states import Work
-from swarm.pipeline.in_flight import FlightRules
-from swarm.routing.negotiation.negotiation_events import TalkRules
-from swarm.routing.path_rules import PathRules
-from swarm.simulation.pipeline_peer import Peer
-from swarm.simulation.pipeline_world import Ledger, World
-from swarm.vocabulary.pipeline_messages import MicrobatchTensor, Receipt
-from swarm.vocabulary.types import MicrobatchId, ModuleId, PeerId, Reasoned
+from benchmarks.emulated_pipeline import FillingWorld, Setting, share_of_time, stage_peer
+from swarm.pipeline.compute_queue import ComputeQueue, IdleWork
+from swarm.vocabulary.types import MicrobatchId, ModuleId, Reasoned
 
-STAGES: Final = 4
-"""After stage 0."""
-PER_STEP: Final = 8
-PART_S: Final = 0.030
-"""Of a visit: forward, the input's gradient, the weights' gradients."""
-HEAD_S: Final = 0.010
-EMBEDDING_S: Final = 0.001
-STEP_S: Final = 0.005
 CHUNKS_S: Final = (0.002, 0.005)
 BODIES_S: Final = (0.002, 0.020, 0.170)
-BODY_S: Final = 0.002
-JITTER: Final = 0.3
 WARM_S: Final = 5.0
 BARS: Final = {"0": 1.15, "20": 1.15, "50": 1.15, "100": 1.10}
-SLOTS: Final = 16
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """One arm on one ground."""
-
-    one_way_s: float
-    seed: int
-    staleness: int = 0
-    window: int = PER_STEP
-    puts_off: bool = False
-    fills: bool = False
-    hears: bool = True
-    """Whether headers are heeded."""
-    body_s: float = BODY_S
-    chunk_s: float = CHUNKS_S[0]
-
-
-class EmulatedGround:
-    """Machines and links; see `swarm.simulation.pipeline_world.Ground`."""
-
-    def __init__(self, setting: Setting) -> None:
-        self.setting = setting
-        self.path_rules, self.talk = PathRules(STAGES + 1, STAGES), TalkRules(microbatches=None)
-        self.overhead_s = 0.0
-        drawn = random.Random(setting.seed)
-        self._slowness = {stage_peer(stage): drawn.uniform(0.8, 1.2) for stage in range(STAGES + 1)}
-        self._links = random.Random(setting.seed)
-
-    def flight_rules(self, data_node: PeerId) -> FlightRules:
-        return FlightRules(PER_STEP, self.setting.staleness, self.setting.window)
-
-    def slots_of(self, peer: PeerId) -> int:
-        return SLOTS
-
-    def service_s(self, peer: PeerId) -> float:
-        return 3 * self.part_s(peer)
-
-    def part_s(self, peer: PeerId) -> float:
-        """One of the three parts of a visit."""
-        return PART_S * self._slowness[peer]
-
-    def compute_s(self, peer: PeerId, work: Work) -> float:
-        if peer == stage_peer(0):
-            return HEAD_S if work is Work.LOSS else EMBEDDING_S
-        return (1 if work is Work.FORWARD else 2) * self.part_s(peer)
-
-    def message_s(self, here: PeerId, there: PeerId) -> float:
-        return self.setting.one_way_s * self._links.lognormvariate(0, JITTER)
-
-    def body_s(self, here: PeerId, there: PeerId) -> float:
-        return self.setting.body_s * self._links.lognormvariate(0, JITTER)
-
-    def silence_s(self) -> float:
-        return math.inf
-
-    def lifetime_s(self, path_s: float) -> float:
-        return 3600.0
-
-
-@dataclass(slots=True)
-class Account:
-    """What one device did."""
-
-    busy: list[tuple[float, float]] = field(default_factory=list)
-    """From when to when, in jobs; and in idle work."""
-    idle_work: list[tuple[float, float]] = field(default_factory=list)
-    waits: list[tuple[float, float]] = field(default_factory=list)
-    """When a job came, and how long it waited."""
-    held: float = 0.0
-    """Graphs, or of what is kept for weight gradients as much as that is of a graph."""
-    most_held: float = 0.0
-
-    def hold(self, graphs: float) -> None:
-        self.held += graphs
-        self.most_held = max(self.most_held, self.held)
-
-
-class FillingPeer(Peer):
-    """A peer whose compute device is emulated behind the node's own queue."""
-
-    def __init__(self, world: FillingWorld, own: PeerId, module: ModuleId, incarnation: int) -> None:
-        self.queue = ComputeQueue(limit=1000)
-        self.account = Account()
-        self.setting, self._kept = world.setting, world.kept
-        self._ground = world.emulated
-        self._computing = False
-        self._spent_s = 0.0
-        self._ended: Callable[[], None] = lambda: None
-        self._forecast = ArrivalForecast()
-        self._pending: list[IdleWork] = []
-        self._added = 0
-        super().__init__(world, own, module, incarnation)
-        if self.setting.fills and module.stage:
-            self.queue.submit(self._without_end(), "filling")
-
-    def refusal(self, message: MicrobatchTensor) -> Receipt | None:
-        refusal = super().refusal(message)
-        if refusal is None:
-            self._forecast.announced(way_of(message), place_of(message), 1, self.world.time.now)
-            self._expect()
-        return refusal
-
-    def received(self, message: MicrobatchTensor) -> None:
-        self._forecast.arrived(way_of(message), place_of(message), self.world.time.now)
-        self._expect()
-        super().received(message)
-
-    def _expect(self) -> None:
-        if self.setting.hears:
-            self.queue.expected = self._forecast.expected
-
-    def later(self, work: Work, done: Callable[[float], None]) -> None:
-        self._put(Priority.TRAIN, partial(self._job, work, done))
-
-    def _put(self, priority: Priority, job: Callable[[], None]) -> None:
-        came = self.world.time.now
-
-        def begun() -> None:
-            self.account.waits.append((came, self.world.time.now - came))
-            job()
-
-        self.queue.put(priority, begun)
-        self._next()
-
-    def _job(self, work: Work, done: Callable[[float], None]) -> None:
-        seconds = self._ground.compute_s(self.id, work)
-        is_stage = self.module.stage > 0
-        puts_off = is_stage and work is Work.BACKWARD and self.setting.puts_off
-        if puts_off:
-            seconds -= self._ground.part_s(self.id)
-        self._spent_s += seconds
-
-        def ended() -> None:
-            if is_stage and work is Work.FORWARD:
-                self.account.hold(1.0)
-            if is_stage and work is Work.BACKWARD:
-                self.account.hold(-1.0)
-                if puts_off:
-                    self.account.hold(self._kept)
-                    self._pending.append(self.queue.submit(self._weights(), "weights"))
-                self._added += 1
-                if self._added % PER_STEP == 0:
-                    self._put(Priority.UPKEEP, self._step)
-            done(seconds)
-
-        self._ended = ended
-
-    def _weights(self) -> Iterator[None]:
-        whole = self._ground.part_s(self.id)
-        count = math.ceil(whole / self.setting.chunk_s)
-        for number in range(count):
-            self._spent_s += whole / count
-            if number == count - 1:
-                self.account.hold(-self._kept)
-            yield
-
-    def _step(self) -> None:
-        for work in self._pending:
-            work.finish()
-        self._pending.clear()
-        self._spent_s += STEP_S
-
-    def _without_end(self) -> Iterator[None]:
-        while True:
-            self._spent_s += self.setting.chunk_s
-            yield
-
-    def _next(self) -> None:
-        """What the compute thread does between two jobs."""
-        if self._computing:
-            return
-        now = self.world.time.now
-        turn = self.queue.take(now)
-        if turn is None:
-            rest_s = self.queue.rest_s(now)
-            if rest_s is not None:
-                self.world.time.after(rest_s, self._next)
-            return
-        spans = self.account.busy
-        if isinstance(turn, IdleWork):
-            spans = self.account.idle_work
-            turn.compute_chunk()
-        else:
-            turn()
-        seconds, self._spent_s, self._computing = self._spent_s, 0.0, True
-        spans.append((now, now + seconds))
-        self.world.time.after(seconds, self._over)
-
-    def _over(self) -> None:
-        self._computing, ended = False, self._ended
-        self._ended = lambda: None
-        ended()
-        self._next()
-
-
-class FillingWorld(World):
-    """The world of one arm.
-
-    Args:
-        kept: bytes that are kept for the weight gradients of a visit over those of its graph.
-    """
-
-    def __init__(self, setting: Setting, kept: float) -> None:
-        self.setting, self.kept, self.emulated = setting, kept, EmulatedGround(setting)
-        stages = [[stage_peer(stage)] for stage in range(STAGES + 1)]
-        super().__init__(self.emulated, stages, random.Random(setting.seed), Ledger())
-
-    def new_peer(self, own: PeerId, module: ModuleId, incarnation: int) -> Peer:
-        return FillingPeer(self, own, module, incarnation)
-
-
-def way_of(message: MicrobatchTensor) -> PeerId:
-    """Of whom it comes: each peer has one before it and one after it."""
-    return PeerId(type(message).__name__)
-
-
-def stage_peer(stage: int) -> PeerId:
-    return PeerId(f"stage{stage}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,17 +73,12 @@ def run(setting: Setting, seconds: float, kept: float) -> Seen:
     world.run(WARM_S)
     before = len(world.ledger.completed)
     world.run(seconds)
-    peers = [peer for peer in world.peers.values() if isinstance(peer, FillingPeer) and peer.module.stage]
-    ended = WARM_S + seconds
-
-    def share(spans: Sequence[tuple[float, float]]) -> float:
-        return sum(max(0.0, min(end, ended) - max(begin, WARM_S)) for begin, end in spans) / (seconds * len(peers))
-
+    peers, span = world.stage_peers, (WARM_S, WARM_S + seconds)
     waits = sorted(wait for peer in peers for came, wait in peer.account.waits if came >= WARM_S)
     return Seen(
         (len(world.ledger.completed) - before) / seconds,
-        share([span for peer in peers for span in peer.account.busy]),
-        share([span for peer in peers for span in peer.account.idle_work]),
+        share_of_time([peer.account.busy for peer in peers], *span),
+        share_of_time([peer.account.idle_work for peer in peers], *span),
         waits[int(0.99 * (len(waits) - 1))],
         max(peer.account.most_held for peer in peers),
     )

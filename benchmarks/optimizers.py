@@ -213,8 +213,12 @@ class Trainer:
 def measure(task: Task, name: str, seed: int, rate: float) -> dict[str, Any]:
     """Trains one arm to the end of its schedule."""
     manifest = manifest_of(task, ARMS[name], seed, rate)
+    return {"arm": name, "seed": seed, "rate": rate, **trained(task, manifest, Trainer(manifest, ARMS[name]))}
+
+
+def trained(task: Task, manifest: Manifest, trainer: Trainer) -> dict[str, Any]:
+    """Trains to the end of the schedule, and says what came of it."""
     texts = list(held_out_microbatches(manifest, task.held_out_microbatches, open_documents(manifest)))
-    trainer = Trainer(manifest, ARMS[name])
     measured_at = {round(task.steps * point / POINTS) for point in range(POINTS + 1)}
     curve, diverged = [], False
     for step in range(task.steps + 1):
@@ -228,9 +232,6 @@ def measure(task: Task, name: str, seed: int, rate: float) -> dict[str, Any]:
             curve.append([step, round(trainer.foreground_s, 3), loss])
     times = sorted(trainer.step_ms[WARM:])
     return {
-        "arm": name,
-        "seed": seed,
-        "rate": rate,
         "loss": None if diverged else curve[-1][2],
         "foreground_s": trainer.foreground_s,
         "idle_s": trainer._idle.seconds,

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.filling import BARS, FillingPeer, FillingWorld, Setting, compared, put_off, run, summary
+from benchmarks.emulated_pipeline import FillingWorld, Setting
+from benchmarks.filling import BARS, compared, put_off, run, summary
 
 SECONDS = 15.0
 
@@ -22,12 +23,11 @@ def test_putting_weights_off_pays_where_steps_wait_for_each_other() -> None:
 def test_all_that_was_put_off_is_computed_by_the_step() -> None:
     world = FillingWorld(Setting(0.02, 1, puts_off=True), kept=0.8)
     world.run(SECONDS)
-    peers = [peer for peer in world.peers.values() if isinstance(peer, FillingPeer) and peer.module.stage]
-    for peer in peers:
+    for peer in world.stage_peers:
         computed = sum(end - begun for spans in (peer.account.busy, peer.account.idle_work) for begun, end in spans)
         visits = peer._added
         assert visits > 50
-        assert computed >= 3 * peer._ground.part_s(peer.id) * (visits - 8)
+        assert computed >= peer._ground.service_s(peer.id) * (visits - 8)
         assert len(peer._pending) <= 8
 
 
