@@ -3,7 +3,7 @@
 The step itself is AdamW's kernel in float32, over a part of a matrix at a time: its moments are unpacked, moved and
 packed again, so that beside the 8 bits never more than a part is there.
 
-By torch's operators alone. bitsandbytes (0.50.2 was read) quantises alike, where it has no kernel for the device by these
+By torch's operators alone. bitsandbytes (0.50.2 was read) quantises alike, where it has no kernel for a device by these
 operators too. But its scales have no sign, so what a checkpoint holds as float32 would not be packed to the same again;
 its fused step knows no weights in two halves; and its wheel brings 129 MB of kernels.
 """
