@@ -105,64 +105,65 @@ class RouteForecast:
         overhead_s = self._costs.task_overhead_s
         units = [(data_node, place) for data_node in sorted(plan) for place in range(len(plan[data_node]))]
         rows = [self._row(data_node, plan[data_node][place]) for data_node, place in units]
-        unlaunched: dict[int, list[int]] = {self._number[data_node]: [] for data_node in plan}
+        free = self._slots.copy()
+        unlaunched: list[list[int]] = [[] for _ in free]
         for unit in range(len(units) - 1, -1, -1):
             unlaunched[rows[unit][0][0]].append(unit)
-        free = self._slots.copy()
         busy_until, is_called = [-1.0] * len(free), [False] * len(free)
         queues: list[list[tuple[float, int, int]]] = [[] for _ in free]
         finish_s, under_way = dict.fromkeys(plan, 0.0), len(units)
         waited = [[0.0] * len(row) for row in rows]
         # What happens: when, when it was sent, ticket, microbatch, place. A call to look at the queue again has no
         # microbatch, and the peer for its place.
-        events = [(0.0, -1.0, ticket, -1, peer) for ticket, peer in enumerate(unlaunched)]
+        events = [(0.0, -1.0, ticket, -1, self._number[data_node]) for ticket, data_node in enumerate(plan)]
         ticket = len(events)
         while events:
             now, _, _, unit, place = heappop(events)
+            arrived = now
             if unit < 0:
                 peer, queue = place, queues[place]
                 is_called[peer] = False
             else:
-                peer = rows[unit][place][0]
-                queue = queues[peer]
-                queue.append((now, unit, place))
-                until = busy_until[peer]
-                if until + rows[unit][place][3] > limit_s:
-                    self.played += ticket
-                    return None
-                if is_called[peer]:
+                peer, cost_s, way_s, left_s, frees = rows[unit][place]
+                queue, until = queues[peer], busy_until[peer]
+                if now < until or is_called[peer]:
+                    if until + left_s > limit_s:
+                        break
+                    queue.append((now, unit, place))
+                    if not is_called[peer]:
+                        is_called[peer] = True
+                        ticket += 1
+                        heappush(events, (until, until - overhead_s, ticket, -1, peer))
                     continue
-                if now < until:
-                    is_called[peer] = True
-                    ticket += 1
-                    heappush(events, (until, until - overhead_s, ticket, -1, peer))
+            has_slot, waiting = free[peer] > 0, unlaunched[peer]
+            if unit < 0 or queue or waiting or not (has_slot or frees >= 0):
+                if unit >= 0:
+                    queue.append((now, unit, place))
+                if waiting and has_slot and all(job[2] for job in queue):
+                    queue.append((now, waiting.pop(), 0))
+                for k, job in enumerate(queue):
+                    arrived, unit, place = job
+                    _, cost_s, way_s, left_s, frees = rows[unit][place]
+                    if has_slot or frees >= 0:
+                        del queue[k]
+                        break
+                else:  # all wait for a slot; what came later may pass them
                     continue
-            has_slot = free[peer] > 0
-            waiting = unlaunched.get(peer)
-            if waiting and has_slot and all(job[2] for job in queue):
-                queue.append((now, waiting.pop(), 0))
-            for k, (arrived, unit, place) in enumerate(queue):
-                _, cost_s, way_s, left_s, frees = rows[unit][place]
-                if frees < 0 and not has_slot:
-                    continue  # what came later may pass it
-                if now + left_s > limit_s:
-                    self.played += ticket
-                    return None
-                del queue[k]
-                free[peer] += frees  # nobody looks before the end of this task
-                waited[unit][place] = now - arrived
-                end = now + cost_s
-                busy_until[peer] = end + overhead_s
-                ticket += 1
-                if place + 1 < len(rows[unit]):
-                    heappush(events, (end + way_s, end, ticket, unit, place + 1))
-                else:
-                    finish_s[units[unit][0]] = max(finish_s[units[unit][0]], end)
-                    under_way -= 1
-                if queue or waiting:
-                    is_called[peer] = True
-                    heappush(events, (end + overhead_s, end, ticket, -1, peer))
+            if now + left_s > limit_s:
                 break
+            free[peer] += frees  # nobody looks before the end of this task
+            waited[unit][place] = now - arrived
+            end = now + cost_s
+            busy_until[peer] = end + overhead_s
+            ticket += 1
+            if place + 1 < len(rows[unit]):
+                heappush(events, (end + way_s, end, ticket, unit, place + 1))
+            else:
+                finish_s[units[unit][0]] = max(finish_s[units[unit][0]], end)
+                under_way -= 1
+            if queue or waiting:
+                is_called[peer] = True
+                heappush(events, (end + overhead_s, end, ticket, -1, peer))
         self.played += ticket
         if under_way:  # they wait for each other for ever
             if limit_s < math.inf:
