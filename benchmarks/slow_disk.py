@@ -4,10 +4,9 @@
 
 A module with AdamW and its anchor (12 bytes a parameter to be copied, 8 more to be written), the node's own classes on
 a real compute thread, and a disk that takes so many MB a second: a storage in the seam of `node.checkpoint.storage`. An
-inner step is due `--step-s` seconds after the copy began, and has what is left copied first. Two arms, one after the
-other for each rate: `free_memory`, as the machine has it, and `none_free`, in which there is none beyond the share that
-may wait to be written anyway. `waits_s` is wall time that is not the thread's processor time, so other work on the
-machine is in it; `held_bytes_a_parameter` is what waited to be written when the step went on. Prints one JSON object.
+inner step is due `--step-s` seconds after the copy began, and has what is left copied first. `waits_s` is wall time
+that is not the thread's processor time, so other work on the machine is in it; `held_bytes_a_parameter` is what waited
+to be written when the step went on. Prints one JSON object.
 """
 
 from __future__ import annotations
@@ -30,22 +29,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from node.averaging.anchor.anchor_store import AnchorStore
 from node.averaging.anchor.lone_replica import anchor_of
 from node.averaging.anchor.module_vector import LocalReplica
-from node.checkpoint import state_copy
 from node.checkpoint.folder import CheckpointFolder, save_state
 from node.checkpoint.replica import capture_as_written
 from node.checkpoint.state import Agreed, ReplicaState
 from node.checkpoint.storage import DiskStorage
 from node.concurrency.compute_thread import ComputeThread, Priority
-from node.model.free_memory import available_memory
 from node.model.optimizer import Accumulator, InnerOptimizer
-from swarm.vocabulary.types import MicrobatchId, ModuleId, PeerId, Reasoned, RunId
+from swarm.vocabulary.types import MicrobatchId, ModuleId, PeerId, RunId
 from tests.node.averaging.small_rounds import Blocks
 from tests.node.small_manifest import small_manifest
 
 PEER: Final = PeerId("benchmark")
 RUN: Final = RunId("0" * 64)
-NONE: Final[Reasoned[int | None]] = Reasoned(None, "as the arm says")
-ARMS: Final = {"free_memory": available_memory, "none_free": lambda: NONE}
 
 
 class SlowDisk(DiskStorage):
@@ -108,15 +103,11 @@ def _finish(state: ReplicaState) -> tuple[float, int]:
 
 
 def measure(elements: int, rates: Iterable[float], step_s: float) -> dict[str, Any]:
-    """By rate and arm."""
-    module, found, number = Module(elements), dict[str, Any](), 0
-    for rate in rates:
-        found[f"{rate:g}"] = {}
-        for arm, free in ARMS.items():
-            print(f"{rate:g} MB/s, {arm}", file=sys.stderr)
-            number += 1
-            state_copy.available_memory = free
-            found[f"{rate:g}"][arm] = asyncio.run(wait(module, number, rate * 1e6, step_s))
+    """By rate."""
+    module, found = Module(elements), dict[str, Any]()
+    for number, rate in enumerate(rates, start=1):
+        print(f"{rate:g} MB/s", file=sys.stderr)
+        found[f"{rate:g}"] = asyncio.run(wait(module, number, rate * 1e6, step_s))
     return found
 
 

@@ -3,9 +3,8 @@
 Only inner steps and rounds change a replica, and its tensors take 12 bytes a parameter as float32 (so they are written,
 in whatever form the replica keeps them). So they are not copied at once: the writer asks for the next slices when it
 has room, and they are copied between two microbatches. Whoever is about to change the replica first has what is left
-copied (`finish`): what is written is the replica at one moment. It takes `room` bytes, and, where the disk is slower
-than the time until then, memory that nobody else will need. Only where there is too little of that is the disk waited
-for.
+copied (`finish`), and waits for the disk where that is more than there is room for: what is written is the replica at
+one moment, and takes `room` bytes at most.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from node.model.free_memory import available_memory
 from node.model.packed.packed_floats import Floats
 
 SLICE: Final = 2**20
@@ -29,9 +27,6 @@ LEAST_ROOM: Final = 64 * 2**20
 """Bytes: a small replica is copied without ever waiting for the disk."""
 SHARE: Final = 8
 """One part in so many of all that is copied may wait to be written: 1.5 bytes a parameter with AdamW."""
-
-LEFT: Final = 2
-"""So many times all that is copied stays free when there is no room: more than a round takes (20 bytes a parameter)."""
 
 Post = Callable[[Callable[[], None]], "Future[None]"]
 """Has a job done on the compute thread, from any thread."""
@@ -47,21 +42,13 @@ class StateCopy:
 
     Args:
         tensors: by name, on any device; not changed before `finish` has returned.
-        room: bytes that wait to be written at most, while nobody waits for them.
-        free: the bytes of memory that are free at a moment; None where nobody can tell.
+        room: bytes that wait to be written at most.
     """
 
-    def __init__(
-        self,
-        tensors: Mapping[str, Floats],
-        post: Post,
-        room: int | None = None,
-        free: Callable[[], int | None] = lambda: available_memory().value,
-    ) -> None:
+    def __init__(self, tensors: Mapping[str, Floats], post: Post, room: int | None = None) -> None:
         self.names = tuple(tensors)
-        self._whole = whole = 4 * sum(tensor.numel() for tensor in tensors.values())
+        whole = 4 * sum(tensor.numel() for tensor in tensors.values())
         self._room = max(4 * SLICE, max(LEAST_ROOM, whole // SHARE) if room is None else room)
-        self._free = free
         self._slices = _slices(tensors.values())
         self._next = next(self._slices, None)
         self._post = post
@@ -80,9 +67,7 @@ class StateCopy:
             self._copy_next()
 
     def finish(self) -> None:
-        """Copies all that is left: into what room there is and memory that is free, else as the writer makes room.
-        Returns at once when that has given up."""
-        self._take_free_memory()
+        """Copies all that is left, as the writer makes room. Returns at once when it has given up."""
         while self._next is not None:
             with self._changed:
                 self._changed.wait_for(lambda: self._given_up or self._has_room())
@@ -121,11 +106,6 @@ class StateCopy:
             self._waiting.clear()
             self.waiting_bytes = 0
             self._changed.notify_all()
-
-    def _take_free_memory(self) -> None:
-        if self._next is not None and self._room < self._whole:
-            with self._changed:
-                self._room += max(0, (self._free() or 0) - LEFT * self._whole)
 
     def _take(self) -> memoryview | None:
         with self._changed:

@@ -19,14 +19,11 @@ from node.checkpoint.state import ReplicaState
 from node.checkpoint.state_copy import StateCopy
 from node.concurrency.compute_thread import ComputeThread, Priority
 from swarm.vocabulary.errors import ResourceExhausted, StateError
-from swarm.vocabulary.types import Reasoned
 from tests.node.checkpoint.saved_states import ONE, PEER, SteppedStorage, folder_at, same
 from tests.node.checkpoint.test_resume_state import Replica, at_once
 
 LONG_S = 30.0
 TENSORS = {"local/a": torch.arange(1000.0), "local/b": torch.arange(6.0).view(2, 3).T, "exp_avg/a": torch.ones(())}
-
-WHOLE = 4 * sum(tensor.numel() for tensor in TENSORS.values())
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +31,6 @@ def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a small replica is more than there is room for."""
     monkeypatch.setattr(state_copy, "SLICE", 64)
     monkeypatch.setattr(state_copy, "LEAST_ROOM", 1024)
-    monkeypatch.setattr(state_copy, "available_memory", lambda: Reasoned(None, "a test"))
 
 
 @pytest.fixture
@@ -56,8 +52,7 @@ def test_all_the_tensors_come_one_after_the_other() -> None:
 
 
 def test_what_waits_to_be_written_is_never_more_than_there_is_room_for() -> None:
-    # The compute thread has no time: it finishes. No memory is free besides.
-    copy = StateCopy(TENSORS, lambda job: Future(), room=600, free=lambda: state_copy.LEFT * WHOLE)
+    copy = StateCopy(TENSORS, lambda job: Future(), room=600)  # the compute thread has no time: it finishes
     held = []
     finishing = threading.Thread(target=copy.finish)
     finishing.start()
@@ -71,23 +66,8 @@ def test_what_waits_to_be_written_is_never_more_than_there_is_room_for() -> None
     assert torch.equal(numbers(pieces), expected())
 
 
-@pytest.mark.parametrize("more", [WHOLE, WHOLE // 2])
-def test_memory_that_is_free_is_taken_before_the_disk_is_waited_for(more: int) -> None:
-    copy = StateCopy(TENSORS, lambda job: Future(), room=0, free=lambda: state_copy.LEFT * WHOLE + more)
-    finishing = threading.Thread(target=copy.finish)
-    finishing.start()
-    if more == WHOLE:
-        finishing.join(LONG_S)  # though nothing is written
-        assert not finishing.is_alive()
-        assert copy.waiting_bytes == WHOLE
-    pieces = list(copy.pieces())
-    finishing.join(LONG_S)
-    assert not finishing.is_alive()
-    assert torch.equal(numbers(pieces), expected())
-
-
 def test_who_waits_for_the_disk_goes_on_when_the_writer_gives_up() -> None:
-    copy = StateCopy(TENSORS, at_once, free=lambda: None)
+    copy = StateCopy(TENSORS, at_once)
     finishing = threading.Thread(target=copy.finish)
     finishing.start()
     copy.give_up()
