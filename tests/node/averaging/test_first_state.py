@@ -18,6 +18,7 @@ from node.checkpoint.state import ReplicaState, Resumed
 from node.cli.existing_model import starting_from
 from node.context.module_context import ModuleContext
 from node.local_swarm.default_manifest import default_manifest
+from node.model.moments import Allowance
 from node.observability.events import Event, Note
 from node.start.cut_model import CutModel, first_version, module_layout
 from node.start.model_folder import ModelFolder
@@ -68,7 +69,7 @@ def context(
         manifest=manifest,
         module=MODULE,
         device=torch.device("cpu"),
-        options=SimpleNamespace(slots_held=2, checkpoint_dir=None),
+        options=SimpleNamespace(allowance=Allowance(2), checkpoint_dir=None),
         events=SimpleNamespace(emit=events.append),
         resumed=resumed or Resumed(),
         start=start,
