@@ -152,7 +152,7 @@ class Custody:
                 return self._peer_lost(peer, detail, now)
             case PeerBack(peer):
                 self._ledger.regain_data_node(peer, now)
-                return []
+                return self._settling.ask_again(peer, now)
             case Tick():
                 return [action for holding in self._ledger.all() for action in self._tick(holding, now)]
 

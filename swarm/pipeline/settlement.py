@@ -49,6 +49,17 @@ class Settling:
         self._ledger.put(replace(holding, asked=holding.asked + 1, retry_at=now + ASK_S))
         return [Tell(holding.path.data_node, Unsettled(holding.key.microbatch))]
 
+    def ask_again(self, data_node: PeerId, now: float) -> list[Action]:
+        """Asks a data node to which there is a link again at once: its word may have been lost with the one before, and
+        it may be about to leave. That is none of the counted questions, for links may break as often as they like.
+        """
+        asked: list[Action] = []
+        for holding in self._ledger.all():
+            if holding.phase is Phase.SETTLING and holding.path.data_node == data_node:
+                self._ledger.put(replace(holding, retry_at=now + ASK_S))
+                asked.append(Tell(data_node, Unsettled(holding.key.microbatch)))
+        return asked
+
     def settled(self, sender: PeerId, message: Settled) -> list[Action]:
         """Applies the data node's decision at a hop. A gradient that is being computed just now is not there yet: it
         will be asked about later.

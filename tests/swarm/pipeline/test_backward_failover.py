@@ -14,6 +14,7 @@ from swarm.pipeline.custody_states import (
     Forget,
     KeepGradient,
     Key,
+    PeerBack,
     Phase,
     Place,
     Retract,
@@ -232,6 +233,17 @@ def test_a_hop_that_hears_nothing_asks_and_in_the_end_takes_its_gradient_back() 
         assert desk.wait(1000 * ASK_S) == [asks], "however long the machine slept"
     assert desk.wait(ASK_S)[0] == Retract(Key(MICROBATCH, 0))
     assert len(desk.custody) == 0
+
+
+def test_a_hop_asks_at_once_when_the_link_to_the_data_node_is_back() -> None:
+    """Whoever was frozen may have a moment only before the data node leaves."""
+    desk, asks = settling(), Tell(DATA, Unsettled(MICROBATCH))
+    for _ in range(2 * MAX_ASKS):
+        desk.lose(DATA)
+        assert desk.custody.handle(PeerBack(DATA), desk.now) == [asks]
+        assert desk.custody.handle(PeerBack(B), desk.now) == []
+    assert desk.wait(ASK_S) == [asks], "it goes on asking by the clock"
+    assert desk.settled(ABC) == [Confirmed(Key(MICROBATCH, 0)), Forget(Key(MICROBATCH, 0), "complete")]
 
 
 def test_what_was_abandoned_is_taken_back() -> None:
