@@ -118,9 +118,11 @@ class RoundWorkspace:
         """Begins the exchange in a task of its own; ends the one before."""
         self._wanted = roster
         self._expect(roster.round)
+        arrivals = self._arrivals
         async with self._turn:
             await self._end_exchange()
-            if self._wanted is roster:
+            # While the one before was ended, the next attempt may have begun: its pieces are not for this exchange.
+            if self._wanted is roster and self._arrivals is arrivals:
                 try:
                     self._begin(roster)
                 except SkipstoneError as error:

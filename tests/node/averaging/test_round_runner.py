@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from swarm.vocabulary.averaging_messages import Contribution
+from node.averaging.exchange.partition import Plan
+from node.averaging.exchange.piece_receiver import piece_spec
+from protocol.interfaces.transport import Refusal
+from swarm.vocabulary.averaging_messages import Contribution, Member, Roster, RoundId
 from swarm.vocabulary.types import Codec
-from tests.node.averaging.small_rounds import RULE, TOKENS, Blocks, MadeUpOptimizer, grpc_hall, hall
+from tests.node.averaging.small_rounds import MODULE, RULE, TOKENS, Blocks, MadeUpOptimizer, grpc_hall, hall
 
 INNER = 2
 
@@ -233,3 +237,22 @@ async def test_rounds_over_real_links(count: int, codec: Codec) -> None:
             sent = [settled.sent_bytes for settled in replica.settled]
             assert all(settled.attempts == 1 for settled in replica.settled)
             assert min(sent) > 0
+
+
+async def test_a_next_attempt_that_begins_while_an_exchange_waits_for_the_one_before_keeps_its_pieces() -> None:
+    """One that objects to the first roster at once makes the second attempt follow within milliseconds."""
+    async with hall(2, inner_steps=INNER) as here:
+        await here.a_round(1, INNER)
+        own, other = here[0], here[1]
+        workspace, chunks = own.runner.workspace, own.anchor.layout.chunks
+        first, second = (RoundId(MODULE, 2, attempt, other.peer) for attempt in (0, 1))
+        members = Member(own.peer, 0, chunks, 0.5, 1.0), Member(other.peer, chunks, chunks, 0.5, 1.0)
+        await workspace.take_snapshot(first)
+        roster = Roster(first, own.anchor.version, members, 4, 4 * TOKENS)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(workspace.exchange(roster))
+            tasks.create_task(workspace.take_snapshot(second))
+        piece = Plan(own.peer, own.anchor.layout, replace(roster, round=second)).shards[own.peer][0]
+        early = Contribution(second, piece.first_chunk, piece.end_chunk)
+        admitted = workspace.admit(other.peer, early, piece_spec(Codec.NONE, piece.elements))
+        assert not isinstance(admitted, Refusal), admitted.detail
