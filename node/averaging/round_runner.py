@@ -11,18 +11,21 @@ import logging
 import math
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, Protocol
 
-from node.averaging.anchor.anchor import Anchor
+from node.averaging.anchor.anchor import Anchor, distance_between
 from node.averaging.anchor.anchor_store import AnchorStore
 from node.averaging.audit.auditor import Auditor
 from node.averaging.exchange.all_reduce import ExchangeMeans
 from node.averaging.replica_sync import ReplicaSync, SteppedTo
 from node.averaging.workspace import RoundWorkspace, StagedRound
+from node.concurrency.compute_thread import Priority
 from node.concurrency.machine_runner import Machine, MachineRunner
 from node.model.optimizer import StepFigures
 from node.network.dispatcher import Dispatcher
 from node.observability.failpoints import crash_point
+from swarm.averaging.plausibility import AnchorDrift
 from swarm.averaging.roster import contributors
 from swarm.averaging.round_events import (
     Accuse,
@@ -132,6 +135,8 @@ class RoundRunner(MachineRunner[Event, Action]):
         self._module = module
         self._store = store
         self._host = host
+        self._averaging = means.thread
+        self._drift = AnchorDrift()
         self._others: tuple[OtherReplica, ...] | None = None
         self._begun: tuple[int, float] = (0, 0.0)
         """Which round we took a snapshot for last, and when."""
@@ -252,12 +257,13 @@ class RoundRunner(MachineRunner[Event, Action]):
         except SkipstoneError as error:
             log.warning("%s", error)
             others = tuple(peer for peer in action.roster.peers if peer != self._own)
-            self._start_catching_up(CatchUp(action.version, others, "its result was not kept"))
+            self._start_catching_up(CatchUp(action.version, others, "its result was not kept", by_most=True))
             return
         self._store.put(staged.anchor)
         crash_point("committing")
         self.replica_sync.trained_by(len(contributors(action.roster)))
         self.replica_sync.committed(staged.snapshot)
+        self._drift.committed(staged.snapshot.norm, len(action.roster.peers) > 1, self.clock.wall())
         self._host.anchored(staged.anchor)
         self.stepped()
         self.begin(self._settle(action, before, staged))
@@ -306,10 +312,24 @@ class RoundRunner(MachineRunner[Event, Action]):
         except (PeerError, StateError, ResourceExhausted) as error:
             self.handle(CatchUpFailed(action.version, str(error)))
             return
+        astray = None if action.by_most else await self._astray(anchor)
+        if astray is not None:
+            log.warning("the anchor of round %d is not followed: %s", action.version.round, astray)
+            self.handle(CatchUpFailed(action.version, astray, action.donors))
+            return
         self._store.put(anchor)
         await self.replica_sync.adopt(anchor)
         self._host.anchored(anchor)
         self.handle(CaughtUp(anchor.version))
+
+    async def _astray(self, anchor: Anchor) -> str | None:
+        """The reason not to follow an anchor that others hold, but not most of us; None when there is none."""
+        measure = partial(distance_between, self._store.current, anchor)
+        distance = await self._averaging.run(Priority.UPKEEP, measure)
+        farthest = self._drift.farthest(self.clock.wall())
+        if distance <= farthest:
+            return None
+        return f"it is {distance:.3g} from ours, where {farthest:.3g} can be after the rounds since we were together"
 
     def _bandwidth(self) -> float:
         """Bytes per second of our best link; 0 when none was measured."""

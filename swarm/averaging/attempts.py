@@ -390,7 +390,12 @@ class Attempts:
             actions += self.forget("an earlier attempt's result was found")
             view.lag.started(version)
             actions.append(
-                CatchUp(version, donors, "an earlier attempt's result was found, and somebody may have committed it")
+                CatchUp(
+                    version,
+                    donors,
+                    "an earlier attempt's result was found, and somebody may have committed it",
+                    view.most(donors),
+                )
             )
         return actions
 

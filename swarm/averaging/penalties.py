@@ -19,6 +19,8 @@ FOR_FRAUD: Final = ExponentialBackoff(3600.0, 86_400.0)
 """An audit leaves no honest explanation."""
 FOR_SILENCE: Final = ExponentialBackoff(300.0, 3600.0)
 """No answers to audits, or groundless accusations, several times: that may happen to honest ones too."""
+FOR_STRAYING: Final = ExponentialBackoff(60.0, 600.0)
+"""Two honest parts of a module may be that far from each other after a long time."""
 FOR_WAITING: Final = ExponentialBackoff(30.0, 600.0, free=1)
 """Milder: a link between two honest peers may be at fault."""
 
@@ -31,6 +33,7 @@ class Penalties:
         self._waiting = Exclusions(FOR_WAITING, FORGIVEN_AFTER_S)
         self._fraud = Exclusions(FOR_FRAUD, FORGIVEN_AFTER_S)
         self._silence = Exclusions(FOR_SILENCE, FORGIVEN_AFTER_S)
+        self._straying = Exclusions(FOR_STRAYING, FORGIVEN_AFTER_S)
 
     def sent_rubbish(self, peer: PeerId, now: float) -> None:
         """Notes that a replica sent what cannot be used."""
@@ -39,6 +42,10 @@ class Penalties:
     def was_caught(self, peer: PeerId, certain: bool, now: float) -> None:
         """Notes that an audit caught a replica; what is not certain costs less."""
         (self._fraud if certain else self._silence).add(peer, now)
+
+    def strayed(self, peer: PeerId, now: float) -> None:
+        """Notes that a replica stands on an anchor that is farther from ours than an honest one can be."""
+        self._straying.add(peer, now)
 
     def kept_waiting(self, peer: PeerId, now: float) -> None:
         """Notes that an exchange ended while overdue pieces of a replica had not come."""
@@ -50,5 +57,9 @@ class Penalties:
 
     def excluded(self, now: float) -> frozenset[PeerId]:
         """The replicas that get no invitation, and whose invitations are not answered."""
-        kinds = (self._rubbish, self._waiting, self._fraud, self._silence)
+        return self.distrusted(now).union(*(kind.excluded(now) for kind in (self._waiting, self._silence)))
+
+    def distrusted(self, now: float) -> frozenset[PeerId]:
+        """Those of them whose state nobody should take over because of their word alone."""
+        kinds = (self._rubbish, self._fraud, self._straying)
         return frozenset[PeerId]().union(*(kind.excluded(now) for kind in kinds))

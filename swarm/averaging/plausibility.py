@@ -5,7 +5,8 @@ A replica's own word counts nothing, because who claims more reduces more. Entri
 median of what is said of a member is believed of it, so that one accomplice lifts nobody above what an honest receiver
 saw.
 
-A pseudo-gradient is compared with the usual length for so much work.
+A pseudo-gradient is compared with the usual length for so much work, and an anchor that few replicas hold with how far
+the module comes in that time.
 
 Updates are clipped to a multiple of the median of the declared norms. Where half of the replicas lie, one of two, that
 median is theirs, and a declared norm of next to nothing divides the others' work by any number. No arithmetic on the
@@ -30,6 +31,14 @@ has more for each token."""
 FADING: Final = 0.9
 """Of what was usual counts at the next round, so that a learning rate that falls is followed and a liar cannot lead it
 down quickly."""
+
+ASTRAY: Final = 8.0
+"""Times our own update for each round: outer momentum lengthens a row of updates in one direction, and other replicas
+are faster than we are."""
+FEWEST_APART: Final = 2.0
+"""Rounds by which two anchors may differ however short the time."""
+NEWS: Final = 0.1
+"""The weight of the latest time between two rounds."""
 
 
 def mark_of(peer: PeerId) -> int:
@@ -93,6 +102,47 @@ class UsualLength:
         lengths = [_length(entry) for entry in entries if entry.tokens]
         if lengths:
             self._usual = max(lower_median(lengths), FADING * self._usual)
+
+
+class AnchorDrift:
+    """The drift of a module's anchor: how far an honest anchor can be from ours.
+
+    Only what this replica has measured itself counts: the lengths of its own pseudo-gradients, and the time from round
+    to round. Replicas that have lost sight of each other move apart from the last anchor that they had in common, each
+    by steps like ours. So one replica alone, whom we would follow where as many stand here as there, can set the module
+    back by some rounds, and cannot put something else in its place.
+    """
+
+    def __init__(self) -> None:
+        self._length = 0.0
+        """Of our updates; 0 before the first round."""
+        self._between_s = 0.0
+        """The mean time from one round to the next, later ones counting more; 0 before there are two."""
+        self._round_at: float | None = None
+        self._shared_at: float | None = None
+
+    def committed(self, norm: float, shared: bool, at: float) -> None:
+        """Notes a round.
+
+        Args:
+            norm: of our own pseudo-gradient in it; 0 when there was none.
+            shared: whether another replica was in it.
+            at: seconds of a clock that goes on while the computer sleeps.
+        """
+        self._length = max(norm, FADING * self._length)
+        if self._round_at is not None:
+            between_s = max(0.0, at - self._round_at)
+            self._between_s += (between_s - self._between_s) * (NEWS if self._between_s else 1.0)
+        self._round_at = at
+        if shared or self._shared_at is None:
+            self._shared_at = at
+
+    def farthest(self, at: float) -> float:
+        """The largest distance from our anchor, over parameters and momentum; infinite before two rounds."""
+        if not self._between_s or self._shared_at is None:
+            return math.inf
+        rounds = max(FEWEST_APART, (at - self._shared_at) / self._between_s)
+        return ASTRAY * self._length * rounds
 
 
 def _length(entry: Entry) -> float:

@@ -7,7 +7,8 @@ What a replica knows at this moment: where it stands, how far it is, who the oth
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -223,8 +224,26 @@ class ReplicaView:
         self.usual = UsualLength()
 
     def standing(self) -> Reasoned[AnchorVersion]:
-        """The version that the module stands on, as we see it."""
-        return self.lag.standing(self.version, self.others.versions(self.now), self.now)
+        """The version that the module stands on, as we see it. Whom we distrust is followed where most replicas stand,
+        and nowhere else."""
+        versions, distrusted = self.others.versions(self.now), self.penalties.distrusted(self.now)
+        held = Counter(versions.values())
+        counted = {
+            peer: version
+            for peer, version in versions.items()
+            if peer not in distrusted or 2 * held[version] > len(versions) + 1
+        }
+        return self.lag.standing(self.version, counted, self.now)
+
+    def most(self, others: Collection[PeerId]) -> bool:
+        """Whether these others are more than half of all serving replicas, we included."""
+        return 2 * len(others) > len(self.others.serving) + 1
+
+    def catch_up_failed(self, version: AnchorVersion, astray: Iterable[PeerId]) -> None:
+        """Notes that a version could not be had, and who is not to be followed for a while because it stands there."""
+        self.lag.failed(version, self.now)
+        for peer in astray:
+            self.penalties.strayed(peer, self.now)
 
     def may_convene(self) -> bool:
         """Whether a round from our anchor is what the module needs, and there is a number left for it."""

@@ -193,6 +193,8 @@ class CatchUpFailed:
 
     wanted: AnchorVersion
     detail: str
+    astray: tuple[PeerId, ...] = ()
+    """Who stands there, when it is farther from ours than an honest one can be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,6 +286,8 @@ class CatchUp:
     version: AnchorVersion
     donors: tuple[PeerId, ...]
     why: str
+    by_most: bool
+    """Most replicas stand there. Else it is held against how far ours has come."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -200,7 +200,7 @@ class RoundMachine:
                 self._view.penalties.was_caught(peer, event.certain, self._view.now)
                 return [Accuse(event)]
             case CatchUpFailed(wanted):
-                self._view.lag.failed(wanted, self._view.now)
+                self._view.catch_up_failed(wanted, event.astray)
             case Tick():
                 pass
         return []
@@ -270,14 +270,14 @@ class RoundMachine:
     def _catch_up_if_behind(self) -> Actions:
         view = self._view
         best = view.standing()
-        certain = 2 * len(view.others.on(best.value, view.now)) > len(view.others.serving) + 1
+        certain = view.most(view.others.on(best.value, view.now))
         busy = self._attempts.part is not None
         wanted = view.lag.target(view.version, best.value, view.now, certain, busy)
         if wanted is None:
             return []
         view.lag.started(wanted)
         donors = view.others.donors(wanted, view.now)
-        return [*self._attempts.forget("catching up"), CatchUp(wanted, donors, best.reason)]
+        return [*self._attempts.forget("catching up"), CatchUp(wanted, donors, best.reason, certain)]
 
     def _convene_if_due(self) -> Actions:
         """The first in order opens a due round at once, the next one when nothing has come from those before."""

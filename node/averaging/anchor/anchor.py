@@ -7,6 +7,7 @@ and with the list each chunk. In a checkpoint the vectors lie by parameter name.
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from node.averaging.anchor.layout import Layout
 from node.averaging.anchor.shared_vector import SharedVector, Vector, cut_vector, empty_vector
+from node.averaging.anchor.vector_math import squares_of_difference
 from node.checkpoint.state import AnchorState, TensorsInParts
 from swarm.vocabulary.errors import CorruptSnapshot
 from swarm.vocabulary.types import AnchorVersion
@@ -54,6 +56,17 @@ def initial_anchor(layout: Layout, parameters: Vector | SharedVector) -> Anchor:
     momentum = _zeros_like(parameters)
     hashes = hash_all(layout, parameters, momentum)
     return Anchor(layout, version_of(layout, hashes, 0, 0, 0, 0), parameters, momentum, hashes)
+
+
+def distance_between(one: Anchor, other: Anchor) -> float:
+    """The Euclidean distance between two anchors of one layout, over parameters and momentum; not finite when an
+    element is not. Chunks with the same hash are the same."""
+    total = 0.0
+    for number, (left, right) in enumerate(zip(one.hashes, other.hashes, strict=True)):
+        if left != right:
+            numbers = (np.frombuffer(anchor.chunk(number), "<f4") for anchor in (one, other))
+            total += squares_of_difference(*numbers)
+    return math.sqrt(total)
 
 
 def version_of(

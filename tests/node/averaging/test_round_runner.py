@@ -9,14 +9,18 @@ import numpy as np
 import pytest
 import torch
 
+from node.averaging.anchor.anchor import Anchor, hash_all, version_of
+from node.averaging.anchor.shared_vector import SharedVector
 from node.averaging.exchange.partition import Plan
 from node.averaging.exchange.piece_receiver import piece_spec
+from node.averaging.replica_sync import SteppedTo
 from protocol.interfaces.transport import Refusal
 from swarm.vocabulary.averaging_messages import Contribution, Member, Roster, RoundId
 from swarm.vocabulary.types import Codec
-from tests.node.averaging.small_rounds import MODULE, RULE, TOKENS, Blocks, MadeUpOptimizer, grpc_hall, hall
+from tests.node.averaging.small_rounds import MODULE, RULE, TOKENS, Blocks, MadeUpOptimizer, Replica, grpc_hall, hall
 
 INNER = 2
+PARTS = ("parameters", "momentum")
 
 
 class Reference:
@@ -237,6 +241,42 @@ async def test_rounds_over_real_links(count: int, codec: Codec) -> None:
             sent = [settled.sent_bytes for settled in replica.settled]
             assert all(settled.attempts == 1 for settled in replica.settled)
             assert min(sent) > 0
+
+
+@pytest.mark.parametrize("part", ["parameters", "momentum"])
+async def test_one_that_stands_where_no_rounds_lead_is_not_followed(part: str) -> None:
+    """Of two, the one with more tokens is right; but it can only be so far from the other."""
+    async with hall(2, inner_steps=INNER) as here:
+        for number in (1, 2, 3):
+            await here.a_round(number, INNER)
+        honest, liar = here[0], here[1]
+        await stand_alone(liar, {part: np.float32(5.0)})
+        await here.until(lambda: honest.caught_up == 1)
+        held = honest.anchor
+        await here.a_round(4, INNER)  # the liar's own would be refused again
+        assert held.version.round == 3
+        assert honest.settled[-1].members == (honest.peer,)
+        assert np.abs(honest.vector()).max() < 10
+
+
+async def test_one_that_went_on_by_itself_is_followed() -> None:
+    async with hall(2, inner_steps=INNER) as here:
+        for number in (1, 2, 3):
+            await here.a_round(number, INNER)
+        await stand_alone(here[1], {"parameters": np.float32(0.01)})
+        await here.until(lambda: here[0].anchor.version == here[1].anchor.version)
+
+
+async def stand_alone(replica: Replica, shift: dict[str, np.float32]) -> None:
+    """Stands on an anchor of its own, which differs from that of all by `shift` in every element."""
+    anchor = replica.anchor
+    arrays = {name: getattr(anchor, name).arrays for name in PARTS}
+    state = {name: SharedVector([array + shift.get(name, 0) for array in arrays[name]]) for name in PARTS}
+    hashes = hash_all(anchor.layout, state["parameters"], state["momentum"])
+    version = version_of(anchor.layout, hashes, anchor.version.round + 1, anchor.version.steps + INNER, 2**40, 0)
+    alone = Anchor(anchor.layout, version, state["parameters"], state["momentum"], hashes)
+    replica.runner._store.put(alone)
+    replica.runner._stepped_alone(SteppedTo(alone, TOKENS))
 
 
 async def test_a_next_attempt_that_begins_while_an_exchange_waits_for_the_one_before_keeps_its_pieces() -> None:

@@ -15,6 +15,7 @@ from swarm.averaging.round_events import (
     CatchUp,
     CatchUpFailed,
     Caught,
+    CaughtUp,
     CommitStaged,
     DropStaged,
     Event,
@@ -464,6 +465,48 @@ def test_a_version_that_cannot_be_had_is_tried_again_later() -> None:
     actions += desk.wait(4.0)
     assert CatchUp not in kinds(actions)
     assert CatchUp in kinds(desk.wait(4.0))
+
+
+ASTRAY = AnchorVersion(6, 60, 60_000, 0, b"a" * 32)
+
+
+def four_alone() -> tuple[Desk, list[Action]]:
+    """B and C have each gone on by themselves, and D twice as far; what follows of that."""
+    desk = Desk()
+    for peer, version in ((B, replace(RESULT, digest=b"b" * 32)), (C, replace(RESULT, digest=b"c" * 32)), (D, ASTRAY)):
+        desk.hear(peer, Progress(MODULE, version, 0, 0))
+    return desk, desk.wait(4.0)
+
+
+def test_of_as_many_the_greater_is_got_and_held_against_ours() -> None:
+    _, actions = four_alone()
+    assert [action for action in actions if isinstance(action, CatchUp)] == [
+        CatchUp(ASTRAY, (D,), "1 replicas stand on round 6, 1 on ours (as many, and it is greater)", by_most=False)
+    ]
+
+
+def test_who_stands_farther_away_than_can_be_is_not_followed_nor_invited_whatever_it_stands_on_next() -> None:
+    desk, _ = four_alone()
+    desk.feed(CatchUpFailed(ASTRAY, "too far", (D,)))
+    desk.hear(D, Progress(MODULE, replace(ASTRAY, round=7, digest=b"d" * 32), 0, 0))
+    caught_up = [action for action in desk.wait(4.0) if isinstance(action, CatchUp)]
+    assert [action.donors for action in caught_up] == [(C,)], "the next in order of those that are trusted"
+    desk.feed(CaughtUp(caught_up[0].version))
+    desk.hear(B, Progress(MODULE, caught_up[0].version, 0, 0))
+    desk.feed(Worked(1000, 1000))
+    invitations = [tell for tell in desk.wait(4.0) if isinstance(tell, Tell) and isinstance(tell.message, Invitation)]
+    assert {tell.to for tell in invitations} == {B, C}
+
+
+def test_where_most_stand_who_is_distrusted_is_followed_too() -> None:
+    desk, _ = four_alone()
+    desk.feed(CatchUpFailed(ASTRAY, "too far", (D,)))
+    for peer in (B, C, D):
+        desk.hear(peer, Progress(MODULE, replace(ASTRAY, round=8, digest=b"e" * 32), 0, 0))
+    desk.wait(4.0)
+    actions = desk.feed(CaughtUp(replace(RESULT, digest=b"c" * 32)))
+    caught_up = [action for action in actions if isinstance(action, CatchUp)]
+    assert [(action.donors, action.by_most) for action in caught_up] == [((B, C, D), True)]
 
 
 def test_it_says_where_it_stands() -> None:

@@ -10,7 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from node.averaging.anchor.layout import layout_of
-from swarm.averaging.plausibility import UsualLength, mark_of, measured_of, rates
+from swarm.averaging.plausibility import (
+    ASTRAY,
+    FADING,
+    FEWEST_APART,
+    AnchorDrift,
+    UsualLength,
+    mark_of,
+    measured_of,
+    rates,
+)
 from swarm.averaging.roster import (
     leads_to,
     make_roster,
@@ -190,6 +199,19 @@ def test_shares_follow_tokens_up_to_a_limit_and_long_updates_are_scaled_down() -
     assert more_work[B] * 1e6 == pytest.approx(0.8 * 3.0)
     assert coefficients(a=entry(0), b=entry(100, norm=0.0)) == {A: 0.0, B: 1.0}
     assert coefficients(a=entry(0), b=entry(0)) == {A: 0.0, B: 0.0}
+
+
+def test_an_anchor_may_be_as_far_as_the_rounds_since_we_were_together_and_no_farther() -> None:
+    drift = AnchorDrift()
+    drift.committed(2.0, True, 100.0)
+    assert drift.farthest(1e9) == math.inf, "one round says nothing of the time between two"
+    drift.committed(3.0, True, 110.0)
+    assert drift.farthest(110.0) == ASTRAY * 3.0 * FEWEST_APART
+    assert drift.farthest(210.0) == ASTRAY * 3.0 * 10
+    drift.committed(0.0, False, 120.0)
+    assert drift.farthest(210.0) == pytest.approx(ASTRAY * FADING * 3.0 * 10), "a round of our own is not one together"
+    drift.committed(3.0, True, 210.0)
+    assert drift.farthest(50.0) == ASTRAY * 3.0 * FEWEST_APART, "the computer's clock was set back"
 
 
 def test_an_update_far_too_short_for_its_work_is_known_by_our_own_and_by_the_rounds_before() -> None:
