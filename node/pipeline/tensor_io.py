@@ -13,11 +13,13 @@ from torch import Tensor
 
 from node.pipeline.interfaces import Job, Output
 from protocol.codecs import Encoded, decode, encode
+from protocol.codecs.blockwise import Expect, or_violates
 from protocol.codecs.views import ELEMENT_TYPES
 from swarm.vocabulary.errors import ProtocolViolation
 from swarm.vocabulary.types import Codec
 
 _NOT_FINITE: Final = "the tensor has elements that are not finite"
+_NO_TENSOR: Final = "the tensor, or a gradient that follows from it, is not finite everywhere, or it is no encoding"
 
 
 def tensor_of(encoded: Encoded, device: torch.device) -> Tensor:
@@ -27,18 +29,18 @@ def tensor_of(encoded: Encoded, device: torch.device) -> Tensor:
     Raises:
         ProtocolViolation: it is no encoding, or an element is not finite.
     """
-    tensor = _decoded(encoded, device)
+    tensor = _decoded(encoded, device, or_violates)
     if not are_finite(tensor):
         raise ProtocolViolation(_NOT_FINITE)
     return tensor
 
 
-def _decoded(encoded: Encoded, device: torch.device) -> Tensor:
+def _decoded(encoded: Encoded, device: torch.device, expect: Expect) -> Tensor:
     spec, kind = encoded.spec, ELEMENT_TYPES[encoded.spec.dtype]
     if spec.codec is Codec.NONE:
         return torch.frombuffer(encoded.data, dtype=kind).view(spec.shape).to(device)
     tensor = torch.empty(spec.shape, dtype=kind, device=device)
-    decode(spec, encoded.data, tensor)
+    decode(spec, encoded.data, tensor, expect)
     return tensor
 
 
@@ -53,9 +55,10 @@ def relative_error(tensor: Tensor, encoded: Encoded) -> float:
     """The relative error of an encoding: length of what it changes, over that of the tensor; 0 for a tensor of
     zeros.
     """
-    decoded = tensor_of(encoded, tensor.device).float()
-    length = torch.linalg.vector_norm(tensor.float()).item()
-    return torch.linalg.vector_norm(decoded - tensor.float()).item() / length if length else 0.0
+    exact, decoded = tensor.float(), tensor_of(encoded, tensor.device).float()
+    lengths = torch.stack([torch.linalg.vector_norm(decoded - exact), torch.linalg.vector_norm(exact)])
+    off, length = lengths.tolist()
+    return off / length if length else 0.0
 
 
 class Wire:
@@ -72,15 +75,15 @@ class Wire:
         self._expected.clear()
 
     def received(self, tensor: Encoded | None, *, before_use: bool = False) -> Tensor:
-        """The tensor that a message brought, as `tensor_of`. On a device that would have to be waited for, whether its
-        elements are finite is found out with the job's `output`, unless it must be known before.
+        """The tensor that a message brought, as `tensor_of`. On a device that would have to be waited for, whether it
+        is an encoding of finite elements is found out with the job's `output`, unless it must be known before.
         """
         assert tensor is not None, "custody asks for nothing before its tensors are there"
         begun = time.perf_counter()
-        received = _decoded(tensor, self.device)
+        received = _decoded(tensor, self.device, self.expect)
         self.expect(are_finite(received), _NOT_FINITE)
         if before_use and self._expected:
-            self._check(bool(torch.stack(self._expected).all()), _NOT_FINITE)
+            self._check(bool(torch.stack(self._expected).all()), _NO_TENSOR)
         self.codec_s += time.perf_counter() - begun
         return received
 
@@ -88,9 +91,10 @@ class Wire:
         """Lets the job's output fail unless this bool of the device is true. Where nothing needs to be waited for it
         fails at once, and says what is at fault.
         """
-        self._expected.append(holds)
         if self.device.type == "cpu":
             self._check(bool(holds), fault)
+        else:
+            self._expected.append(holds)
 
     def output(self, tensor: Tensor, job: Job, loss: float | None = None) -> Output:
         """The output of a job, encoded as it wishes. With NONE, on the CPU, it is the memory of the tensor itself,
@@ -105,7 +109,7 @@ class Wire:
         expected = torch.stack(self._expected).all().to("cpu", non_blocking=True) if self._expected else None
         encoded = encode(tensor, job.codec)
         if expected is not None:
-            self._check(bool(expected), "the tensor, or a gradient that follows from it, is not finite everywhere")
+            self._check(bool(expected), _NO_TENSOR)
         error = relative_error(tensor, encoded) if job.check_codec and encoded.spec.codec is job.codec else None
         self.codec_s += time.perf_counter() - begun
         return Output(encoded, loss, error=error)

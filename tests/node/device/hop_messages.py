@@ -19,6 +19,8 @@ from swarm.vocabulary.types import Codec, MicrobatchId, ModuleId, PeerId
 
 CPU: Final = torch.device("cpu")
 MANY_GRAPHS: Final = 2**30
+STANDS_OUT: Final = 5
+"""A channel of every message, which blockwise codecs send apart."""
 
 
 def sent(output: Output) -> Tensor:
@@ -29,7 +31,9 @@ def sent(output: Output) -> Tensor:
 
 def source_of(manifest: Manifest, number: int) -> Tensor:
     kind = torch.bfloat16 if manifest.model.dtype == "bfloat16" else torch.float32
-    return torch.randn(manifest.hidden_shape, generator=torch.Generator().manual_seed(number)).to(kind)
+    source = torch.randn(manifest.hidden_shape, generator=torch.Generator().manual_seed(number))
+    source[..., STANDS_OUT] *= 40
+    return source.to(kind)
 
 
 class Hop:
