@@ -73,16 +73,20 @@ def encode(values: Tensor, codec: Codec) -> Encoded:
 
 def _encode(values: Tensor, spec: TensorSpec) -> Encoded:
     """Raises StateError for what the codec cannot express."""
-    if spec.codec in _BLOCKWISE and values.device.type != "cpu":
-        octets, count = blockwise_on_device.encode(values, spec, _BLOCKWISE[spec.codec])
+    codec, base = _SIMPLE[spec.codec], spec.byte_length
+    blockwise = _BLOCKWISE.get(spec.codec)
+    if blockwise is not None and not values.is_cpu:
+        octets, count = blockwise_on_device.encode(values, spec, blockwise)
         return Encoded(TensorSpec(spec.shape, spec.dtype, spec.codec, count), octets_of_tensor(octets))
-    apart = outliers.find(values) if spec.codec in _BLOCKWISE else values.new_empty(0)
-    base = spec.byte_length
+    apart = outliers.find(values) if blockwise is not None else ()
+    if not len(apart):
+        out = torch.empty(base, dtype=torch.uint8, device=values.device)
+        codec.encode(values.view(-1), out)
+        return Encoded(spec, octets_of_tensor(out.cpu()))
     spec = TensorSpec(spec.shape, spec.dtype, spec.codec, len(apart))
-    out = torch.empty(spec.byte_length, dtype=torch.uint8, device=values.device)
-    rest = outliers.split(values, apart, out[base:]) if len(apart) else values
-    _SIMPLE[spec.codec].encode(rest.view(-1), out[:base])
-    return Encoded(spec, octets_of_tensor(out.cpu()))
+    out = torch.empty(spec.byte_length, dtype=torch.uint8)
+    codec.encode(outliers.split(values, apart, out[base:]).view(-1), out[:base])
+    return Encoded(spec, octets_of_tensor(out))
 
 
 def _encode_planes(values: Tensor) -> Encoded:

@@ -188,7 +188,7 @@ def inverse_of(scale: Tensor) -> Tensor:
     """1 / scale, and 0 where the scale vanishes; those are set to 0."""
     sizes = scale.abs()
     # As nearly always, and what follows takes three times as long. To look at it a device would have to be waited for.
-    if scale.device.type == "cpu" and float(sizes.amin()) >= SMALLEST_SCALE:
+    if scale.is_cpu and float(sizes.amin()) >= SMALLEST_SCALE:
         return scale.reciprocal()
     vanishing = sizes < SMALLEST_SCALE
     scale.masked_fill_(vanishing, 0.0)
@@ -199,16 +199,17 @@ def check_encoded(scales: Tensor, largest: float, codec: str, expect: Expect = o
     """Checks encoded scales: expects that no value was not finite, or larger than the codec can express. The scales
     have none that vanish.
     """
-    expect(
-        (scales.abs() <= largest).all(),
-        f"{codec} can express finite values only, and none near the largest float32; this has others",
-    )
+    holds = (scales.abs() <= largest).all()
+    if scales.is_cpu and bool(holds):
+        return
+    expect(holds, f"{codec} can express finite values only, and none near the largest float32; this has others")
 
 
 def check_received(scales: Tensor, largest: float, codec: str, expect: Expect = or_violates) -> None:
     """Checks received scales: expects that each is 0, or from SMALLEST_SCALE to `largest`."""
     sizes = scales.masked_fill(scales == 0, SMALLEST_SCALE)
-    expect(
-        (sizes == sizes.clamp(SMALLEST_SCALE, largest)).all(),  # NaN is equal to nothing
-        f"an {codec} encoding has a scale that is no number, negative, too large or too small",
-    )
+    allowed = sizes.clamp(SMALLEST_SCALE, largest)  # NaN is equal to nothing
+    if scales.is_cpu and torch.equal(sizes, allowed):
+        return
+    fault = f"an {codec} encoding has a scale that is no number, negative, too large or too small"
+    expect((sizes == allowed).all(), fault)

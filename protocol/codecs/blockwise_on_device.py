@@ -43,20 +43,20 @@ def encode(values: Tensor, spec: TensorSpec, codec: Blockwise) -> tuple[Tensor, 
         StateError: the codec cannot express a value.
     """
     most, base = outliers.most_apart(values), spec.byte_length
-    found: list[tuple[Tensor, str]] = []
     room = 2 * most * (1 + spec.rows)
     out = torch.empty(base + room + _FIGURES_BYTES, dtype=torch.uint8, device=values.device)
     rest, count = values, torch.zeros((), dtype=torch.int64, device=values.device)
+    found = [torch.ones((), dtype=torch.bool, device=values.device)]
     if most:
         channels, count = outliers.find_without_looking(values)
         rest = outliers.split_without_looking(values, channels, out[base : base + room])
-    codec.encode(rest.view(-1), out[:base], lambda holds, fault: found.append((holds, fault)))
-    can_express = torch.stack([holds for holds, _ in found]).all()
-    out[base + room :].copy_(torch.stack([count, can_express.to(torch.int64)]).view(torch.uint8))
+    codec.encode(rest.view(-1), out[:base], lambda holds, _: found.append(holds))
+    can_express = torch.stack(found).all().to(torch.int64)
+    out[base + room :].copy_(torch.stack([count, can_express]).view(torch.uint8))
     octets = out.cpu()
     apart, is_expressed = octets[base + room :].clone().view(torch.int64).tolist()
     if not is_expressed:
-        raise StateError(found[0][1])
+        raise StateError(f"{spec.codec.name} can express finite values only, and none near the largest float32")
     return _cut(octets, base, 2 * most, 2 * apart, spec.rows), apart
 
 

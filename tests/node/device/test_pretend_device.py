@@ -16,24 +16,27 @@ pytestmark = pytest.mark.timeout(300)  # ten seconds of computing, which a busy 
 
 ROOT: Final = Path(__file__).parent.parent.parent.parent
 ALLOWED: Final = {
-    "FORWARD": {"NONE": 2, "BF16": 2, "INT8": 6},
-    "BACKWARD": {"NONE": 2, "BF16": 2, "INT8": 6},
-    "BACKWARD recomputed": {"NONE": 2, "BF16": 2, "INT8": 6},
-    "EVALUATE": {"NONE": 2, "BF16": 2, "INT8": 6},
-    "REPLAY": {"NONE": 3, "BF16": 3, "INT8": 8},
-    "retract": {"NONE": 1, "BF16": 1, "INT8": 2},
-    "step": {"NONE": 1, "BF16": 1, "INT8": 1},
-    "embed": {"NONE": 2, "BF16": 2, "INT8": 5},
-    "loss": {"NONE": 5, "BF16": 5, "INT8": 9},
-    "finish": {"NONE": 3, "BF16": 3, "INT8": 4},
-    "evaluate loss": {"NONE": 4, "BF16": 4, "INT8": 5},
-    "step of stage 0": {"NONE": 1, "BF16": 1, "INT8": 1},
+    "FORWARD": 2,
+    "BACKWARD": 2,
+    "BACKWARD recomputed": 2,
+    "EVALUATE": 2,
+    "REPLAY": 3,
+    "retract": 1,
+    "step": 1,
+    "embed": 2,
+    "loss": 5,
+    "finish": 3,
+    "evaluate loss": 4,
+    "step of stage 0": 1,
 }
-"""Waits for the device, by job and codec. Each is a moment in which a GPU has nothing to do."""
+"""Waits for the device, by job, with any codec. Each is a moment in which a GPU has nothing to do."""
+CODECS: Final = ("NONE", "BF16", "INT8", "FP8", "INT4")
 FARTHEST: Final = {"float32": 1e-3, "bfloat16": 0.03}
 """Of a result from the CPU's, relative to the largest: kernels that are composed of others there are one here."""
 STEP_OF_8_BITS: Final = 0.016
 """Of a mean: what falls between two of its values is rounded this way or that."""
+STEPS: Final = {"FP8": 0.075, "INT4": 0.15}
+"""From a code to the next (a fourteenth and an eighth) and what bfloat16 rounds: of what is sent with these codecs."""
 MOST_BYTES: Final = {
     "float32": {"resident": 16.1, "forward": 16.2, "backward": 16.4, "step": 16.6, "recomputed backward": 16.4},
     "8bit": {"resident": 10.2, "forward": 10.2, "backward": 10.5, "step": 11.0, "recomputed backward": 10.5},
@@ -58,18 +61,20 @@ def test_results_are_those_of_the_cpu(found: dict[str, Any], dtype: str) -> None
     assert len(differences) > 50
 
     def is_near(name: str, off: float) -> bool:
-        return off <= (max(FARTHEST[dtype], STEP_OF_8_BITS) if name.endswith(" 8bit") else FARTHEST[dtype])
+        last = name.split()[-1]
+        return off <= max(FARTHEST[dtype], STEP_OF_8_BITS if last == "8bit" else STEPS.get(last, 0.0))
 
     assert {name: off for name, off in differences.items() if not is_near(name, off)} == {}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("job", "codec"), [(job, codec) for job, by_codec in ALLOWED.items() for codec in by_codec])
+@pytest.mark.parametrize("job", ALLOWED)
+@pytest.mark.parametrize("codec", CODECS)
 def test_no_job_waits_for_the_device_more_often_than_it_must(
     found: dict[str, Any], dtype: str, job: str, codec: str
 ) -> None:
     waits = found[dtype]["waits"][f"{job} {codec}"]
-    assert sum(waits.values()) == ALLOWED[job][codec], waits
+    assert sum(waits.values()) == ALLOWED[job], waits
 
 
 @pytest.mark.parametrize(("form", "moment"), [(form, moment) for form, most in MOST_BYTES.items() for moment in most])
