@@ -78,8 +78,8 @@ def _encode(values: Tensor, spec: TensorSpec) -> Encoded:
     if blockwise is not None and not values.is_cpu:
         octets, count = blockwise_on_device.encode(values, spec, blockwise)
         return Encoded(TensorSpec(spec.shape, spec.dtype, spec.codec, count), octets_of_tensor(octets))
-    apart = outliers.find(values) if blockwise is not None else ()
-    if not len(apart):
+    apart = outliers.find(values) if blockwise is not None else None
+    if apart is None or not len(apart):
         out = torch.empty(base, dtype=torch.uint8, device=values.device)
         codec.encode(values.view(-1), out)
         return Encoded(spec, octets_of_tensor(out.cpu()))
