@@ -14,6 +14,7 @@ from torch import Tensor
 from node.pipeline.interfaces import Job, Output
 from protocol.codecs import Encoded, decode, encode
 from protocol.codecs.blockwise import Expect, or_violates
+from protocol.codecs.host_memory import to_device
 from protocol.codecs.views import ELEMENT_TYPES
 from swarm.vocabulary.errors import ProtocolViolation
 from swarm.vocabulary.types import Codec
@@ -38,7 +39,7 @@ def tensor_of(encoded: Encoded, device: torch.device) -> Tensor:
 def _decoded(encoded: Encoded, device: torch.device, expect: Expect) -> Tensor:
     spec, kind = encoded.spec, ELEMENT_TYPES[encoded.spec.dtype]
     if spec.codec is Codec.NONE:
-        return torch.frombuffer(encoded.data, dtype=kind).view(spec.shape).to(device)
+        return to_device(torch.frombuffer(encoded.data, dtype=kind).view(spec.shape), device)
     tensor = torch.empty(spec.shape, dtype=kind, device=device)
     decode(spec, encoded.data, tensor, expect)
     return tensor
@@ -69,10 +70,20 @@ class Wire:
         self.codec_s = 0.0
         """Seconds spent on encoding and decoding. (What a GPU does meanwhile by itself is in them.)"""
         self._expected: list[Tensor] = []
+        self._copied: torch.cuda.Event | None = None
+        """Set behind the last copy to the device."""
 
     def start(self) -> None:
         """Starts another job: nothing is expected of it yet."""
         self._expected.clear()
+
+    def let_go(self) -> None:
+        """Waits until the device has read what was received, so that its memory may be written again. It has, but for
+        jobs that ended without an output.
+        """
+        copied, self._copied = self._copied, None
+        if copied is not None and not copied.query():
+            copied.synchronize()
 
     def received(self, tensor: Encoded | None, *, before_use: bool = False) -> Tensor:
         """The tensor that a message brought, as `tensor_of`. On a device that would have to be waited for, whether it
@@ -81,6 +92,9 @@ class Wire:
         assert tensor is not None, "custody asks for nothing before its tensors are there"
         begun = time.perf_counter()
         received = _decoded(tensor, self.device, self.expect)
+        if self.device.type == "cuda":
+            self._copied = torch.cuda.Event()
+            self._copied.record(torch.cuda.current_stream(self.device))
         self.expect(are_finite(received), _NOT_FINITE)
         if before_use and self._expected:
             self._check(bool(torch.stack(self._expected).all()), _NO_TENSOR)

@@ -21,6 +21,7 @@ from protocol.codecs import bf16, blockwise_on_device, fp8, int4, int8, outliers
 from protocol.codecs import byte_planes as planes
 from protocol.codecs.blockwise import Expect, or_violates
 from protocol.codecs.blockwise_on_device import Blockwise
+from protocol.codecs.host_memory import to_device, to_host
 from protocol.codecs.top_k import TOP_K_2, TOP_K_4
 from protocol.codecs.views import DTYPES, ELEMENT_TYPES, Vector, octets_of, octets_of_tensor, tensor_of
 from protocol.interfaces.tensor_spec import DType, TensorSpec
@@ -62,7 +63,7 @@ def encode(values: Tensor, codec: Codec) -> Encoded:
     """
     shape, dtype = tuple(values.shape), DTYPES[values.dtype]
     if codec is Codec.NONE:
-        return Encoded(TensorSpec(shape, dtype), octets_of_tensor(values.detach().cpu()))
+        return Encoded(TensorSpec(shape, dtype), octets_of_tensor(to_host(values.detach().view(-1).view(torch.uint8))))
     if codec is Codec.PLANES:
         return _encode_planes(values.detach().cpu())
     try:
@@ -82,7 +83,7 @@ def _encode(values: Tensor, spec: TensorSpec) -> Encoded:
     if apart is None or not len(apart):
         out = torch.empty(base, dtype=torch.uint8, device=values.device)
         codec.encode(values.view(-1), out)
-        return Encoded(spec, octets_of_tensor(out.cpu()))
+        return Encoded(spec, octets_of_tensor(to_host(out)))
     spec = TensorSpec(spec.shape, spec.dtype, spec.codec, len(apart))
     out = torch.empty(spec.byte_length, dtype=torch.uint8)
     codec.encode(outliers.split(values, apart, out[base:]).view(-1), out[:base])
@@ -116,7 +117,7 @@ def decode(spec: TensorSpec, data: memoryview, out: Tensor, expect: Expect = or_
     if spec.codec is Codec.PLANES:
         _decode_planes(octets_of(data), out)
         return
-    octets = octets_of(data).to(out.device)
+    octets = octets_of(data) if out.is_cpu else to_device(octets_of(data), out.device)
     base = TensorSpec(spec.shape, spec.dtype, spec.codec).byte_length
     blockwise = _BLOCKWISE.get(spec.codec)
     if blockwise is None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from protocol.codecs import outliers
 from protocol.codecs.blockwise import Expect
+from protocol.codecs.host_memory import to_host
 from protocol.interfaces.tensor_spec import TensorSpec
 from swarm.vocabulary.errors import StateError
 
@@ -53,7 +54,7 @@ def encode(values: Tensor, spec: TensorSpec, codec: Blockwise) -> tuple[Tensor, 
     codec.encode(rest.view(-1), out[:base], lambda holds, _: found.append(holds))
     can_express = torch.stack(found).all().to(torch.int64)
     out[base + room :].copy_(torch.stack([count, can_express]).view(torch.uint8))
-    octets = out.cpu()
+    octets = to_host(out)
     apart, is_expressed = octets[base + room :].clone().view(torch.int64).tolist()
     if not is_expressed:
         raise StateError(f"{spec.codec.name} can express finite values only, and none near the largest float32")
