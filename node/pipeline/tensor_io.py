@@ -6,6 +6,8 @@ A worker's side of the wire: received tensors decoded onto its device, results e
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 import torch
@@ -14,13 +16,18 @@ from torch import Tensor
 from node.pipeline.interfaces import Job, Output
 from protocol.codecs import Encoded, decode, encode
 from protocol.codecs.blockwise import Expect, or_violates
-from protocol.codecs.host_memory import to_device
+from protocol.codecs.host_memory import buffer_for, to_device
 from protocol.codecs.views import ELEMENT_TYPES
 from swarm.vocabulary.errors import ProtocolViolation
 from swarm.vocabulary.types import Codec
 
 _NOT_FINITE: Final = "the tensor has elements that are not finite"
 _NO_TENSOR: Final = "the tensor, or a gradient that follows from it, is not finite everywhere, or it is no encoding"
+
+
+def receive_buffers(device: torch.device) -> Callable[[int], memoryview]:
+    """What makes memory, of so many bytes, for messages whose tensors are to come onto the device."""
+    return partial(buffer_for, device=device)
 
 
 def tensor_of(encoded: Encoded, device: torch.device) -> Tensor:
@@ -82,7 +89,7 @@ class Wire:
         jobs that ended without an output.
         """
         copied, self._copied = self._copied, None
-        if copied is not None and not copied.query():
+        if copied is not None and not copied.query():  # type: ignore[no-untyped-call]
             copied.synchronize()
 
     def received(self, tensor: Encoded | None, *, before_use: bool = False) -> Tensor:
@@ -93,7 +100,7 @@ class Wire:
         begun = time.perf_counter()
         received = _decoded(tensor, self.device, self.expect)
         if self.device.type == "cuda":
-            self._copied = torch.cuda.Event()
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._copied.record(torch.cuda.current_stream(self.device))
         self.expect(are_finite(received), _NOT_FINITE)
         if before_use and self._expected:
