@@ -121,6 +121,42 @@ with pretended():
     assert METER.live == 0 and METER.peak >= 16
 """
     ran = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, env={**os.environ}
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=200, env={**os.environ}
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+def test_what_is_no_encoding_is_refused_with_the_output() -> None:
+    """Scales that are negative, whose elements are finite; a channel that there is not."""
+    code = """
+import struct
+from dataclasses import replace
+from protocol.interfaces.tensor_spec import TensorSpec
+from swarm.pipeline.custody_states import Work
+from swarm.vocabulary.errors import ProtocolViolation
+from swarm.vocabulary.types import Codec
+from tests.node.device.hop_messages import HAS_OUTLIER, Hop
+from tests.node.device.pretend import DEVICE, pretended
+from tests.node.small_manifest import small_manifest
+with pretended():
+    hop = Hop(small_manifest(), DEVICE, Codec.INT8)
+    job = hop.job(HAS_OUTLIER, Work.FORWARD)
+    spec = job.input.spec
+    base = replace(spec, outliers=0).byte_length
+    assert spec.outliers == 1
+    for place, wrong in ((base - 4, struct.pack("<f", -1.0)), (base, b"\\xff\\xff"), (base, b"\\x40\\x00")):
+        right = bytes(job.input.data[place : place + len(wrong)])
+        job.input.data[place : place + len(wrong)] = wrong
+        try:
+            hop.worker.compute(job)
+        except ProtocolViolation as error:
+            assert "no encoding" in str(error)
+        else:
+            raise SystemExit(f"taken: {wrong}")
+        job.input.data[place : place + len(wrong)] = right
+    hop.worker.compute(job)
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=200, env={**os.environ}
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
