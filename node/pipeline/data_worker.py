@@ -146,6 +146,7 @@ class DataWorker:
 
     def forget(self, ticket: int) -> None:
         self._visits.pop(ticket, None)
+        self.wire.let_go()
 
     def step(self) -> StepFigures | None:
         if not self.stage.optimizer.due:

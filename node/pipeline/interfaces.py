@@ -80,7 +80,8 @@ class Worker(Protocol):
         ...
 
     def forget(self, ticket: int) -> None:
-        """Frees what was kept for the holding, if anything was."""
+        """Frees what was kept for the holding, if anything was; then the memory that its tensors came in may be
+        written again."""
         ...
 
     def step(self) -> StepFigures | None:

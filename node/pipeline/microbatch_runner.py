@@ -112,7 +112,7 @@ class MicrobatchRunner(MachineRunner[Event, Action]):
         self._short_of_memory = 0
         """Computations in a row for which there was too little memory."""
         # A data node's own are held besides the slots.
-        self._pool = BufferPool(worker.tensor.raw_bytes, BUFFERS_A_SLOT * custody.slots + 64)
+        self._pool = BufferPool(worker.tensor.raw_bytes, BUFFERS_A_SLOT * custody.slots + 64, worker.allocate)
         self._loads = TensorStore()
         self._forecast = ArrivalForecast()
 

@@ -159,6 +159,10 @@ class HopWorker:
         self.passes.parameters_changed()
 
     def forget(self, ticket: int) -> None:
+        self._let_go(ticket)
+        self.wire.let_go()
+
+    def _let_go(self, ticket: int) -> None:
         kept = self._kept.pop(ticket, None)
         if kept is not None:
             self._graphs.release(kept.share)
@@ -186,7 +190,7 @@ class HopWorker:
         kept = self._kept.get(job.ticket)
         if kept is None:
             raise StateError(f"microbatch {job.key.microbatch} has been forgotten")
-        self.forget(job.ticket)
+        self._let_go(job.ticket)
         begun = time.perf_counter()
         visit = kept.visit
         if visit is None or kept.version != self.parameter_version:

@@ -6,6 +6,8 @@ A worker's side of the wire: received tensors decoded onto its device, results e
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 import torch
@@ -13,11 +15,19 @@ from torch import Tensor
 
 from node.pipeline.interfaces import Job, Output
 from protocol.codecs import Encoded, decode, encode
+from protocol.codecs.blockwise import Expect, or_violates
+from protocol.codecs.host_memory import buffer_for, to_device
 from protocol.codecs.views import ELEMENT_TYPES
 from swarm.vocabulary.errors import ProtocolViolation
 from swarm.vocabulary.types import Codec
 
 _NOT_FINITE: Final = "the tensor has elements that are not finite"
+_NO_TENSOR: Final = "the tensor, or a gradient that follows from it, is not finite everywhere, or it is no encoding"
+
+
+def receive_buffers(device: torch.device) -> Callable[[int], memoryview]:
+    """What makes memory, of so many bytes, for messages whose tensors are to come onto the device."""
+    return partial(buffer_for, device=device)
 
 
 def tensor_of(encoded: Encoded, device: torch.device) -> Tensor:
@@ -27,18 +37,18 @@ def tensor_of(encoded: Encoded, device: torch.device) -> Tensor:
     Raises:
         ProtocolViolation: it is no encoding, or an element is not finite.
     """
-    tensor = _decoded(encoded, device)
+    tensor = _decoded(encoded, device, or_violates)
     if not are_finite(tensor):
         raise ProtocolViolation(_NOT_FINITE)
     return tensor
 
 
-def _decoded(encoded: Encoded, device: torch.device) -> Tensor:
+def _decoded(encoded: Encoded, device: torch.device, expect: Expect) -> Tensor:
     spec, kind = encoded.spec, ELEMENT_TYPES[encoded.spec.dtype]
     if spec.codec is Codec.NONE:
-        return torch.frombuffer(encoded.data, dtype=kind).view(spec.shape).to(device)
+        return to_device(torch.frombuffer(encoded.data, dtype=kind).view(spec.shape), device)
     tensor = torch.empty(spec.shape, dtype=kind, device=device)
-    decode(spec, encoded.data, tensor)
+    decode(spec, encoded.data, tensor, expect)
     return tensor
 
 
@@ -53,9 +63,10 @@ def relative_error(tensor: Tensor, encoded: Encoded) -> float:
     """The relative error of an encoding: length of what it changes, over that of the tensor; 0 for a tensor of
     zeros.
     """
-    decoded = tensor_of(encoded, tensor.device).float()
-    length = torch.linalg.vector_norm(tensor.float()).item()
-    return torch.linalg.vector_norm(decoded - tensor.float()).item() / length if length else 0.0
+    exact, decoded = tensor.float(), tensor_of(encoded, tensor.device).float()
+    lengths = torch.stack([torch.linalg.vector_norm(decoded - exact), torch.linalg.vector_norm(exact)])
+    off, length = lengths.tolist()
+    return off / length if length else 0.0
 
 
 class Wire:
@@ -66,21 +77,34 @@ class Wire:
         self.codec_s = 0.0
         """Seconds spent on encoding and decoding. (What a GPU does meanwhile by itself is in them.)"""
         self._expected: list[Tensor] = []
+        self._copied: torch.cuda.Event | None = None
+        """Set behind the last copy to the device."""
 
     def start(self) -> None:
         """Starts another job: nothing is expected of it yet."""
         self._expected.clear()
 
+    def let_go(self) -> None:
+        """Waits until the device has read what was received, so that its memory may be written again. It has, but for
+        jobs that ended without an output.
+        """
+        copied, self._copied = self._copied, None
+        if copied is not None and not copied.query():  # type: ignore[no-untyped-call]
+            copied.synchronize()
+
     def received(self, tensor: Encoded | None, *, before_use: bool = False) -> Tensor:
-        """The tensor that a message brought, as `tensor_of`. On a device that would have to be waited for, whether its
-        elements are finite is found out with the job's `output`, unless it must be known before.
+        """The tensor that a message brought, as `tensor_of`. On a device that would have to be waited for, whether it
+        is an encoding of finite elements is found out with the job's `output`, unless it must be known before.
         """
         assert tensor is not None, "custody asks for nothing before its tensors are there"
         begun = time.perf_counter()
-        received = _decoded(tensor, self.device)
+        received = _decoded(tensor, self.device, self.expect)
+        if self.device.type == "cuda":
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied.record(torch.cuda.current_stream(self.device))
         self.expect(are_finite(received), _NOT_FINITE)
         if before_use and self._expected:
-            self._check(bool(torch.stack(self._expected).all()), _NOT_FINITE)
+            self._check(bool(torch.stack(self._expected).all()), _NO_TENSOR)
         self.codec_s += time.perf_counter() - begun
         return received
 
@@ -88,9 +112,10 @@ class Wire:
         """Lets the job's output fail unless this bool of the device is true. Where nothing needs to be waited for it
         fails at once, and says what is at fault.
         """
-        self._expected.append(holds)
         if self.device.type == "cpu":
             self._check(bool(holds), fault)
+        else:
+            self._expected.append(holds)
 
     def output(self, tensor: Tensor, job: Job, loss: float | None = None) -> Output:
         """The output of a job, encoded as it wishes. With NONE, on the CPU, it is the memory of the tensor itself,
@@ -105,7 +130,7 @@ class Wire:
         expected = torch.stack(self._expected).all().to("cpu", non_blocking=True) if self._expected else None
         encoded = encode(tensor, job.codec)
         if expected is not None:
-            self._check(bool(expected), "the tensor, or a gradient that follows from it, is not finite everywhere")
+            self._check(bool(expected), _NO_TENSOR)
         error = relative_error(tensor, encoded) if job.check_codec and encoded.spec.codec is job.codec else None
         self.codec_s += time.perf_counter() - begun
         return Output(encoded, loss, error=error)

@@ -19,6 +19,7 @@ class WorkerThread:
 
     Args:
         after_step: called on the thread after each inner step, in the same job.
+        allocate: makes memory of so many bytes for what the worker is sent; ordinary memory if it is not given.
     """
 
     def __init__(
@@ -27,7 +28,9 @@ class WorkerThread:
         compute: ComputeThread,
         clock: Clock,
         after_step: Callable[[StepFigures], None] = lambda figures: None,
+        allocate: Callable[[int], memoryview] | None = None,
     ) -> None:
+        self.allocate = allocate
         self._worker = worker
         self._compute = compute
         self._clock = clock

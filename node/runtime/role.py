@@ -19,6 +19,7 @@ from node.pipeline.admission import Admission
 from node.pipeline.codec_selection import LinkCodecs
 from node.pipeline.interfaces import Worker
 from node.pipeline.microbatch_runner import MicrobatchRunner
+from node.pipeline.tensor_io import receive_buffers
 from node.pipeline.worker_thread import WorkerThread
 from protocol.interfaces.clock import Clock, SystemClock
 from swarm.membership.membership import Membership
@@ -129,7 +130,8 @@ def microbatch_runner_for(
     custody = Custody(own.peer, given.options.slots_held, replicas)
     own.slots, own.used_slots = custody.slots, lambda: custody.used_slots
     admission = Admission(given.manifest, own.peer, given.module, session.routes.fault)
-    on_thread = WorkerThread(worker, given.compute, clock, rounds.runner.after_inner_step)
+    allocate = receive_buffers(given.device)
+    on_thread = WorkerThread(worker, given.compute, clock, rounds.runner.after_inner_step, allocate)
     host = ReplicaHost(given, rounds)
     return MicrobatchRunner(custody, admission, on_thread, session.transport, codecs, host, clock)
 

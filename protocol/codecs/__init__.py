@@ -17,8 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from protocol.codecs import bf16, fp8, int4, int8, outliers, plain
+from protocol.codecs import bf16, blockwise_on_device, fp8, int4, int8, outliers, plain
 from protocol.codecs import byte_planes as planes
+from protocol.codecs.blockwise import Expect, or_violates
+from protocol.codecs.blockwise_on_device import Blockwise
+from protocol.codecs.host_memory import to_device, to_host
 from protocol.codecs.top_k import TOP_K_2, TOP_K_4
 from protocol.codecs.views import DTYPES, ELEMENT_TYPES, Vector, octets_of, octets_of_tensor, tensor_of
 from protocol.interfaces.tensor_spec import DType, TensorSpec
@@ -34,17 +37,14 @@ class _Simple(Protocol):
     def decode(self, data: Tensor, out: Tensor) -> None: ...
 
 
+_BLOCKWISE: Final[dict[Codec, Blockwise]] = {Codec.INT8: int8, Codec.FP8: fp8, Codec.INT4: int4}
 _SIMPLE: Final[dict[Codec, _Simple]] = {
     Codec.NONE: plain,
     Codec.BF16: bf16,
-    Codec.INT8: int8,
-    Codec.FP8: fp8,
-    Codec.INT4: int4,
+    **_BLOCKWISE,
     Codec.TOP_K_4: TOP_K_4,
     Codec.TOP_K_2: TOP_K_2,
 }
-
-_BLOCKWISE: Final = frozenset({Codec.INT8, Codec.FP8, Codec.INT4})
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ def encode(values: Tensor, codec: Codec) -> Encoded:
     """
     shape, dtype = tuple(values.shape), DTYPES[values.dtype]
     if codec is Codec.NONE:
-        return Encoded(TensorSpec(shape, dtype), octets_of_tensor(values.detach().cpu()))
+        return Encoded(TensorSpec(shape, dtype), octets_of_tensor(to_host(values.detach().view(-1).view(torch.uint8))))
     if codec is Codec.PLANES:
         return _encode_planes(values.detach().cpu())
     try:
@@ -74,13 +74,20 @@ def encode(values: Tensor, codec: Codec) -> Encoded:
 
 def _encode(values: Tensor, spec: TensorSpec) -> Encoded:
     """Raises StateError for what the codec cannot express."""
-    apart = outliers.find(values) if spec.codec in _BLOCKWISE else values.new_empty(0)
-    base = spec.byte_length
+    codec, base = _SIMPLE[spec.codec], spec.byte_length
+    blockwise = _BLOCKWISE.get(spec.codec)
+    if blockwise is not None and not values.is_cpu:
+        octets, count = blockwise_on_device.encode(values, spec, blockwise)
+        return Encoded(TensorSpec(spec.shape, spec.dtype, spec.codec, count), octets_of_tensor(octets))
+    apart = outliers.find(values) if blockwise is not None else None
+    if apart is None or not len(apart):
+        out = torch.empty(base, dtype=torch.uint8, device=values.device)
+        codec.encode(values.view(-1), out)
+        return Encoded(spec, octets_of_tensor(to_host(out)))
     spec = TensorSpec(spec.shape, spec.dtype, spec.codec, len(apart))
-    out = torch.empty(spec.byte_length, dtype=torch.uint8, device=values.device)
-    rest = outliers.split(values, apart, out[base:]) if len(apart) else values
-    _SIMPLE[spec.codec].encode(rest.view(-1), out[:base])
-    return Encoded(spec, octets_of_tensor(out.cpu()))
+    out = torch.empty(spec.byte_length, dtype=torch.uint8)
+    codec.encode(outliers.split(values, apart, out[base:]).view(-1), out[:base])
+    return Encoded(spec, octets_of_tensor(out))
 
 
 def _encode_planes(values: Tensor) -> Encoded:
@@ -92,10 +99,14 @@ def _encode_planes(values: Tensor) -> Encoded:
     return Encoded(spec, octets_of_tensor(data))
 
 
-def decode(spec: TensorSpec, data: memoryview, out: Tensor) -> None:
+def decode(spec: TensorSpec, data: memoryview, out: Tensor, expect: Expect = or_violates) -> None:
     """Writes the elements into `out`, a contiguous tensor of `spec`'s shape and element type.
 
     With NONE, BF16 and PLANES they may be anything; what the other codecs give is finite, but for channels sent apart.
+
+    Args:
+        expect: takes what is to be found out about `data` on the device, for INT8, FP8 and INT4. One that does not look
+            at it at once lets `out` be written with anything.
 
     Raises:
         ProtocolViolation: `data` is no encoding; `out` is untouched, but with PLANES may be written in part.
@@ -106,10 +117,14 @@ def decode(spec: TensorSpec, data: memoryview, out: Tensor) -> None:
     if spec.codec is Codec.PLANES:
         _decode_planes(octets_of(data), out)
         return
-    octets = octets_of(data).to(out.device)
+    octets = octets_of(data) if out.is_cpu else to_device(octets_of(data), out.device)
     base = TensorSpec(spec.shape, spec.dtype, spec.codec).byte_length
-    apart = outliers.checked_channels(octets[base:], spec.outliers, spec.shape[-1]) if spec.outliers else None
-    _SIMPLE[spec.codec].decode(octets[:base], out.view(-1))
+    blockwise = _BLOCKWISE.get(spec.codec)
+    if blockwise is None:
+        _SIMPLE[spec.codec].decode(octets, out.view(-1))
+        return
+    apart = outliers.checked_channels(octets[base:], spec.outliers, spec.shape[-1], expect) if spec.outliers else None
+    blockwise.decode(octets[:base], out.view(-1), expect)
     if apart is not None:
         outliers.put_back(octets[base:], apart, out)
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from protocol.codecs.blockwise import (
+    Expect,
     Room,
     check_encoded,
     check_received,
@@ -23,6 +24,8 @@ from protocol.codecs.blockwise import (
     in_slices,
     inverse_of,
     largest_magnitudes,
+    or_cannot_express,
+    or_violates,
     pieces,
     slice_elements,
     span_elements,
@@ -41,12 +44,13 @@ _EXPONENT_GAP: Final = 256.0
 """An e4m3 in the place of a float16's upper bits is so many times too small: their biases are 7 and 15."""
 
 
-def encode(values: Tensor, out: Tensor) -> None:
+def encode(values: Tensor, out: Tensor, expect: Expect = or_cannot_express) -> None:
     """Writes codes and scales.
 
     Args:
         values: [n], float32 or bfloat16.
         out: [n + 4 * ceil(n / 128)] bytes, on the same device.
+        expect: takes whether the codec can express the values.
 
     Raises:
         StateError: a value is not finite, or near the largest float32; `out` is then undefined.
@@ -63,23 +67,24 @@ def encode(values: Tensor, out: Tensor) -> None:
         largest_magnitudes(x, scale).div_(LARGEST_CODE)
         for part, factor, result in in_slices(x, inverse_of(scale), code):
             result.copy_(torch.mul(part, factor, out=room.like(part)).clamp_(-LARGEST_CODE, LARGEST_CODE))
-    check_encoded(scales, LARGEST_SCALE, "FP8")
+    check_encoded(scales, LARGEST_SCALE, "FP8", expect)
     out[elements:].copy_(scales.view(-1).view(torch.uint8))
 
 
-def decode(data: Tensor, out: Tensor) -> None:
+def decode(data: Tensor, out: Tensor, expect: Expect = or_violates) -> None:
     """Writes code * scale.
 
     Args:
         data: [n + 4 * ceil(n / 128)] bytes.
         out: [n], float32 or bfloat16, on the same device.
+        expect: takes whether this is an encoding.
 
     Raises:
         ProtocolViolation: a scale is neither 0 nor from SMALLEST_SCALE to LARGEST_SCALE; `out` is untouched.
     """
     elements, device = len(out), out.device
     scales = data[elements:].clone().view(torch.float32).view(-1, 1)
-    check_received(scales, LARGEST_SCALE, "FP8")
+    check_received(scales, LARGEST_SCALE, "FP8", expect)
     factors = scales.mul_(_EXPONENT_GAP)
     codes = data[:elements].view(torch.int8)
     size = min(elements, slice_elements(device))

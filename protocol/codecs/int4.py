@@ -17,6 +17,7 @@ from torch import Tensor
 
 from protocol.codecs.blockwise import (
     ROUNDED_ZERO,
+    Expect,
     Room,
     Rounding,
     check_encoded,
@@ -25,6 +26,8 @@ from protocol.codecs.blockwise import (
     in_float32,
     in_slices,
     inverse_of,
+    or_cannot_express,
+    or_violates,
     pieces,
     scaled,
     slice_elements,
@@ -44,12 +47,13 @@ _SIGNS: Final = -0x7F7F7F7F7F7F7F80
 _SIGNS_LESS_8: Final = 0x7878787878787878
 
 
-def encode(values: Tensor, out: Tensor) -> None:
+def encode(values: Tensor, out: Tensor, expect: Expect = or_cannot_express) -> None:
     """Writes codes and scales.
 
     Args:
         values: [n], float32 or bfloat16.
         out: [ceil(n / 2) + 2 * ceil(n / 64)] bytes, on the same device.
+        expect: takes whether the codec can express the values.
 
     Raises:
         StateError: a value is not finite, or near the largest float32; `out` is then undefined.
@@ -68,16 +72,17 @@ def encode(values: Tensor, out: Tensor) -> None:
         for part, factor, result in in_slices(x, inverse_of(scale), code):
             result.copy_(rounding(part, factor).clamp_(max=_HIGHEST_CODE))
         _pack(code, packed[piece.start // 2 : -(-piece.stop // 2)].view(len(x), -1))
-    check_encoded(scales, LARGEST_SCALE, "INT4")
+    check_encoded(scales, LARGEST_SCALE, "INT4", expect)
     out[len(packed) :].copy_(scales.bfloat16().view(-1).view(torch.uint8))
 
 
-def decode(data: Tensor, out: Tensor) -> None:
+def decode(data: Tensor, out: Tensor, expect: Expect = or_violates) -> None:
     """Writes (code - 8) * scale, exactly in float32.
 
     Args:
         data: [ceil(n / 2) + 2 * ceil(n / 64)] bytes.
         out: [n], float32 or bfloat16, on the same device.
+        expect: takes whether this is an encoding.
 
     Raises:
         ProtocolViolation: a scale's magnitude is neither 0 nor from SMALLEST_SCALE to LARGEST_SCALE; `out` is
@@ -86,7 +91,7 @@ def decode(data: Tensor, out: Tensor) -> None:
     elements, device = len(out), out.device
     packed = data[: -(-elements // 2)]
     scales = data[len(packed) :].clone().view(torch.bfloat16).float().view(-1, 1)
-    check_received(scales.abs(), LARGEST_SCALE, "INT4")
+    check_received(scales.abs(), LARGEST_SCALE, "INT4", expect)
     codes = Room(min(elements, span_elements(device)), torch.int8, device)
     for piece in pieces(elements, INT4_BLOCK, span_elements(device)):
         target = out[piece.start : piece.stop].view(-1, piece.width)

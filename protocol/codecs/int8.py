@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from protocol.codecs.blockwise import (
+    Expect,
     Room,
     Rounding,
     check_encoded,
@@ -23,6 +24,8 @@ from protocol.codecs.blockwise import (
     in_slices,
     inverse_of,
     largest_magnitudes,
+    or_cannot_express,
+    or_violates,
     pieces,
     scaled,
     slice_elements,
@@ -35,12 +38,13 @@ LARGEST_SCALE: Final = torch.finfo(torch.bfloat16).max / 128
 LARGEST_VALUE: Final = 127 * LARGEST_SCALE
 
 
-def encode(values: Tensor, out: Tensor) -> None:
+def encode(values: Tensor, out: Tensor, expect: Expect = or_cannot_express) -> None:
     """Writes codes and scales.
 
     Args:
         values: [n], float32 or bfloat16.
         out: [n + 4 * ceil(n / 128)] bytes, on the same device.
+        expect: takes whether the codec can express the values.
 
     Raises:
         StateError: a value is not finite, or beyond LARGEST_VALUE; `out` is then undefined.
@@ -57,22 +61,23 @@ def encode(values: Tensor, out: Tensor) -> None:
         largest_magnitudes(x, scale).div_(127)
         for part, factor, result in in_slices(x, inverse_of(scale), code):
             result.copy_(rounding(part, factor))
-    check_encoded(scales, LARGEST_SCALE, "INT8")
+    check_encoded(scales, LARGEST_SCALE, "INT8", expect)
     out[elements:].copy_(scales.view(-1).view(torch.uint8))
 
 
-def decode(data: Tensor, out: Tensor) -> None:
+def decode(data: Tensor, out: Tensor, expect: Expect = or_violates) -> None:
     """Writes code * scale.
 
     Args:
         data: [n + 4 * ceil(n / 128)] bytes.
         out: [n], float32 or bfloat16, on the same device.
+        expect: takes whether this is an encoding.
 
     Raises:
         ProtocolViolation: a scale is neither 0 nor from SMALLEST_SCALE to LARGEST_SCALE; `out` is untouched.
     """
     codes, scales = data[: len(out)].view(torch.int8), data[len(out) :].clone().view(torch.float32).view(-1, 1)
-    check_received(scales, LARGEST_SCALE, "INT8")
+    check_received(scales, LARGEST_SCALE, "INT8", expect)
     for piece in pieces(len(out), BLOCK, len(out)):
         target = out[piece.start : piece.stop].view(-1, piece.width)
         scaled(codes[piece.start : piece.stop].view(-1, piece.width), scales[piece.first : piece.end], target)

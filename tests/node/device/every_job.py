@@ -29,18 +29,19 @@ from node.pipeline.data_worker import DataWorker, host_stage_zero
 from node.pipeline.interfaces import Job, Output
 from node.pipeline.stage_worker import measure_speed
 from protocol.codecs import encode
+from protocol.codecs.host_memory import buffer_for
 from protocol.manifest.manifest import Manifest
 from swarm.pipeline.custody_states import Key, Work
 from swarm.vocabulary.pipeline_messages import Purpose
 from swarm.vocabulary.types import Codec, MicrobatchId, PeerId
-from tests.node.device.hop_messages import Hop, sent, source_of
-from tests.node.device.pretend import DEVICE, METER, pretended
+from tests.node.device.hop_messages import Allocate, Hop, arrived, sent, source_of
+from tests.node.device.pretend import DEVICE, METER, pinned, pretended
 from tests.node.network.small_swarm import text_of
 from tests.node.small_manifest import small_manifest
 
 CPU: Final = torch.device("cpu")
 NO_GRAPHS: Final = 0
-CODECS: Final = (Codec.NONE, Codec.BF16, Codec.INT8)
+CODECS: Final = (Codec.NONE, Codec.BF16, Codec.INT8, Codec.FP8, Codec.INT4)
 WIDE: Final = {"vocabulary": 257, "hidden": 128, "heads": 4, "kv_heads": 2, "feed_forward": 384, "sequence": 8}
 """Of so few tokens that activations weigh nothing beside the parameters."""
 
@@ -62,9 +63,14 @@ class Record:
         self.numbers[name] = tensor.detach().to("cpu", torch.float32)
 
 
+def _buffers(device: torch.device) -> Allocate:
+    """Receive buffers as the node has them for such a device."""
+    return pinned if device == DEVICE else partial(buffer_for, device=device)
+
+
 def hop_jobs(manifest: Manifest, device: torch.device, codec: Codec, record: Record) -> None:
     """Every kind of job of a hop."""
-    hop, tag = Hop(manifest, device, codec), codec.name
+    hop, tag = Hop(manifest, device, codec, allocate=_buffers(device)), codec.name
     hop.compute(0, Work.FORWARD)  # the first is measured, which is another way
     hop.compute(0, Work.BACKWARD)
     for work in (Work.FORWARD, Work.BACKWARD):
@@ -131,7 +137,7 @@ def data_jobs(manifest: Manifest, device: torch.device, codec: Codec, record: Re
     def compute(number: int, work: Work, incoming: Tensor | None = None, purpose: Purpose = Purpose.TRAIN) -> Output:
         microbatch = MicrobatchId(PeerId("data"), number)
         worker.texts[microbatch] = text_of(manifest, number)
-        data = None if incoming is None else encode(incoming, codec)
+        data = None if incoming is None else arrived(encode(incoming, codec), _buffers(device))
         forth, back = (None, data) if work is Work.BACKWARD else (data, None)
         return worker.compute(Job(number, Key(microbatch, 0), work, purpose, forth, back, codec=codec))
 

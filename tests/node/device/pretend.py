@@ -19,6 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import backend_registration
@@ -35,6 +36,20 @@ _WAITS: Final = frozenset({"_local_scalar_dense", "nonzero", "equal", "masked_se
 # Once in a process: the name cannot be given twice.
 backend_registration._setup_privateuseone_for_python_backend(rename="pretend")
 DEVICE: Final = torch.device("pretend", 0)
+
+
+_pinned: Final[list[np.ndarray]] = []
+
+
+def pinned(size_bytes: int) -> memoryview:
+    """Memory that the device reads by itself; it stays for as long as the process."""
+    _pinned.append(np.zeros(size_bytes, np.uint8))
+    return _pinned[-1].data
+
+
+def _is_pinned(tensor: Tensor) -> bool:
+    at = tensor.data_ptr()
+    return any(each.ctypes.data <= at < each.ctypes.data + each.nbytes for each in _pinned)
 
 
 class Meter:
@@ -163,6 +178,8 @@ def _count(name: str, device: Any, tensors: list[Tensor], is_here: bool, later: 
         source = tensors[0]
         if isinstance(source, Pretend) and not is_here and later:
             METER.copied += source.nbytes  # into pinned memory, which torch takes for it; there with the next copy
+        elif is_here and later and not isinstance(source, Pretend) and _is_pinned(source):
+            METER.copied += source.nbytes  # only begun
         elif isinstance(source, Pretend) != is_here:
             METER.waited("to the device" if is_here else "to the host", source.nbytes)
     elif name == "copy_" and isinstance(tensors[0], Pretend) != isinstance(tensors[1], Pretend):

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import pytest
 import torch
 
 from node.model.moments import Allowance, MomentType
+from protocol.codecs import decode, encode
+from protocol.codecs.host_memory import buffer_for
 from protocol.manifest.manifest import Manifest
 from swarm.pipeline.custody_states import Work
 from swarm.vocabulary.types import Codec
-from tests.node.device.hop_messages import Hop
+from tests.node.device.hop_messages import Hop, arrived
 from tests.node.small_manifest import small_manifest
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]
 
 STEPS = 20
+CARD: Final = torch.device("cuda")
+ERRORS: Final = {Codec.BF16: 2e-3, Codec.INT8: 7e-3, Codec.FP8: 2.8e-2, Codec.INT4: 0.11}
+"""Relative, on normal numbers."""
 
 
 def trained(manifest: Manifest, device: torch.device) -> torch.Tensor:
@@ -52,3 +59,54 @@ def test_bytes_a_parameter(moments: str, resident: float, peak: float) -> None:
     count = sum(parameter.numel() for parameter in hop.worker.part.parameters())
     assert (torch.cuda.memory_allocated() - before) / count <= resident
     assert (torch.cuda.max_memory_allocated() - before) / count <= peak
+
+
+def with_outliers() -> torch.Tensor:
+    values = torch.randn(4, 100, 256, generator=torch.Generator().manual_seed(0))
+    values[..., [17, 101]] *= 60
+    return values
+
+
+@pytest.mark.parametrize("codec", ERRORS)
+def test_an_encoding_from_the_card_is_read_by_the_cpu_and_the_other_way_round(codec: Codec) -> None:
+    values = with_outliers()
+    here, there = encode(values, codec), encode(values.to(CARD), codec)
+    assert there.spec == here.spec
+    for encoded, device in ((here, CARD), (there, torch.device("cpu"))):
+        out = torch.empty_like(values, device=device)
+        message = arrived(encoded, lambda size, device=device: buffer_for(size, device))
+        decode(message.spec, message.data, out)
+        assert (out.cpu() - values).norm() / values.norm() <= ERRORS[codec]
+
+
+@pytest.mark.parametrize("codec", ERRORS)
+def test_what_is_not_finite_goes_as_bfloat16(codec: Codec) -> None:
+    values = with_outliers()
+    values[1, 2, 3] = torch.nan
+    assert encode(values.to(CARD), codec).spec.codec is Codec.BF16
+
+
+def test_receive_buffers_and_encodings_are_pinned() -> None:
+    assert torch.frombuffer(buffer_for(1000, CARD), dtype=torch.uint8).is_pinned()
+    for codec in (Codec.NONE, *ERRORS):
+        assert torch.frombuffer(encode(with_outliers().to(CARD), codec).data, dtype=torch.uint8).is_pinned()
+
+
+@pytest.mark.parametrize("codec", [Codec.NONE, *ERRORS])
+def test_a_received_tensor_is_not_waited_for_and_its_buffer_may_be_written_when_it_was_let_go(codec: Codec) -> None:
+    hop = Hop(small_manifest(), CARD, codec)
+    message = arrived(encode(torch.randn(256, 4096), codec), lambda size: buffer_for(size, CARD))
+    wanted = torch.empty(256, 4096)
+    decode(message.spec, message.data, wanted)
+    wire = hop.worker.wire
+    wire.start()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")  # whoever waits fails
+    try:
+        torch.cuda._sleep(10**8)
+        received = wire.received(message)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    wire.let_go()
+    message.data[:] = bytes(len(message.data))
+    assert torch.allclose(received.cpu(), wanted, rtol=1e-5, atol=1e-6)

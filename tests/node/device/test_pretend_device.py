@@ -16,24 +16,28 @@ pytestmark = pytest.mark.timeout(300)  # ten seconds of computing, which a busy 
 
 ROOT: Final = Path(__file__).parent.parent.parent.parent
 ALLOWED: Final = {
-    "FORWARD": {"NONE": 2, "BF16": 2, "INT8": 6},
-    "BACKWARD": {"NONE": 2, "BF16": 2, "INT8": 6},
-    "BACKWARD recomputed": {"NONE": 2, "BF16": 2, "INT8": 6},
-    "EVALUATE": {"NONE": 2, "BF16": 2, "INT8": 6},
-    "REPLAY": {"NONE": 3, "BF16": 3, "INT8": 8},
-    "retract": {"NONE": 1, "BF16": 1, "INT8": 2},
-    "step": {"NONE": 1, "BF16": 1, "INT8": 1},
-    "embed": {"NONE": 2, "BF16": 2, "INT8": 5},
-    "loss": {"NONE": 5, "BF16": 5, "INT8": 9},
-    "finish": {"NONE": 3, "BF16": 3, "INT8": 4},
-    "evaluate loss": {"NONE": 4, "BF16": 4, "INT8": 5},
-    "step of stage 0": {"NONE": 1, "BF16": 1, "INT8": 1},
+    "FORWARD": 1,
+    "BACKWARD": 1,
+    "BACKWARD recomputed": 1,
+    "EVALUATE": 1,
+    "REPLAY": 1,
+    "retract": 0,
+    "step": 1,
+    "embed": 2,
+    "loss": 4,
+    "finish": 2,
+    "evaluate loss": 3,
+    "step of stage 0": 1,
 }
-"""Waits for the device, by job and codec. Each is a moment in which a GPU has nothing to do."""
+"""Waits for the device, by job, with any codec; messages are in receive buffers that it reads by itself. Each is a
+moment in which a GPU has nothing to do."""
+CODECS: Final = ("NONE", "BF16", "INT8", "FP8", "INT4")
 FARTHEST: Final = {"float32": 1e-3, "bfloat16": 0.03}
 """Of a result from the CPU's, relative to the largest: kernels that are composed of others there are one here."""
 STEP_OF_8_BITS: Final = 0.016
 """Of a mean: what falls between two of its values is rounded this way or that."""
+STEPS: Final = {"FP8": 0.075, "INT4": 0.15}
+"""From a code to the next (a fourteenth and an eighth) and what bfloat16 rounds: of what is sent with these codecs."""
 MOST_BYTES: Final = {
     "float32": {"resident": 16.1, "forward": 16.2, "backward": 16.4, "step": 16.6, "recomputed backward": 16.4},
     "8bit": {"resident": 10.2, "forward": 10.2, "backward": 10.5, "step": 11.0, "recomputed backward": 10.5},
@@ -58,18 +62,20 @@ def test_results_are_those_of_the_cpu(found: dict[str, Any], dtype: str) -> None
     assert len(differences) > 50
 
     def is_near(name: str, off: float) -> bool:
-        return off <= (max(FARTHEST[dtype], STEP_OF_8_BITS) if name.endswith(" 8bit") else FARTHEST[dtype])
+        last = name.split()[-1]
+        return off <= max(FARTHEST[dtype], STEP_OF_8_BITS if last == "8bit" else STEPS.get(last, 0.0))
 
     assert {name: off for name, off in differences.items() if not is_near(name, off)} == {}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("job", "codec"), [(job, codec) for job, by_codec in ALLOWED.items() for codec in by_codec])
+@pytest.mark.parametrize("job", ALLOWED)
+@pytest.mark.parametrize("codec", CODECS)
 def test_no_job_waits_for_the_device_more_often_than_it_must(
     found: dict[str, Any], dtype: str, job: str, codec: str
 ) -> None:
     waits = found[dtype]["waits"][f"{job} {codec}"]
-    assert sum(waits.values()) == ALLOWED[job][codec], waits
+    assert sum(waits.values()) == ALLOWED[job], waits
 
 
 @pytest.mark.parametrize(("form", "moment"), [(form, moment) for form, most in MOST_BYTES.items() for moment in most])
@@ -115,6 +121,42 @@ with pretended():
     assert METER.live == 0 and METER.peak >= 16
 """
     ran = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, env={**os.environ}
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=200, env={**os.environ}
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+def test_what_is_no_encoding_is_refused_with_the_output() -> None:
+    """Scales that are negative, whose elements are finite; a channel that there is not."""
+    code = """
+import struct
+from dataclasses import replace
+from protocol.interfaces.tensor_spec import TensorSpec
+from swarm.pipeline.custody_states import Work
+from swarm.vocabulary.errors import ProtocolViolation
+from swarm.vocabulary.types import Codec
+from tests.node.device.hop_messages import HAS_OUTLIER, Hop
+from tests.node.device.pretend import DEVICE, pretended
+from tests.node.small_manifest import small_manifest
+with pretended():
+    hop = Hop(small_manifest(), DEVICE, Codec.INT8)
+    job = hop.job(HAS_OUTLIER, Work.FORWARD)
+    spec = job.input.spec
+    base = replace(spec, outliers=0).byte_length
+    assert spec.outliers == 1
+    for place, wrong in ((base - 4, struct.pack("<f", -1.0)), (base, b"\\xff\\xff"), (base, b"\\x40\\x00")):
+        right = bytes(job.input.data[place : place + len(wrong)])
+        job.input.data[place : place + len(wrong)] = wrong
+        try:
+            hop.worker.compute(job)
+        except ProtocolViolation as error:
+            assert "no encoding" in str(error)
+        else:
+            raise SystemExit(f"taken: {wrong}")
+        job.input.data[place : place + len(wrong)] = right
+    hop.worker.compute(job)
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=200, env={**os.environ}
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr

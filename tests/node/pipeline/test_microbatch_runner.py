@@ -272,7 +272,7 @@ async def test_without_a_buffer_a_tensor_is_refused_as_busy_and_comes_again() ->
 async def test_without_memory_for_a_buffer_a_tensor_is_refused_as_busy_and_comes_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def nothing_left(size: int) -> bytearray:
+    def nothing_left(size_bytes: int) -> bytearray:
         raise MemoryError
 
     async with small_swarm(A, B) as swarm:

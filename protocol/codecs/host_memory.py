@@ -1,0 +1,50 @@
+"""The host's side of copies to and from a GPU: pinned memory, which it reads and writes by itself at the full speed of
+its bus.
+
+From pinned memory a copy to the device is only begun, in the order of its stream: what is computed with it comes after,
+and nobody waits. From any other memory the driver first copies to pinned memory of its own. It stands alone because
+who receives, who decodes and who encodes have to do with the same memory.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+_PINS: Final = "cuda"
+_COPIES_IN_ORDER: Final = frozenset({"cpu", "mps"})
+"""MPS reads the memory later without keeping it."""
+
+
+def buffer_for(size_bytes: int, device: torch.device) -> memoryview:
+    """Writable memory from which to copy to the device: pinned for a GPU, where the system has such memory left.
+
+    Raises:
+        MemoryError: there is no memory at all.
+    """
+    pinned = _pinned(size_bytes) if device.type == _PINS else None
+    return memoryview(bytearray(size_bytes)) if pinned is None else pinned.numpy().data
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor of the CPU on the device. From pinned memory it is only begun: that may be written again when the
+    device has computed what it was given so far.
+    """
+    return tensor.to(device, non_blocking=device.type not in _COPIES_IN_ORDER)
+
+
+def to_host(octets: Tensor) -> Tensor:
+    """The bytes [n] on the CPU, when the device has computed them; itself if it is there. From a GPU in pinned memory,
+    of which torch keeps what was given back for the next.
+    """
+    pinned = _pinned(len(octets)) if octets.is_cuda else None
+    return octets.cpu() if pinned is None else pinned.copy_(octets)
+
+
+def _pinned(size_bytes: int) -> Tensor | None:
+    try:
+        return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+    except RuntimeError:  # what CUDA says when the system gives no more of it
+        return None
