@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Final
 
 from node.data.document_packer import DocumentPacker, reading_place
 from node.data.documents import Documents, Fragment, Place, is_held_out, owner
+from node.data.file_order import FileShare
 from node.data.labels import marking
 from node.data.packing import Cursor, Microbatch, Packer
 from node.data.places import Places, as_written
 from node.data.row_packer import RowPacker
 from node.data.sampling import Sampler
-from node.data.sources import open_source
+from node.data.sources import open_source, open_stream
 from node.data.tokenizers import open_tokenizer
 from node.experts.block_routers import BlockRouters
 from node.experts.router import DocumentRouter, Router, document_router
@@ -45,7 +47,8 @@ def open_text(manifest: Manifest) -> Documents:
 
 
 def _documents(manifest: Manifest, where: Places, routing: DocumentRouter | None) -> Documents:
-    source, tokenizer = open_source(manifest.data, where.text), open_tokenizer(manifest, where.tokenizer)
+    tokenizer = open_tokenizer(manifest, where.tokenizer)
+    source = open_stream(manifest.data) or open_source(manifest.data, where.text)
     return Documents(source, tokenizer, manifest.seed, routing, marking(manifest.data, tokenizer))
 
 
@@ -64,7 +67,9 @@ class TrainingFeed:
         self._manifest = manifest
         self._own = own
         self._data_nodes: tuple[PeerId, ...] = (own,)
-        fragments = documents.endless(_reading_place(manifest, start), self._is_mine)
+        of_names = partial(owner, manifest.seed)
+        self._share = None if documents.files is None else FileShare(own, documents.files, of_names)
+        fragments = documents.endless(_reading_place(manifest, start), self._is_mine, self._may_have_mine)
         if manifest.packs_documents:
             sampler = Sampler(manifest) if manifest.reshards else None
             routers = routers or BlockRouters(documents.router)
@@ -97,7 +102,14 @@ class TrainingFeed:
     def _is_mine(self, name: str) -> bool:
         if is_held_out(self._manifest.seed, name, self._manifest.data.held_out):
             return False
-        return len(self._data_nodes) == 1 or owner(self._manifest.seed, name, self._data_nodes) == self._own
+        if len(self._data_nodes) == 1:
+            return True
+        if self._share is not None:
+            return self._share.has_row(name, self._data_nodes)
+        return owner(self._manifest.seed, name, self._data_nodes) == self._own
+
+    def _may_have_mine(self, file: str) -> bool:
+        return self._share is None or self._share.has_file(file, self._data_nodes)
 
 
 def held_out_microbatches(

@@ -66,7 +66,7 @@ def files_of(place: HubPlace, commit: str, api: Any) -> dict[str, int]:
     if unread:
         raise ConfigError(
             f"data.source: {unread[0]} of the data set {place.name!r} is none of {', '.join(SUFFIXES)}",
-            hint='Have the whole set fetched: make the manifest with --dealt-by documents (data.dealt_by = "documents").',
+            hint="Make the manifest with --dealt-by documents; data nodes then fetch the whole set.",
         )
     return {name: sizes[name] for name in names}
 
@@ -112,7 +112,7 @@ def chosen(place: HubPlace, configs: Sequence[Mapping[str, Any]], files: Iterabl
 
 def _configs(info: Any) -> list[Mapping[str, Any]]:
     """What a stranger wrote into a README: of any shape."""
-    card = getattr(info, "card_data", None)
+    card: Any = getattr(info, "card_data", None)
     found = card.get("configs") if hasattr(card, "get") else None
     return [config for config in found if isinstance(config, Mapping)] if isinstance(found, list) else []
 
