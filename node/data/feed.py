@@ -24,6 +24,9 @@ from swarm.vocabulary.errors import ConfigError
 from swarm.vocabulary.types import PeerId
 
 START: Final = Cursor()
+ENOUGH: Final = 2
+"""Times the tokens of the held-out microbatches that are wanted are read for them, of a data set that is read file by
+file: no microbatch is quite full."""
 
 
 def open_documents(manifest: Manifest, where: Places | None = None, router: Router | None = None) -> Documents:
@@ -126,6 +129,8 @@ def held_out_microbatches(
     seed, share = manifest.seed, manifest.data.held_out
     opened = documents or open_documents(manifest)
     fragments = opened.epoch(Place(), lambda name: is_held_out(seed, name, share))
+    if opened.files is not None:  # a packer's block of held-out text may be that of many files
+        fragments = _about(fragments, ENOUGH * count * manifest.microbatch_tokens)
     unscored = manifest.route_prefix if unscored is None else unscored
     packer: Packer = (
         DocumentPacker(manifest, fragments, START, unscored, BlockRouters(opened.router))
@@ -146,6 +151,15 @@ def held_out_microbatches(
         if microbatch.scored:
             given += 1
             yield microbatch
+
+
+def _about(fragments: Iterator[Fragment], tokens: int) -> Iterator[Fragment]:
+    """The fragments until they have so many tokens."""
+    for fragment in fragments:
+        yield fragment
+        tokens -= fragment.tokens.size
+        if tokens <= 0:
+            return
 
 
 def _reading_place(manifest: Manifest, start: Cursor) -> Place:
