@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ import pytest
 from huggingface_hub import constants
 
 NAME = "some/set"
+PIECE = 2**16
 COMMIT = "0123456789abcdef" * 2 + "01234567"
 
 
@@ -41,6 +43,9 @@ class LoopbackHub:
         self.gates: dict[str, threading.Event] = {}
         """Files whose bytes wait until these are set."""
         self.url = ""
+        self.rate: float | None = None
+        """Bytes a second at which files are sent, one after the other, as over one link."""
+        self.link = threading.Lock()
 
     def answer(self, path: str) -> bytes | None:
         """The answer of the API."""
@@ -92,8 +97,13 @@ def _handler(hub: LoopbackHub) -> type[BaseHTTPRequestHandler]:
             self.send_header("ETag", '"%040x"' % (hash(body) & 0xFFFFFFFF))
             self.send_header("X-Repo-Commit", hub.commit)
             self.end_headers()
-            if not is_head:
+            if not is_head and hub.rate is None:
                 self.wfile.write(body)
+            elif not is_head and hub.rate is not None:
+                for at in range(0, len(body), PIECE):
+                    with hub.link:
+                        time.sleep(len(body[at : at + PIECE]) / hub.rate)
+                    self.wfile.write(body[at : at + PIECE])
 
     return Handler
 

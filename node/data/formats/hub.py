@@ -99,4 +99,3 @@ def _load_data_set(name: str, config: str | None, split: str, revision: str | No
     if len(rows) > MAX_DOCUMENTS:
         raise ConfigError(f"data.source: the data set {name!r} has {len(rows)} rows, more than {MAX_DOCUMENTS}")
     return rows
-

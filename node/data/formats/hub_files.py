@@ -103,9 +103,7 @@ def chosen(place: HubPlace, configs: Sequence[Mapping[str, Any]], files: Iterabl
     names = [name for name in visible if not below or name.startswith(f"{below}/")]
     if "data_files" not in config:
         return _by_words(place, [name for name in names if name.endswith(SUFFIXES)])
-    patterns = [
-        f"{below}/{pattern}" if below else pattern for pattern in _patterns(config["data_files"], place.split)
-    ]
+    patterns = [f"{below}/{pattern}" if below else pattern for pattern in _patterns(config["data_files"], place.split)]
     matching = [_compiled(pattern) for pattern in patterns]
     return _some(place, [name for name in names if any(pattern.fullmatch(name) for pattern in matching)])
 

@@ -1,4 +1,4 @@
-"""Data nodes that read a data set of the hub file by file: all rows once, those of its own, and on from where it was."""
+"""Data nodes that read a data set of the hub file by file: all rows once, each its own, and on from where it was."""
 
 from __future__ import annotations
 
