@@ -7,6 +7,7 @@ Files come by `huggingface_hub`, at the manifest's commit, without a token; size
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import threading
 import uuid
@@ -115,6 +116,7 @@ def _api() -> Any:
             "data.source names a Hugging Face data set, and the `huggingface_hub` library is not installed",
             hint="Install it with `pip install 'skipstone[datasets]'`, or use another data.source.",
         ) from None
+    os.environ.setdefault("HF_XET_CHUNK_CACHE_SIZE_BYTES", "0")  # hf_xet's own cache would not be in the bound
     disable_progress_bars()
     return HfApi(token=False)
 
