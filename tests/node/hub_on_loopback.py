@@ -32,6 +32,8 @@ class LoopbackHub:
         """Lies of the listing."""
         self.failures: Counter[str] = Counter()
         """How often each file is still answered with an error."""
+        self.unlisted = 0
+        """How often what the set is at the commit is still answered with an error."""
         self.status = 500
         """That error."""
         self.fetched: list[str] = []
@@ -49,7 +51,7 @@ class LoopbackHub:
 
     def answer(self, path: str) -> bytes | None:
         """The answer of the API."""
-        if path == f"/api/datasets/{NAME}/revision/{COMMIT}":
+        if path in (f"/api/datasets/{NAME}", f"/api/datasets/{NAME}/revision/{COMMIT}"):
             card = {} if self.configs is None else {"configs": self.configs}
             return json.dumps({"id": NAME, "sha": self.commit, "cardData": card, "tags": []}).encode()
         if path == f"/api/datasets/{NAME}/tree/{COMMIT}":
@@ -78,6 +80,9 @@ def _handler(hub: LoopbackHub) -> type[BaseHTTPRequestHandler]:
             path = unquote(urlsplit(self.path).path)
             name = path.removeprefix(f"/datasets/{NAME}/resolve/{COMMIT}/")
             found = hub.files.get(name) if name != path else hub.answer(path)
+            if name == path and hub.unlisted > 0:
+                hub.unlisted -= 1
+                return self._send(503, b"", is_head)
             if found is None:
                 return self._send(404, b"", is_head)
             if name == path or is_head:

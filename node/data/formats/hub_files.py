@@ -7,16 +7,29 @@ The hub is asked for the head and for names and sizes, and for nothing else; not
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from node.data.formats.row_files import SUFFIXES
 from swarm.vocabulary.errors import ConfigError
 
 MAX_HUB_FILES: Final = 2**17
+MOST_SAID: Final = 400
+"""Signs of an error of a library."""
+
+WAITS: Final = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
+"""Seconds between tries of a question or a file; after the last the run's text cannot be read."""
+_FINAL: Final = (401, 403, 404, 410)
+"""Answers of HTTP after which the same question has the same answer."""
+
+T = TypeVar("T")
+Pause = Callable[[float], object]
+
+logger = logging.getLogger(__name__)
 
 _OF_SPLITS: Final = {
     "train": ("train", "training"),
@@ -42,21 +55,49 @@ def hub_place(place: str, *, is_chat: bool) -> HubPlace:
     return HubPlace(name, config or None, split or "train", column or ("messages" if is_chat else "text"))
 
 
-def files_of(place: HubPlace, commit: str, api: Any) -> dict[str, int]:
+def insisted(ask: Callable[[], T], what: str, pause: Pause) -> T:
+    """The hub's answer to a question, which is asked again as long as another answer may come.
+
+    Args:
+        what: of the question, in an error.
+        pause: waits so many seconds.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    for wait in (*WAITS, None):
+        try:
+            return ask()
+        except Exception as error:  # of the hub's library, and of those that it fetches with
+            said = " ".join(str(error).split())[:MOST_SAID] or type(error).__name__
+            status = getattr(getattr(error, "response", None), "status_code", None)
+            if wait is None or status in _FINAL:
+                raise ConfigError(
+                    f"data.source: {what} cannot be had from the hub: {said}",
+                    hint="Start the node again when it can; it goes on from its checkpoint.",
+                ) from error
+            logger.warning("%s cannot be had from the hub, the next try is in %g s: %s", what, wait, said)
+            pause(wait)
+    raise AssertionError("the last try returns or raises")
+
+
+def files_of(place: HubPlace, commit: str, api: Any, pause: Pause) -> dict[str, int]:
     """The files of the config and split at the commit, in order of their names, and their sizes in bytes.
 
     Args:
         api: a `huggingface_hub.HfApi`.
+        pause: as of `insisted`.
 
     Raises:
         ConfigError: the hub cannot be asked, gives another commit, or has no such files there, or none that are read.
     """
-    try:
+
+    def ask() -> tuple[Any, list[Any]]:
         info = api.dataset_info(place.name, revision=commit, expand=["sha", "cardData"], token=False)
         tree = api.list_repo_tree(place.name, revision=commit, repo_type="dataset", recursive=True, token=False)
-        found = list(islice(tree, MAX_HUB_FILES + 1))
-    except Exception as error:  # of that library, and of those that it fetches with
-        raise ConfigError(f"data.source: the hub does not list the data set {place.name!r}: {error}") from error
+        return info, list(islice(tree, MAX_HUB_FILES + 1))
+
+    info, found = insisted(ask, f"the list of files of {place.name}", pause)
     require_commit(place.name, commit, info.sha)
     if len(found) > MAX_HUB_FILES:
         raise ConfigError(f"data.source: the data set {place.name!r} has more than {MAX_HUB_FILES} files")

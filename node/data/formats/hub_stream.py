@@ -6,32 +6,24 @@ Files come by `huggingface_hub`, at the manifest's commit, without a token; size
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
 import threading
 import uuid
 import weakref
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 from node.data.formats import row_files
 from node.data.formats.file_shelf import FileShelf
-from node.data.formats.hub_files import HubPlace, files_of, hub_place
+from node.data.formats.hub_files import HubPlace, Pause, files_of, hub_place, insisted
 from swarm.vocabulary.errors import ConfigError, ResourceExhausted
-
-logger = logging.getLogger(__name__)
 
 KEPT_BYTES: Final = 2**35
 """Of a data node's files, those that are being fetched included. A larger file than a quarter of it is refused."""
-WAITS: Final = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
-"""Seconds between tries of a file; after the last the run's text cannot be read."""
-_FINAL: Final = (401, 403, 404, 410)
-"""Answers of HTTP after which the same question has the same answer."""
-
-Pause = Callable[[float], object]
 
 
 class HubStream:
@@ -51,12 +43,12 @@ class HubStream:
         pause: Pause | None = None,
     ) -> None:
         """`place` is `NAME[:CONFIG[:SPLIT[:COLUMN]]]`, `revision` its commit."""
-        api = _api()
+        api, pause = _api(), pause or threading.Event().wait
         self._place, self._is_chat = hub_place(place, is_chat=is_chat), is_chat
-        sizes = files_of(self._place, revision, api)
+        sizes = files_of(self._place, revision, api, pause)
         self.files = tuple(sizes)
         """Their names, in order."""
-        self._hub = _Hub(api, self._place, revision, sizes, pause or threading.Event().wait)
+        self._hub = _Hub(api, self._place, revision, sizes, pause)
         self.shelf = FileShelf(self._hub.fetch, sizes, kept_bytes)
 
     def rows(self, file: str, start: int) -> Generator[row_files.Row]:
@@ -78,25 +70,19 @@ class _Hub:
 
     def __init__(self, api: Any, place: HubPlace, commit: str, sizes: dict[str, int], pause: Pause) -> None:
         self._api, self._place, self._commit, self._sizes, self._pause = api, place, commit, sizes, pause
-        self._folder = _own_folder(self)
+        try:
+            self._folder = _own_folder(self)
+        except OSError as error:
+            raise ConfigError(
+                f"no place for a data set's files: {error.filename}: {error.strerror}",
+                hint="Name a folder that can be written with the variable HF_HOME.",
+            ) from error
 
     def fetch(self, name: str) -> Path:
         """Raises ConfigError, ResourceExhausted: it is not to be had, or there is no room."""
         if (free := shutil.disk_usage(self._folder).free) < self._sizes[name]:
             raise ResourceExhausted(f"{self._folder}: {name} has {self._sizes[name]} bytes, and {free} are free")
-        for wait in (*WAITS, None):
-            try:
-                return self._fetched(name)
-            except Exception as error:  # of that library, and of those that it fetches with
-                status = getattr(getattr(error, "response", None), "status_code", None)
-                if wait is None or status in _FINAL:
-                    raise ConfigError(
-                        f"data.source: {name} of the data set {self._place.name!r} cannot be fetched: {error}",
-                        hint="The node goes on from its checkpoint when the hub can be reached again.",
-                    ) from error
-                logger.warning("%s cannot be fetched, the next try is in %g s: %s", name, wait, error)
-                self._pause(wait)
-        raise AssertionError("the last try returns or raises")
+        return insisted(partial(self._fetched, name), f"{name} of {self._place.name}", self._pause)
 
     def _fetched(self, name: str) -> Path:
         said = {"repo_type": "dataset", "revision": self._commit, "local_dir": self._folder, "token": False}
@@ -129,19 +115,22 @@ def _own_folder(owner: object) -> Path:
 
     home = Path(constants.HF_HOME) / "skipstone"
     home.mkdir(parents=True, exist_ok=True)
-    for other in home.glob("*.lock"):
-        with suppress(Timeout, OSError), FileLock(other, timeout=0):
-            shutil.rmtree(other.with_suffix(""), ignore_errors=True)
-            other.unlink(missing_ok=True)
+    for other in home.iterdir():  # a lock, or a folder whose process wrote on after its lock had gone
+        with suppress(Timeout, OSError), FileLock(other.with_suffix(".lock"), timeout=0) as old:
+            _remove(other.with_suffix(""), old)
     folder = home / uuid.uuid4().hex
     lock = FileLock(folder.with_suffix(".lock"), thread_local=False)  # another thread may release it
     lock.acquire()
     folder.mkdir()
-    weakref.finalize(owner, _removed, folder, lock)
+    weakref.finalize(owner, _release, folder, lock)
     return folder
 
 
-def _removed(folder: Path, lock: Any) -> None:
+def _release(folder: Path, lock: Any) -> None:
+    _remove(folder, lock)
+    lock.release()
+
+
+def _remove(folder: Path, lock: Any) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     Path(lock.lock_file).unlink(missing_ok=True)
-    lock.release()

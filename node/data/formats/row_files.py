@@ -128,7 +128,7 @@ def _column(path: Path, column: str, start: int) -> Iterator[Any]:
                         at += len(values)
                 else:
                     at += count
-    except pyarrow.ArrowException as error:
+    except (pyarrow.ArrowException, OSError) as error:
         raise ConfigError(f"data.source: {path.name} cannot be read: {error}") from error
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from node.cli.manifests import ManifestChanges, changed_manifest
 from node.data.documents import Place, epoch_order, everything, owner
 from node.data.feed import TrainingFeed, held_out_microbatches, open_documents
 from node.data.file_order import FILES_EACH, FileShare
@@ -183,6 +184,12 @@ def test_nothing_for_this_data_node_is_said(few: LoopbackHub) -> None:
         few.files[name] = b'{"other": 1}\n'
     with pytest.raises(ConfigError, match=f"none of the {FILES_EACH} files"):
         TrainingFeed(manifest_of(), open_documents(manifest_of()), A).next()
+
+
+def test_a_data_set_that_is_named_is_read_by_files_at_its_newest_commit(hub: LoopbackHub) -> None:
+    data = changed_manifest(small_manifest(), ManifestChanges(source=f"huggingface:{NAME}")).data
+    assert (data.revision, data.dealt_by) == (COMMIT, "files")
+    assert hub.tokens == hub.fetched == []
 
 
 def test_the_key_needs_a_commit() -> None:

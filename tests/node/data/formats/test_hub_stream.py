@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from node.data.formats.hub_files import HubPlace, chosen, hub_place
-from node.data.formats.hub_stream import WAITS, HubStream
+from node.data.formats.hub_files import WAITS, HubPlace, chosen, hub_place
+from node.data.formats.hub_stream import HubStream
 from node.data.formats.lines import LINE_BYTES
 from node.data.formats.row_files import rows
 from swarm.vocabulary.errors import ConfigError
@@ -95,14 +95,26 @@ def test_a_hub_that_fails_is_asked_again_so_often_and_no_more(hub: LoopbackHub) 
     assert pauses == [*WAITS[:2]]
     pauses.clear()
     hub.failures["data/train-1.jsonl"] = 1000
-    with pytest.raises(ConfigError, match=r"data/train-1.jsonl of the data set 'some/set' cannot be fetched: .*500"):
+    with pytest.raises(ConfigError, match=r"data/train-1.jsonl of some/set cannot be had from the hub: .*500"):
         texts(stream, "data/train-1.jsonl")
     assert pauses == [*WAITS]
     pauses.clear()
     hub.status = 404
-    with pytest.raises(ConfigError, match="cannot be fetched"):
+    with pytest.raises(ConfigError, match="cannot be had"):
         texts(stream, "data/train-1.jsonl")
     assert pauses == [], "it would say the same again"
+
+
+def test_a_list_of_files_is_asked_for_again_too(hub: LoopbackHub) -> None:
+    pauses: list[float] = []
+    hub.unlisted = 2
+    assert len(opened(pauses=pauses).files) == 8
+    assert pauses == [*WAITS[:2]]
+    pauses.clear()
+    hub.unlisted = 1000
+    with pytest.raises(ConfigError, match=r"the list of files of some/set cannot be had from the hub: .*503"):
+        opened(pauses=pauses)
+    assert pauses == [*WAITS]
 
 
 def test_a_file_of_another_size_than_the_listing_says_is_not_read(hub: LoopbackHub, tmp_path: Path) -> None:
@@ -126,12 +138,19 @@ def test_files_go_with_their_reader_and_those_of_one_that_died_go_later(hub: Loo
     (home / "dead").mkdir()
     (home / "dead" / "left.jsonl").write_bytes(b"x")
     (home / "dead.lock").touch()
+    (home / "without").mkdir()
     second = opened()
-    assert not (home / "dead").exists()
+    assert sorted(path.suffix for path in home.iterdir()) == ["", "", ".lock", ".lock"], "of the first and the second"
     assert texts(second, "data/train-1.jsonl") == [b"1a", b"1b"]
     assert {path.name for path in home.rglob("*.jsonl")} == {"train-0.jsonl", "train-1.jsonl"}
     del first, second
     assert [*home.iterdir()] == []
+
+
+def test_a_home_that_cannot_be_written_is_said(hub: LoopbackHub, tmp_path: Path) -> None:
+    (tmp_path / "home").write_bytes(b"no folder")
+    with pytest.raises(ConfigError, match="no place for a data set's files"):
+        opened()
 
 
 class TestRows:
