@@ -23,6 +23,8 @@ class ManifestChanges:
     """`data.source`."""
     revision: str | None = None
     """`data.revision`."""
+    dealt_by: str | None = None
+    """`data.dealt_by`; of a data set of the hub that is named anew `files` where nothing is said."""
     labels: str | None = None
     """`data.labels`."""
     blocks: tuple[int, ...] | None = None
@@ -61,7 +63,7 @@ def changed_manifest(base: Manifest, changes: ManifestChanges) -> Manifest:
     from protocol.manifest.manifest import manifest_from_table
 
     changed = manifest_from_table(_changed(base.model_dump(), changes))
-    return _with_revision(changed) if changes.source is not None else _with_files(changed)
+    return _dealt(_with_revision(changed) if changes.source is not None else _with_files(changed), changes)
 
 
 def router_of(path: Path | None, manifest: Manifest) -> Router | None:
@@ -132,6 +134,19 @@ def _with_revision(manifest: Manifest) -> Manifest:
     return manifest.model_copy(update={"data": data.model_copy(update={"revision": commit})})
 
 
+def _dealt(manifest: Manifest, changes: ManifestChanges) -> Manifest:
+    """With what is dealt to data nodes; checked again, now that the revision is known."""
+    from protocol.manifest.manifest import manifest_from_table
+
+    by = changes.dealt_by
+    if by is None and changes.source is not None and manifest.data.kind == "huggingface":
+        by = "files"
+    if by is None:
+        return manifest
+    table = manifest.model_dump()
+    return manifest_from_table(table | {"data": table["data"] | {"dealt_by": by}})
+
+
 def _with_files(manifest: Manifest) -> Manifest:
     """With the list of its text's files, which is for others to compare theirs with."""
     if not manifest.data.is_of_files or manifest.data.files is not None:
@@ -151,7 +166,7 @@ def _changed(table: dict[str, Any], changes: ManifestChanges) -> dict[str, Any]:
     if changes.seed is not None:
         table["seed"] = changes.seed
     if changes.source is not None:
-        table["data"] |= {"source": changes.source, "files": None, "revision": None}
+        table["data"] |= {"source": changes.source, "files": None, "revision": None, "dealt_by": "documents"}
     if changes.revision is not None:
         table["data"]["revision"] = changes.revision
     if changes.labels is not None:

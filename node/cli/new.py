@@ -60,6 +60,10 @@ def new(
     revision: Annotated[
         str | None, typer.Option(help="With huggingface:NAME: its commit [default: the newest, asked of the hub]")
     ] = None,
+    dealt_by: Annotated[
+        str | None,
+        typer.Option(help="With huggingface:NAME: files, read one by one, or documents [default: files]"),
+    ] = None,
     labels: Annotated[
         str | None,
         typer.Option(help="all, or assistant: --data is conversations, and only the assistant's words are learnt."),
@@ -107,6 +111,7 @@ def new(
         seed=seed,
         source=data,
         revision=revision,
+        dealt_by=dealt_by,
         labels=labels,
         blocks=parse_blocks(stages),
         per_path=stages_per_path,
@@ -227,7 +232,8 @@ def _routed(manifest: Manifest, source: str) -> tuple[Manifest, Router]:
     from protocol.manifest.manifest import DEFAULT_PREFIX, manifest_from_table
 
     table = manifest.model_dump()
-    text = manifest_from_table(table | {"data": table["data"] | {"source": source, "files": None}})
+    of_source = {"source": source, "files": None, "revision": None, "dealt_by": "documents"}
+    text = manifest_from_table(table | {"data": table["data"] | of_source})
     if not manifest.stages.has_experts:
         raise ConfigError("--route-from is of no use in a run without experts", hint="Say how many with --experts.")
     seed, held_out = manifest.seed, manifest.data.held_out

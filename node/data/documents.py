@@ -12,12 +12,14 @@ import hashlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
+from node.data.file_order import Due, FileStream, due_rows
 from node.data.labels import MalformedDocumentError, Marked, Marking, whole_text
 from node.data.sources import Source
 from node.data.tokenizers import Tokenizer, Tokens
@@ -96,17 +98,23 @@ def permutation(key: str, count: int) -> npt.NDArray[np.int64]:
     return np.argsort(generator.random_raw(count), kind="stable")
 
 
+def everything(name: str) -> bool:
+    """Selects all."""
+    return True
+
+
 class Documents:
     """A source's documents as tokens, in the order of each epoch. Holds one epoch's order and no text.
 
     Args:
+        source: documents by name, in an order over all of them, or a stream of files (`node.data.file_order`).
         router: of a run with experts; whoever packs the documents asks it for their routes.
         mark: makes tokens of a document's bytes; None for a text by the tokenizer, all of whose tokens are labels.
     """
 
     def __init__(
         self,
-        source: Source,
+        source: Source | FileStream,
         tokenizer: Tokenizer,
         seed: int,
         router: DocumentRouter | None = None,
@@ -117,6 +125,11 @@ class Documents:
         self._mark = mark or (lambda document: whole_text(document, tokenizer))
         self._seed = seed
         self._left_out = 0
+
+    @property
+    def files(self) -> int | None:
+        """How many files are dealt; None where documents are."""
+        return None if isinstance(self._source, Source) else len(self._source.files)
 
     def routed_by(self, router: DocumentRouter | None) -> Documents:
         """The same documents, with another router."""
@@ -130,49 +143,67 @@ class Documents:
         for fragment in islice(self.epoch(Place(), wanted), count):
             yield fragment.tokens[:-1][:tokens].copy()
 
-    def epoch(self, start: Place, wanted: Selection) -> Iterator[Fragment]:
+    def epoch(
+        self, start: Place, wanted: Selection, files: Selection = everything, *, ahead: bool = False
+    ) -> Iterator[Fragment]:
         """The wanted documents from `start` to the end of its epoch. A document that was begun is finished, wanted or
         not.
-        """
-        order = epoch_order(self._seed, start.epoch, len(self._source.names))
-        for position in range(start.position, len(order)):
-            name = self._source.names[int(order[position])]
-            offset = start.offset if position == start.position else 0
-            if offset or wanted(name):
-                marked = self._marked(name)
-                tokens, labels = marked.tokens, marked.wanted
-                if marked.is_of_use and tokens.size > offset:
-                    rest = None if labels is None else labels[offset:]
-                    yield Fragment(Place(start.epoch, position, offset), tokens[offset:], name, tokens[:-1], rest)
 
-    def endless(self, start: Place, wanted: Selection) -> Iterator[Fragment]:
-        """The wanted documents, epoch after epoch.
+        Args:
+            files: of a stream of files, those that may have wanted documents; no other is opened.
+            ahead: whether the file after the one that is read is fetched meanwhile.
+        """
+        for due in self._due(start, wanted, files, ahead):
+            offset = start.offset if due.position == start.position else 0
+            marked = self._marked(due)
+            tokens, labels = marked.tokens, marked.wanted
+            if marked.is_of_use and tokens.size > offset:
+                rest = None if labels is None else labels[offset:]
+                yield Fragment(Place(start.epoch, due.position, offset), tokens[offset:], due.name, tokens[:-1], rest)
+
+    def endless(self, start: Place, wanted: Selection, files: Selection = everything) -> Iterator[Fragment]:
+        """The wanted documents, epoch after epoch; `files` as of `epoch`, each fetched ahead.
 
         Raises:
             ConfigError: a whole epoch has no wanted document with text in it, or none of whose text is a label.
         """
         while True:
             empty = True
-            for fragment in self.epoch(start, wanted):
+            for fragment in self.epoch(start, wanted, files, ahead=True):
                 empty = False
                 yield fragment
             if empty and start.position == 0:
+                count = len(self._source.names) if isinstance(self._source, Source) else len(self._source.files)
+                kind = "documents" if isinstance(self._source, Source) else "files"
                 raise ConfigError(
-                    f"none of the {len(self._source.names)} documents of data.source is this data node's to train on",
+                    f"none of the {count} {kind} of data.source is this data node's to train on",
                     hint="Use more text, fewer data nodes, or a smaller data.held_out.",
                 )
             start = Place(start.epoch + 1)
 
-    def _marked(self, name: str) -> Marked:
+    def _due(self, start: Place, wanted: Selection, files: Selection, ahead: bool) -> Iterator[Due]:
+        source = self._source
+        if not isinstance(source, Source):
+            at = (start.epoch, start.position, start.offset > 0)
+            orders = partial(epoch_order, self._seed, count=len(source.files))
+            yield from due_rows(source, orders, at, (files, wanted), ahead=ahead)
+            return
+        order = epoch_order(self._seed, start.epoch, len(source.names))
+        for position in range(start.position, len(order)):
+            name = source.names[int(order[position])]
+            if (start.offset and position == start.position) or wanted(name):
+                yield Due(position, name, partial(source.read, name))
+
+    def _marked(self, due: Due) -> Marked:
         """Nothing at all for a document that is empty, is none, or cannot be read any more."""
         try:
-            return self._mark(self._source.read(name))
+            return self._mark(due.read())
         except (OSError, MalformedDocumentError) as error:
             self._left_out += 1
             if self._left_out <= MOST_TOLD:
                 why = error.strerror if isinstance(error, OSError) else error
                 more = "; of others nothing is said" if self._left_out == MOST_TOLD else ""
-                logger.warning("document %s is left out: %s%s", name, why, more)
+                logger.warning("document %s is left out: %s%s", due.name, why, more)
             return Marked(np.empty(0, dtype=np.int64))
 
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Final
 
 from node.data.document_packer import DocumentPacker, reading_place
 from node.data.documents import Documents, Fragment, Place, is_held_out, owner
+from node.data.file_order import FileShare
 from node.data.labels import marking
 from node.data.packing import Cursor, Microbatch, Packer
 from node.data.places import Places, as_written
 from node.data.row_packer import RowPacker
 from node.data.sampling import Sampler
-from node.data.sources import open_source
+from node.data.sources import open_source, open_stream
 from node.data.tokenizers import open_tokenizer
 from node.experts.block_routers import BlockRouters
 from node.experts.router import DocumentRouter, Router, document_router
@@ -22,6 +24,9 @@ from swarm.vocabulary.errors import ConfigError
 from swarm.vocabulary.types import PeerId
 
 START: Final = Cursor()
+ENOUGH: Final = 2
+"""Times the tokens of the held-out microbatches that are wanted are read for them, of a data set that is read file by
+file: no microbatch is quite full."""
 
 
 def open_documents(manifest: Manifest, where: Places | None = None, router: Router | None = None) -> Documents:
@@ -45,7 +50,8 @@ def open_text(manifest: Manifest) -> Documents:
 
 
 def _documents(manifest: Manifest, where: Places, routing: DocumentRouter | None) -> Documents:
-    source, tokenizer = open_source(manifest.data, where.text), open_tokenizer(manifest, where.tokenizer)
+    tokenizer = open_tokenizer(manifest, where.tokenizer)
+    source = open_stream(manifest.data) or open_source(manifest.data, where.text)
     return Documents(source, tokenizer, manifest.seed, routing, marking(manifest.data, tokenizer))
 
 
@@ -64,7 +70,9 @@ class TrainingFeed:
         self._manifest = manifest
         self._own = own
         self._data_nodes: tuple[PeerId, ...] = (own,)
-        fragments = documents.endless(_reading_place(manifest, start), self._is_mine)
+        of_names = partial(owner, manifest.seed)
+        self._share = None if documents.files is None else FileShare(own, documents.files, of_names)
+        fragments = documents.endless(_reading_place(manifest, start), self._is_mine, self._may_have_mine)
         if manifest.packs_documents:
             sampler = Sampler(manifest) if manifest.reshards else None
             routers = routers or BlockRouters(documents.router)
@@ -97,7 +105,14 @@ class TrainingFeed:
     def _is_mine(self, name: str) -> bool:
         if is_held_out(self._manifest.seed, name, self._manifest.data.held_out):
             return False
-        return len(self._data_nodes) == 1 or owner(self._manifest.seed, name, self._data_nodes) == self._own
+        if len(self._data_nodes) == 1:
+            return True
+        if self._share is not None:
+            return self._share.has_row(name, self._data_nodes)
+        return owner(self._manifest.seed, name, self._data_nodes) == self._own
+
+    def _may_have_mine(self, file: str) -> bool:
+        return self._share is None or self._share.has_file(file, self._data_nodes)
 
 
 def held_out_microbatches(
@@ -114,6 +129,8 @@ def held_out_microbatches(
     seed, share = manifest.seed, manifest.data.held_out
     opened = documents or open_documents(manifest)
     fragments = opened.epoch(Place(), lambda name: is_held_out(seed, name, share))
+    if opened.files is not None:  # a packer's block of held-out text may be that of many files
+        fragments = _about(fragments, ENOUGH * count * manifest.microbatch_tokens)
     unscored = manifest.route_prefix if unscored is None else unscored
     packer: Packer = (
         DocumentPacker(manifest, fragments, START, unscored, BlockRouters(opened.router))
@@ -134,6 +151,15 @@ def held_out_microbatches(
         if microbatch.scored:
             given += 1
             yield microbatch
+
+
+def _about(fragments: Iterator[Fragment], tokens: int) -> Iterator[Fragment]:
+    """The fragments until they have so many tokens."""
+    for fragment in fragments:
+        yield fragment
+        tokens -= fragment.tokens.size
+        if tokens <= 0:
+            return
 
 
 def _reading_place(manifest: Manifest, start: Cursor) -> Place:

@@ -10,10 +10,11 @@ import sysconfig
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final, Protocol, runtime_checkable
 
 from node.data.formats.document_names import MAX_DOCUMENTS, DocumentNames
 from node.data.formats.hub import HuggingFaceSource
+from node.data.formats.hub_stream import HubStream
 from node.data.formats.lines import LineSource
 from node.data.formats.listing import Listing, files_below, single_file, visible_below
 from node.data.formats.token_shards import TokenShards
@@ -30,6 +31,7 @@ _NOT_THE_LIBRARY: Final = frozenset({"site-packages", "dist-packages", "__pycach
 own."""
 
 
+@runtime_checkable
 class Source(Protocol):
     """Documents by name."""
 
@@ -69,6 +71,17 @@ def open_source(section: DataSection, place: Path | None) -> Source:
     if section.files is not None:
         source.listing.require(section.files)
     return source
+
+
+def open_stream(section: DataSection) -> HubStream | None:
+    """The rows of a data set that is dealt by files; None for a source of another kind (`open_source`).
+
+    Raises:
+        ConfigError: as `HubStream`.
+    """
+    if section.dealt_by != "files" or section.revision is None:
+        return None
+    return HubStream(section.source.partition(":")[2], section.revision, is_chat=section.labels == "assistant")
 
 
 class FileSource:

@@ -150,7 +150,11 @@ class DataSection(Section):
     revision: Annotated[str, Field(pattern=r"^[0-9a-f]{40}$")] | None = None
     """Only of `huggingface:`: the commit of the data set, so that all data nodes read the same; `skipstone new` writes
     it."""
-    added_later: ClassVar[frozenset[str]] = frozenset({"labels", "revision"})
+    dealt_by: Literal["documents", "files"] = "documents"
+    """`files`, only of `huggingface:` with a revision: an epoch walks the data set file by file, each in its own order,
+    and data nodes are dealt whole files where there are enough, so that a file is fetched when it is due by those who
+    read it. `documents` shuffles the rows of the whole set, which every data node then needs."""
+    added_later: ClassVar[frozenset[str]] = frozenset({"labels", "revision", "dealt_by"})
 
     @property
     def kind(self) -> str:
@@ -190,6 +194,12 @@ class DataSection(Section):
     def _revision_is_of_the_hub(self) -> Self:
         if self.revision is not None and self.kind != "huggingface":
             raise ValueError("revision must not be given when source is not `huggingface:...`")
+        return self
+
+    @model_validator(mode="after")
+    def _files_that_are_dealt_are_the_hubs(self) -> Self:
+        if self.dealt_by == "files" and self.revision is None:
+            raise ValueError('dealt_by = "files" needs source = "huggingface:..." with a revision')
         return self
 
     @model_validator(mode="after")

@@ -1,4 +1,5 @@
-"""Data sets of the Hugging Face hub, by the `datasets` library, as they were at a commit.
+"""Data sets of the Hugging Face hub, by the `datasets` library, as they were at a commit: fetched whole. Those that are
+dealt by files are read by `node.data.formats.hub_stream`.
 
 Nothing is fetched with the person's token, so that nothing private is read, and no code of a data set is run, which
 `datasets` does no more since version 4.
@@ -11,6 +12,7 @@ import os
 from typing import Any, Final
 
 from node.data.formats.document_names import MAX_DOCUMENTS, RowNames
+from node.data.formats.hub_files import hub_place, require_commit
 from swarm.vocabulary.errors import ConfigError
 
 MAX_HUB_BYTES: Final = 2**38
@@ -29,13 +31,12 @@ class HuggingFaceSource:
         Raises:
             ConfigError: it cannot be loaded, is another one now, or is too large.
         """
-        name, config, split, column = (place.split(":") + [""] * 3)[:4]
-        self._is_chat = is_chat
-        self._column = column or ("messages" if is_chat else "text")
-        self._rows = _load_data_set(name, config or None, split or "train", revision)
+        found = hub_place(place, is_chat=is_chat)
+        self._is_chat, self._column = is_chat, found.column
+        self._rows = _load_data_set(found.name, found.config, found.split, revision)
         if self._column not in self._rows.column_names:
             columns = ", ".join(self._rows.column_names)
-            raise ConfigError(f"data.source: {name} has no column {self._column!r}; it has {columns}")
+            raise ConfigError(f"data.source: {found.name} has no column {self._column!r}; it has {columns}")
         self.names = RowNames(len(self._rows))
 
     def read(self, name: str) -> bytes:
@@ -87,7 +88,9 @@ def _load_data_set(name: str, config: str | None, split: str, revision: str | No
     try:
         info = HfApi(token=False).dataset_info(name, revision=revision, files_metadata=True, token=False)
         size = sum(file.size or 0 for file in info.siblings or ())
-        _require(name, revision, info.sha, size)
+        require_commit(name, revision, info.sha)  # and the size: before anything of it is fetched
+        if size > MAX_HUB_BYTES:
+            raise ConfigError(f"data.source: the data set {name!r} has {size} bytes, more than {MAX_HUB_BYTES}")
         rows = datasets.load_dataset(name, config, split=split, revision=revision, token=False)
     except ConfigError:
         raise
@@ -96,14 +99,3 @@ def _load_data_set(name: str, config: str | None, split: str, revision: str | No
     if len(rows) > MAX_DOCUMENTS:
         raise ConfigError(f"data.source: the data set {name!r} has {len(rows)} rows, more than {MAX_DOCUMENTS}")
     return rows
-
-
-def _require(name: str, revision: str | None, found: str | None, size: int) -> None:
-    """Before anything of it is fetched."""
-    if revision is not None and found != revision:
-        raise ConfigError(
-            f"data.source: the data set {name!r} is {found} on the hub, the manifest asks for {revision}",
-            hint="Ask the run's author; that commit is not there any more, or the name is another data set's.",
-        )
-    if size > MAX_HUB_BYTES:
-        raise ConfigError(f"data.source: the data set {name!r} has {size} bytes, more than {MAX_HUB_BYTES}")

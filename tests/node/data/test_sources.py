@@ -330,6 +330,13 @@ class TestHub:
         assert other.data.revision == "e" * 40
         assert len(hub.asked) == 2, "the hub was asked for nothing more"
         assert changed_manifest(other, ManifestChanges(seed=1)).data.revision == "e" * 40
+        assert other.data.dealt_by == changed_manifest(other, ManifestChanges(seed=1)).data.dealt_by == "files"
+        whole = changed_manifest(other, ManifestChanges(dealt_by="documents"))
+        assert whole.data == other.data.model_copy(update={"dealt_by": "documents"})
+        assert changed_manifest(whole, ManifestChanges(seed=1)).data.dealt_by == "documents"
+        assert changed_manifest(other, ManifestChanges(source="python-stdlib")).data.dealt_by == "documents"
+        with pytest.raises(ManifestError, match="dealt_by"):
+            changed_manifest(small_manifest(), ManifestChanges(dealt_by="files"))
         older = small_manifest(data__source="huggingface:some/set")
         assert changed_manifest(older, ManifestChanges()).data.revision is None, "it keeps its RunId"
 
