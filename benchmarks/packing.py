@@ -40,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from node.data.document_packer import BLOCK_MICROBATCHES, MOST_DOCUMENTS, tokens_of_block, tokens_of_last
 from protocol.manifest.model import ModelSection, quadratic_share
 from swarm.workload.filling import Room
-from swarm.workload.packing import in_turns, pack
+from swarm.workload.packing import pack
 
 WINDOW: Final = 8
 QUEUES: Final = (0.25, 0.5, 0.75)
@@ -95,7 +95,7 @@ def ours(task: Task) -> Arm:
     """As a data node's packer does, without the text."""
     budget = tokens_of_block(task.tokens)
     room, level = Room(task.sequence, task.tokens, task.share), 0.0
-    stream, packed, longest_s, rng = task.stream(), list[Packed](), 0.0, random.Random(SEED)
+    stream, packed, longest_s = task.stream(), list[Packed](), 0.0
     waiting, is_rest = next(stream) + 1, False
     while len(packed) < task.microbatches:
         lengths, cut, left = list[int](), set[int](), budget
@@ -112,11 +112,14 @@ def ours(task: Task) -> Arm:
             cut.add(len(lengths))
             lengths.append(taken)
             waiting, is_rest = waiting - taken, True
-        found, seconds = _timed(partial(pack, lengths, cut, room, level))
+        found, seconds = _timed(partial(pack, lengths, cut, room, level, partial(_shuffled, len(packed))))
         longest_s, level = max(longest_s, seconds), found.level
-        made = [Packed(tuple(piece.stop - piece.start for piece in chosen)) for chosen in found.microbatches]
-        packed += [made[place] for place in in_turns(found.costs, rng.sample(range(len(made)), len(made)))]
+        packed += [Packed(tuple(piece.stop - piece.start for piece in chosen)) for chosen in found.microbatches]
     return Arm(packed, 0.0, 1000 * longest_s)
+
+
+def _shuffled(key: int, count: int) -> list[int]:
+    return random.Random(f"{SEED}:{key}").sample(range(count), count)
 
 
 def concat(task: Task) -> Arm:

@@ -31,7 +31,7 @@ from protocol.manifest.model import document_cost, quadratic_share
 from swarm.experts.routes import best_route, in_shares
 from swarm.vocabulary.types import Affinity, Route
 from swarm.workload.filling import Piece, Room
-from swarm.workload.packing import in_turns, pack
+from swarm.workload.packing import pack
 
 BLOCK_MICROBATCHES: Final = 64
 """That are packed together at least, where there is as much text: among fewer, costs cannot be made equal without
@@ -257,10 +257,11 @@ class DocumentPacker:
         cost."""
         lengths = [stretches[index].labels.size for index in members]
         cut = [place for place, index in enumerate(members) if self._is_cut(stretches[index])]
-        packing = pack(lengths, cut, self._room, self.cursor.level)
-        ranks = permutation(key, len(packing.microbatches)).tolist()
-        turns = [packing.microbatches[turn] for turn in in_turns(packing.costs, ranks)]
-        named = [tuple(Piece(members[piece.document], piece.start, piece.stop) for piece in of) for of in turns]
+        packing = pack(lengths, cut, self._room, self.cursor.level, lambda count: permutation(key, count).tolist())
+        named = [
+            tuple(Piece(members[piece.document], piece.start, piece.stop) for piece in of)
+            for of in packing.microbatches
+        ]
         return named, packing.level
 
 

@@ -16,7 +16,7 @@ Source: WLB-LLM (arXiv:2503.17924) section 4, packing by workload.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, zip_longest
 from typing import Final
@@ -42,6 +42,14 @@ UNEVEN: Final = 1.1
 be filled up with short ones: what they leave empty costs nothing."""
 MORE: Final = (1.06, 1.12, 1.18, 1.25)
 """Times as many as are needed."""
+FLAT: Final = 0.01
+"""Of the mean: a step between two blocks that is no larger stays one."""
+ALIKE: Final = 0.004
+"""Of the mean: on a slope, chance decides among those whose costs are no further apart."""
+LOW: Final = 0.03
+"""Of the mean: what costs so much less stands apart on a slope."""
+STEEPEST: Final = 0.2
+"""Of the mean: a block begins no further from its mean than this."""
 STRATA: Final = 8
 _FAR_APART: Final = (0, 4, 2, 6, 1, 5, 3, 7)
 """Neighbours in the order are of strata that are not."""
@@ -52,10 +60,10 @@ class Packing:
     """Microbatches of one block."""
 
     microbatches: tuple[tuple[Piece, ...], ...]
-    """The pieces of each, in rising order."""
+    """The pieces of each, in rising order; the microbatches in the order in which they are to be given out."""
     costs: tuple[float, ...]
     level: float
-    """What microbatches of the next block should cost."""
+    """What microbatches of the next block should cost at its beginning."""
 
 
 def longest_piece(sequence: int) -> int:
@@ -64,13 +72,20 @@ def longest_piece(sequence: int) -> int:
     return sequence - sequence // 64
 
 
-def pack(lengths: Sequence[int], cut: Collection[int], room: Room, level: float = 0.0) -> Packing:
+def pack(
+    lengths: Sequence[int],
+    cut: Collection[int],
+    room: Room,
+    level: float = 0.0,
+    chance: Callable[[int], Sequence[int]] = range,
+) -> Packing:
     """Packs documents into as few microbatches as they fit into, of costs as equal as can be.
 
     Args:
         lengths: tokens of each document, at least 1.
         cut: the indices of those that are cut: all that are longer than the sequence, and the rests of such.
-        level: what microbatches of the block before cost; 0 where that is not known.
+        level: what microbatches of the block before cost at its end; 0 where that is not known.
+        chance: gives a permutation of so many, which decides about the order of microbatches that cost alike.
 
     Returns:
         The same on every machine.
@@ -81,10 +96,22 @@ def pack(lengths: Sequence[int], cut: Collection[int], room: Room, level: float 
     found, natural = block.fewest_filled()
     if found.unevenness > UNEVEN:
         found = block.more_filled() or found
+    packing = _given_out(found, level, natural, chance)
+    sloping = block.sloping(found) if level else None
+    if sloping is not None:
+        other = _given_out(sloping, level, natural, chance)
+        packing = min((packing, other), key=lambda one: worst_run(one.costs, level))
+    return packing
+
+
+def _given_out(found: Filling, level: float, natural: float, chance: Callable[[int], Sequence[int]]) -> Packing:
     bins = [one for one in found.bins if one.pieces]
-    packed = tuple(tuple(sorted(found.pieces[index] for index in one.pieces)) for one in bins)
-    next_level = min(found.mean, level + BACK * (natural - level)) if level else found.mean
-    return Packing(packed, tuple(one.cost for one in bins), next_level)
+    costs = [one.cost for one in bins]
+    turns, ends_at = in_turns(costs, chance(len(bins)), level)
+    packed = [tuple(sorted(found.pieces[index] for index in bins[turn].pieces)) for turn in turns]
+    if not ends_at:
+        ends_at = min(found.mean, level + BACK * (natural - level)) if level else found.mean
+    return Packing(tuple(packed), tuple(costs[turn] for turn in turns), ends_at)
 
 
 class _Block:
@@ -128,13 +155,25 @@ class _Block:
                 return found
         return None
 
+    def sloping(self, flat: Filling) -> Filling | None:
+        """Microbatches of which the first cost what those before the block did, and the later ones by and by what the
+        block's text makes them cost; None where that step is small, or its text does not give such a slope."""
+        step = self._level - flat.mean
+        step = math.copysign(min(abs(step), STEEPEST * flat.mean), step)
+        if abs(step) <= FLAT * flat.mean:
+            return None
+        found = Filling(self._pieces, self._cut, flat.poured, self._room, slope(step, len(flat.bins)))
+        if self._cut:
+            found.lower(self._bound(found))
+        return found if len(found.bins) == len(flat.bins) else None
+
     def _filled(self, poured: frozenset[int], count: int) -> Filling:
-        return Filling(self._pieces, self._cut, poured, self._room, count)
+        return Filling(self._pieces, self._cut, poured, self._room, [0.0] * count)
 
     def _bound(self, found: Filling) -> float:
         """What a microbatch may cost: hardly more than the mean, when all that cost more are made cheaper, and than the
         block before."""
-        costs = [one.cost for one in found.bins]
+        costs = [one.beside for one in found.bins]
         natural = mean = found.mean
         bound = math.inf
         for _ in range(LOWERED):
@@ -150,15 +189,58 @@ class _Block:
         return uneven + (EMPTY_COUNTS * max(0.0, empty - EMPTY) if count > self._fewest else 0.0)
 
 
-def in_turns(costs: Sequence[float], ranks: Sequence[int]) -> list[int]:
-    """The order in which microbatches are given out: of any STRATA in a row one is of the cheapest, one of the next,
-    and so on, so that no short stretch costs more than another.
+def slope(step: float, count: int) -> list[float]:
+    """How much more than their mean so many microbatches are to cost: the first ones `step`, those of the second half
+    all the same, in steps of STRATA microbatches between."""
+    down = max(1, count // 2 // STRATA)
+    aims = [step * max(-1 / 3, 1 - 4 / 3 * (place // STRATA + 0.5) / down) for place in range(count)]
+    mean = math.fsum(aims) / count
+    return [aim - mean for aim in aims]
+
+
+def worst_run(costs: Sequence[float], level: float = 0.0) -> float:
+    """The largest cost over the mean of any STRATA microbatches in a row, those of the block before among them."""
+    before = [level] * (STRATA - 1) if level else []
+    row, most = [*before, *costs], min(STRATA, len(costs))
+    return max(max(run) * most / math.fsum(run) for at in range(len(row) - most + 1) for run in (row[at : at + most],))
+
+
+def in_turns(costs: Sequence[float], ranks: Sequence[int], level: float = 0.0) -> tuple[list[int], float]:
+    """The order in which microbatches are given out, so that each costs as much as its neighbours, or as any few in a
+    row do: the best of these three.
+
+    * Of any STRATA in a row one is of the cheapest, one of the next, and so on.
+    * Rising or falling costs, where the block before cost less or more; those that cost much less than the mean apart.
 
     Args:
-        ranks: a permutation by chance, which decides among those of one stratum.
+        ranks: a permutation by chance, which decides among those that cost alike.
+        level: what microbatches of the block before cost at its end; 0 where that is not known.
+
+    Returns:
+        The order, and what the last of rising or falling costs are; 0 for the first.
     """
     by_cost = sorted(range(len(costs)), key=lambda place: (costs[place], place))
     bounds = [round(stratum * len(costs) / STRATA) for stratum in range(STRATA + 1)]
     strata = [sorted(by_cost[low:high], key=lambda place: ranks[place]) for low, high in pairwise(bounds)]
     turns = [strata[stratum] for stratum in _FAR_APART]
-    return [place for turn in zip_longest(*turns) for place in turn if place is not None]
+    mixed = [place for turn in zip_longest(*turns) for place in turn if place is not None]
+    if not level or worst_run([costs[place] for place in mixed], level) <= EVEN_ENOUGH:
+        return mixed, 0.0
+    mean = math.fsum(costs) / len(costs)
+    alike, low = ALIKE * mean, (1 - LOW) * mean
+    main = sorted(
+        (place for place in by_cost if costs[place] >= low),
+        key=lambda place: (round(costs[place] / alike), ranks[place]),
+    )
+    few = sorted((place for place in by_cost if costs[place] < low), key=lambda place: ranks[place])
+    rising, falling = _spread(main, few), _spread(main[::-1], few)
+    best = min((mixed, rising, falling), key=lambda order: worst_run([costs[place] for place in order], level))
+    last = [costs[place] for place in best if costs[place] >= low][-STRATA:]
+    return best, 0.0 if best is mixed else math.fsum(last) / len(last)
+
+
+def _spread(main: Sequence[int], few: Sequence[int]) -> list[int]:
+    """The few at equal distances among the main ones."""
+    bounds = [round(part * len(main) / (len(few) + 1)) for part in range(len(few) + 2)]
+    parts = [main[low:high] for low, high in pairwise(bounds)]
+    return [place for part, one in zip_longest(parts, few) for place in (*part, *([] if one is None else [one]))]
