@@ -102,8 +102,8 @@ class Filling:
         self.pieces, self.poured = list(pieces), poured
         self._cut, self._room, self._costs = cut, room, _Costs(room)
         self._lengths = [piece.stop - piece.start for piece in pieces]
-        dealt = (index for index in range(len(pieces)) if index not in poured)
-        longest_first = sorted(dealt, key=lambda index: (-self._lengths[index], index))
+        dealt = [index for index in range(len(pieces)) if index not in poured]
+        longest_first = sorted(dealt, key=self._lengths.__getitem__, reverse=True)
         while True:
             self.bins = [Bin(aim=aim) for aim in aims]
             left = self._deal(longest_first)
@@ -165,10 +165,13 @@ class Filling:
             else:
                 bins.append(Bin())
                 place = len(bins) - 1
-            self._take(bins[place], index)
-            left_tokens, left_cost = left_tokens - length, left_cost - costs[length]
-            if len(bins[place].pieces) < MAX_DOCUMENTS:
-                heappush(open_ones, (bins[place].beside - rate * bins[place].tokens, place))
+            found, cost = bins[place], costs[length]
+            found.pieces.append(index)
+            found.cost += cost
+            found.tokens += length
+            left_tokens, left_cost = left_tokens - length, left_cost - cost
+            if len(found.pieces) < MAX_DOCUMENTS:
+                heappush(open_ones, (found.cost - found.aim - rate * found.tokens, place))
         return left
 
     def _pour(self, poured: Sequence[int]) -> None:

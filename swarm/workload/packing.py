@@ -37,6 +37,8 @@ EMPTY: Final = 0.018
 """The part of the room that may be left empty before it counts against a packing..."""
 EMPTY_COUNTS: Final = 3.0
 """... so many times as much as a difference of costs."""
+FEW_ENDS: Final = 0.02
+"""Of the block's tokens: fewer of what remains of documents that are cut even nothing out."""
 UNEVEN: Final = 1.1
 """The largest cost over the mean from which on more microbatches are tried, so that those with long documents need not
 be filled up with short ones: what they leave empty costs nothing."""
@@ -47,7 +49,7 @@ FLAT: Final = 0.01
 ALIKE: Final = 0.004
 """Of the mean: on a slope, chance decides among those whose costs are no further apart."""
 LOW: Final = 0.03
-"""Of the mean: what costs so much less stands apart on a slope."""
+"""Of what all but an eighth of microbatches cost at least: what costs so much less stands apart on a slope."""
 STEEPEST: Final = 0.2
 """Of the mean: a block begins no further from its mean than this."""
 STRATA: Final = 8
@@ -137,7 +139,8 @@ class _Block:
     def fewest_filled(self) -> tuple[Filling, float]:
         """The more even of two fillings, and what one microbatch cost before any was made cheaper."""
         tried = list[tuple[float, Filling, float]]()
-        for poured in (frozenset[int](), self._ends)[: 1 + bool(self._cut)]:
+        ends = sum(self._pieces[index].stop - self._pieces[index].start for index in self._ends)
+        for poured in (frozenset[int](), self._ends)[: 1 + (ends >= FEW_ENDS * self._tokens)]:
             found = self._filled(poured, self._fewest)
             natural = found.mean
             found.lower(self._bound(found))
@@ -226,8 +229,7 @@ def in_turns(costs: Sequence[float], ranks: Sequence[int], level: float = 0.0) -
     mixed = [place for turn in zip_longest(*turns) for place in turn if place is not None]
     if not level or worst_run([costs[place] for place in mixed], level) <= EVEN_ENOUGH:
         return mixed, 0.0
-    mean = math.fsum(costs) / len(costs)
-    alike, low = ALIKE * mean, (1 - LOW) * mean
+    alike, low = ALIKE * math.fsum(costs) / len(costs), (1 - LOW) * costs[by_cost[bounds[1]]]
     main = sorted(
         (place for place in by_cost if costs[place] >= low),
         key=lambda place: (round(costs[place] / alike), ranks[place]),
