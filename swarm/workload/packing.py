@@ -18,10 +18,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from itertools import pairwise, zip_longest
 from typing import Final
 
 from swarm.workload.filling import Filling, Piece, Room
+from swarm.workload.turns import STRATA, in_turns, worst_run
 
 EVEN_ENOUGH: Final = 1.012
 """The largest cost over the mean, of this block and the one before, at which nothing else is tried."""
@@ -46,15 +46,8 @@ MORE: Final = (1.06, 1.12, 1.18, 1.25)
 """Times as many as are needed."""
 FLAT: Final = 0.01
 """Of the mean: a step between two blocks that is no larger stays one."""
-ALIKE: Final = 0.004
-"""Of the mean: on a slope, chance decides among those whose costs are no further apart."""
-LOW: Final = 0.03
-"""Of what all but an eighth of microbatches cost at least: what costs so much less stands apart on a slope."""
 STEEPEST: Final = 0.2
 """Of the mean: a block begins no further from its mean than this."""
-STRATA: Final = 8
-_FAR_APART: Final = (0, 4, 2, 6, 1, 5, 3, 7)
-"""Neighbours in the order are of strata that are not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,50 +192,3 @@ def slope(step: float, count: int) -> list[float]:
     aims = [step * max(-1 / 3, 1 - 4 / 3 * (place // STRATA + 0.5) / down) for place in range(count)]
     mean = math.fsum(aims) / count
     return [aim - mean for aim in aims]
-
-
-def worst_run(costs: Sequence[float], level: float = 0.0) -> float:
-    """The largest cost over the mean of any STRATA microbatches in a row, those of the block before among them."""
-    before = [level] * (STRATA - 1) if level else []
-    row, most = [*before, *costs], min(STRATA, len(costs))
-    return max(max(run) * most / math.fsum(run) for at in range(len(row) - most + 1) for run in (row[at : at + most],))
-
-
-def in_turns(costs: Sequence[float], ranks: Sequence[int], level: float = 0.0) -> tuple[list[int], float]:
-    """The order in which microbatches are given out, so that each costs as much as its neighbours, or as any few in a
-    row do: the best of these three.
-
-    * Of any STRATA in a row one is of the cheapest, one of the next, and so on.
-    * Rising or falling costs, where the block before cost less or more; those that cost much less than the mean apart.
-
-    Args:
-        ranks: a permutation by chance, which decides among those that cost alike.
-        level: what microbatches of the block before cost at its end; 0 where that is not known.
-
-    Returns:
-        The order, and what the last of rising or falling costs are; 0 for the first.
-    """
-    by_cost = sorted(range(len(costs)), key=lambda place: (costs[place], place))
-    bounds = [round(stratum * len(costs) / STRATA) for stratum in range(STRATA + 1)]
-    strata = [sorted(by_cost[low:high], key=lambda place: ranks[place]) for low, high in pairwise(bounds)]
-    turns = [strata[stratum] for stratum in _FAR_APART]
-    mixed = [place for turn in zip_longest(*turns) for place in turn if place is not None]
-    if not level or worst_run([costs[place] for place in mixed], level) <= EVEN_ENOUGH:
-        return mixed, 0.0
-    alike, low = ALIKE * math.fsum(costs) / len(costs), (1 - LOW) * costs[by_cost[bounds[1]]]
-    main = sorted(
-        (place for place in by_cost if costs[place] >= low),
-        key=lambda place: (round(costs[place] / alike), ranks[place]),
-    )
-    few = sorted((place for place in by_cost if costs[place] < low), key=lambda place: ranks[place])
-    rising, falling = _spread(main, few), _spread(main[::-1], few)
-    best = min((mixed, rising, falling), key=lambda order: worst_run([costs[place] for place in order], level))
-    last = [costs[place] for place in best if costs[place] >= low][-STRATA:]
-    return best, 0.0 if best is mixed else math.fsum(last) / len(last)
-
-
-def _spread(main: Sequence[int], few: Sequence[int]) -> list[int]:
-    """The few at equal distances among the main ones."""
-    bounds = [round(part * len(main) / (len(few) + 1)) for part in range(len(few) + 2)]
-    parts = [main[low:high] for low, high in pairwise(bounds)]
-    return [place for part, one in zip_longest(parts, few) for place in (*part, *([] if one is None else [one]))]
