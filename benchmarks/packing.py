@@ -114,7 +114,11 @@ def ours(task: Task) -> Arm:
             whole.append((taken, is_rest))
             rest = length - taken, True
         lengths = [tokens for tokens, _ in whole]
-        cut = [place for place, (tokens, is_rest) in enumerate([*read, last][: len(whole)]) if is_rest or tokens > task.sequence]
+        cut = [
+            place
+            for place, (tokens, is_rest) in enumerate([*read, last][: len(whole)])
+            if is_rest or tokens > task.sequence
+        ]
         chance = partial(_shuffled, len(packed))
         (found, kept), seconds = _timed(partial(pack_and_end, lengths, cut, room, level, chance))
         longest_s, level = max(longest_s, seconds), found.level

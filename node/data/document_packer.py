@@ -43,11 +43,14 @@ MOST_MICROBATCHES: Final = 512
 ROUTED: Final = 4
 """Times as much is packed together in a run with experts: among the documents of a smaller block routes have by chance
 other shares than in the text."""
-MOST_DOCUMENTS: Final = 4000
+MOST_DOCUMENTS: Final = 3000
 """Of a block, about: very short documents make microbatches of equal cost in any number, but packing takes a time for
 each."""
 NO_ROUTERS: Final = BlockRouters(None)
 """Of a run without experts."""
+PACKING: Final = 2
+"""The way of packing. A cursor within a block that was packed in another way goes back to the block's beginning: its
+microbatches are not what they were, and some documents are read twice rather than not at all."""
 FULL: Final = 0.995
 """The share of a block's room that is filled: with a little left its documents fit into as many microbatches as
 planned."""
@@ -141,7 +144,8 @@ class DocumentPacker:
         routers: BlockRouters = NO_ROUTERS,
         sampler: Sampler | None = None,
     ) -> None:
-        self.cursor = start
+        taken = start.taken if start.packing == PACKING else 0
+        self.cursor = replace(start, taken=taken, packing=PACKING)
         self._routers, self._sampler = routers, sampler
         self._model, self._seed = manifest.model, manifest.seed
         self._room = Room(manifest.model.sequence, manifest.microbatch_tokens, quadratic_share(manifest.model))
@@ -227,7 +231,7 @@ class DocumentPacker:
         packing, kept = pack_and_end(lengths, cut, self._room, self.cursor.level, self._chance())
         back = [*read, last][kept:] if kept < len(whole) else [rest]
         self._waiting.extendleft(reversed(back))
-        return _Block(whole[:kept], list(packing.microbatches), Cursor(back[0][0], level=packing.level))
+        return _Block(whole[:kept], list(packing.microbatches), self._end(back[0][0], packing.level))
 
     def _begin(self) -> None:
         """Sets what the documents of the block are routed by: of one that was begun before the same as then."""
@@ -263,7 +267,7 @@ class DocumentPacker:
         ranks = permutation(f"routes:{self._at}", len(packed)).tolist()
         given = [iter(packed[rank]) for rank in ranks]
         turns = [next(given[turn]) for turn in in_shares([len(packed[rank]) for rank in ranks])]
-        return _Block(stretches, turns, Cursor(end, level=min(levels)))
+        return _Block(stretches, turns, self._end(end, min(levels)))
 
     def _of_one_route(
         self, stretches: list[_Stretch], members: list[int], key: str
@@ -277,6 +281,9 @@ class DocumentPacker:
             for of in packing.microbatches
         ]
         return named, packing.level
+
+    def _end(self, place: Place, level: float) -> Cursor:
+        return Cursor(place, level=level, packing=PACKING)
 
     def _sizes(self, stretches: list[_Stretch]) -> tuple[list[int], list[int]]:
         """The tokens of each, and which are cut."""

@@ -15,9 +15,9 @@ from swarm.workload.filling import Room
 from swarm.workload.packing import Packing, pack
 from swarm.workload.turns import worst_run
 
-EMPTY: Final = 0.012
+EMPTY: Final = 0.016
 """The part of the room that may be left empty, and..."""
-UNEVEN: Final = 1.02
+UNEVEN: Final = 1.025
 """... the largest cost over the mean of a few in a row, at which no other end is tried."""
 EMPTY_COUNTS: Final = 3.0
 """So many times as much as a difference of costs."""
@@ -50,8 +50,9 @@ def pack_and_end(
     if count < 2 or wanted <= UNEVEN:
         return best, taken
     full = sorted(_tokens(best), reverse=True)[: max(1, int(FULLEST * count))]
-    tokens, most = sum(lengths), (count - 1) * sum(full) // len(full)
-    least = tokens - tokens // count
+    tokens = sum(lengths)
+    step, least = math.ceil(FURTHER * tokens / count), tokens - tokens // count
+    most = max((count - 1) * sum(full) // len(full), tokens - step)
     kept = len(lengths) - 1
     for _ in range(min(MOST_TRIED, TRIED // len(lengths))):
         while kept and sum(lengths[:kept]) > most:
@@ -62,7 +63,7 @@ def pack_and_end(
         badness = _badness(found, room, level)
         if badness < wanted:
             best, taken, wanted = found, kept, badness
-        most = sum(lengths[:kept]) - math.ceil(FURTHER * tokens / count)
+        most = sum(lengths[:kept]) - step
     return best, taken
 
 

@@ -254,7 +254,9 @@ class Filling:
             best = self._exchange(rich, poor)
             if best is None:
                 by_cost = sorted(self.bins, key=lambda found: found.beside)
-                others = [(rich, other) for other in by_cost[1:OTHERS]] + [(other, poor) for other in by_cost[-OTHERS:-1]]
+                others = [(rich, other) for other in by_cost[1:OTHERS]] + [
+                    (other, poor) for other in by_cost[-OTHERS:-1]
+                ]
                 for rich, poor in others:
                     best = self._exchange(rich, poor) if rich.beside - poor.beside > apart else None
                     if best is not None:

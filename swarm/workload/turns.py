@@ -24,8 +24,11 @@ _FAR_APART: Final = (0, 4, 2, 6, 1, 5, 3, 7)
 
 def worst_run(costs: Sequence[float], level: float = 0.0) -> float:
     """The largest cost over the mean of any STRATA microbatches in a row, those of the block before among them."""
+    if not costs:
+        return 1.0
     before = [level] * (STRATA - 1) if level else []
-    row, most = [*before, *costs], min(STRATA, len(costs))
+    row = [*before, *costs]
+    most = min(STRATA, len(row))
     return max(max(run) * most / math.fsum(run) for at in range(len(row) - most + 1) for run in (row[at : at + most],))
 
 
