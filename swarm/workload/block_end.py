@@ -46,8 +46,8 @@ def pack_and_end(
         Of how many documents, too: the first ones.
     """
     best, taken = pack(lengths, cut, room, level, chance), len(lengths)
-    count, wanted = len(best.microbatches), _badness(best, room, level)
-    if count < 2 or wanted <= UNEVEN:
+    count = len(best.microbatches)
+    if count < 2 or (wanted := _badness(best, room, level)) <= UNEVEN:
         return best, taken
     full = sorted(_tokens(best), reverse=True)[: max(1, int(FULLEST * count))]
     tokens = sum(lengths)
