@@ -23,7 +23,7 @@ from swarm.vocabulary.types import MAX_DOCUMENTS
 RATE_AGAIN: Final = 0.7
 """When documents have become so much shorter, what is still to come is looked at anew."""
 EXCHANGES: Final = 64
-"""Of documents, after all are dealt."""
+"""Of documents, that are looked for after all are dealt."""
 OTHERS: Final = 4
 """Microbatches that are next to the dearest and to the cheapest, for where these two have nothing to exchange."""
 EVEN: Final = 0.01
@@ -125,13 +125,15 @@ class Filling:
 
     def lower(self, bound: float) -> None:
         """Makes what costs more than the bound as cheap, as far as its documents may be cut."""
-        for found in self.bins:
+        dear = [found for found in self.bins if found.beside > bound]
+        for found in dear:
             for index in sorted(found.pieces, key=lambda index: (-self._lengths[index], index)):
                 if found.beside <= bound or self._lengths[index] <= SHORTEST_CUT or len(found.pieces) >= MAX_DOCUMENTS:
                     break
                 if self.pieces[index].document in self._cut:
                     self._cut_for(found, index, found.beside - bound)
-        self._even_out()
+        if dear:
+            self._even_out()
 
     # ---- dealing -----------------------------------------------------------------------------------------------------
 
@@ -245,23 +247,21 @@ class Filling:
     def _even_out(self) -> None:
         """The dearest one exchanges a document with the cheapest, or gives it one, whichever brings the two nearest to
         each other: as long as they are apart and there is such an exchange."""
-        apart = EVEN * self.mean
-        for _ in range(EXCHANGES):
-            rich = max(self.bins, key=lambda found: found.beside)
-            poor = min(self.bins, key=lambda found: found.beside)
-            if rich.beside - poor.beside <= apart:
-                return
-            best = self._exchange(rich, poor)
-            if best is None:
-                by_cost = sorted(self.bins, key=lambda found: found.beside)
-                others = [(rich, other) for other in by_cost[1:OTHERS]] + [
-                    (other, poor) for other in by_cost[-OTHERS:-1]
-                ]
-                for rich, poor in others:
-                    best = self._exchange(rich, poor) if rich.beside - poor.beside > apart else None
-                    if best is not None:
-                        break
-            if best is None:
+        apart, tried = EVEN * self.mean, 0
+        while tried < EXCHANGES:
+            by_cost = sorted(self.bins, key=lambda found: found.beside)
+            rich, poor = by_cost[-1], by_cost[0]
+            pairs = [
+                (rich, poor),
+                *((rich, of) for of in by_cost[1:OTHERS]),
+                *((of, poor) for of in by_cost[-OTHERS:-1]),
+            ]
+            for rich, poor in pairs:
+                tried += rich.beside - poor.beside > apart
+                best = self._exchange(rich, poor) if rich.beside - poor.beside > apart else None
+                if best is not None:
+                    break
+            else:
                 return
             _, given, taken = best
             moves = [(rich, poor, self._one_of(rich, given)), (poor, rich, self._one_of(poor, taken))]
