@@ -5,7 +5,7 @@
 `--lengths` is a JSON list of document lengths in tokens. Without it: the standard library's modules by their bytes, and
 log-normal lengths, at S and T = 4 S as in `SETTINGS`, and at T = S for the record. Documents are drawn in a new order
 again and again (seeded) until there are so many microbatches. `ours` is what a data node packs
-(`node.data.document_packer` by `swarm.workload.packing`); the others are here for comparison:
+(`node.data.document_packer` by `swarm.workload.block_end`); the others are here for comparison:
 
 * `concat`: one stream, cut every T tokens, and a mask between documents.
 * `queues`: documents of more than a quarter of S wait in outlier queues until there is one for each of a batch's 8

@@ -5,7 +5,9 @@ the others the whole pipeline waits for it, so a block of many microbatches is p
 
 Documents that fit are never cut. Those that have to be cut anyway are cut into pieces as long as may be, and further
 where that makes microbatches of equal cost: within a block, and with the block before. Blocks differ in how much of
-them is long documents, and a window of microbatches that reaches from one into the next would see the step.
+them is long documents, and a window of microbatches that reaches from one into the next would see the step: where
+cutting does not make them alike, a block begins with what the one before ended with, and goes on by and by (`turns`
+says in which order).
 
 The paper's outlier queues even out the microbatches of one step; between steps the cost varies more than without. Here
 stages are queues and not barriers, so every microbatch has to be like the next.
