@@ -5,7 +5,7 @@
 `--lengths` is a JSON list of document lengths in tokens. Without it: the standard library's modules by their bytes, and
 log-normal lengths, at S and T = 4 S as in `SETTINGS`, and at T = S for the record. Documents are drawn in a new order
 again and again (seeded) until there are so many microbatches. `ours` is what a data node packs
-(`node.data.document_packer` by `swarm.workload.packing`); the others are here for comparison:
+(`node.data.document_packer` by `swarm.workload.block_end`); the others are here for comparison:
 
 * `concat`: one stream, cut every T tokens, and a mask between documents.
 * `queues`: documents of more than a quarter of S wait in outlier queues until there is one for each of a batch's 8
@@ -29,6 +29,7 @@ import random
 import sys
 import sysconfig
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -39,8 +40,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from node.data.document_packer import BLOCK_MICROBATCHES, MOST_DOCUMENTS, tokens_of_block, tokens_of_last
 from protocol.manifest.model import ModelSection, quadratic_share
+from swarm.workload.block_end import pack_and_end
 from swarm.workload.filling import Room
-from swarm.workload.packing import in_turns, pack
 
 WINDOW: Final = 8
 QUEUES: Final = (0.25, 0.5, 0.75)
@@ -95,28 +96,39 @@ def ours(task: Task) -> Arm:
     """As a data node's packer does, without the text."""
     budget = tokens_of_block(task.tokens)
     room, level = Room(task.sequence, task.tokens, task.share), 0.0
-    stream, packed, longest_s, rng = task.stream(), list[Packed](), 0.0, random.Random(SEED)
-    waiting, is_rest = next(stream) + 1, False
+    stream, packed, longest_s = task.stream(), list[Packed](), 0.0
+    waiting = deque[tuple[int, bool]]()
+    """Documents and the rests of such that have been read, and whether they are rests."""
     while len(packed) < task.microbatches:
-        lengths, cut, left = list[int](), set[int](), budget
-        while waiting <= left:
-            if is_rest or waiting > task.sequence:
-                cut.add(len(lengths))
-            lengths.append(waiting)
-            left -= waiting
-            if len(lengths) == MOST_DOCUMENTS:
+        read, left, last = list[tuple[int, bool]](), budget, waiting.popleft() if waiting else (next(stream) + 1, False)
+        while last[0] <= left:
+            read.append(last)
+            left -= last[0]
+            if len(read) == MOST_DOCUMENTS:
                 left = min(left, tokens_of_last(budget - left, task.tokens))
-            waiting, is_rest = next(stream) + 1, False
+            last = waiting.popleft() if waiting else (next(stream) + 1, False)
+        length, is_rest = last
+        whole, rest = list(read), last
         taken = left - left % task.sequence if left > task.sequence else left
-        if (is_rest or waiting > task.sequence) and 2 * taken >= task.sequence:
-            cut.add(len(lengths))
-            lengths.append(taken)
-            waiting, is_rest = waiting - taken, True
-        found, seconds = _timed(partial(pack, lengths, cut, room, level))
+        if (is_rest or length > task.sequence) and 2 * taken >= task.sequence:
+            whole.append((taken, is_rest))
+            rest = length - taken, True
+        lengths = [tokens for tokens, _ in whole]
+        cut = [
+            place
+            for place, (tokens, is_rest) in enumerate([*read, last][: len(whole)])
+            if is_rest or tokens > task.sequence
+        ]
+        chance = partial(_shuffled, len(packed))
+        (found, kept), seconds = _timed(partial(pack_and_end, lengths, cut, room, level, chance))
         longest_s, level = max(longest_s, seconds), found.level
-        made = [Packed(tuple(piece.stop - piece.start for piece in chosen)) for chosen in found.microbatches]
-        packed += [made[place] for place in in_turns(found.costs, rng.sample(range(len(made)), len(made)))]
+        waiting.extendleft(reversed([*read, last][kept:] if kept < len(whole) else [rest]))
+        packed += [Packed(tuple(piece.stop - piece.start for piece in chosen)) for chosen in found.microbatches]
     return Arm(packed, 0.0, 1000 * longest_s)
+
+
+def _shuffled(key: int, count: int) -> list[int]:
+    return random.Random(f"{SEED}:{key}").sample(range(count), count)
 
 
 def concat(task: Task) -> Arm:

@@ -12,7 +12,8 @@ on, and there is nothing else to save.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -30,8 +31,9 @@ from protocol.manifest.manifest import Manifest
 from protocol.manifest.model import document_cost, quadratic_share
 from swarm.experts.routes import best_route, in_shares
 from swarm.vocabulary.types import Affinity, Route
+from swarm.workload.block_end import pack_and_end
 from swarm.workload.filling import Piece, Room
-from swarm.workload.packing import in_turns, pack
+from swarm.workload.packing import pack
 
 BLOCK_MICROBATCHES: Final = 64
 """That are packed together at least, where there is as much text: among fewer, costs cannot be made equal without
@@ -41,11 +43,14 @@ MOST_MICROBATCHES: Final = 512
 ROUTED: Final = 4
 """Times as much is packed together in a run with experts: among the documents of a smaller block routes have by chance
 other shares than in the text."""
-MOST_DOCUMENTS: Final = 4000
+MOST_DOCUMENTS: Final = 3000
 """Of a block, about: very short documents make microbatches of equal cost in any number, but packing takes a time for
 each."""
 NO_ROUTERS: Final = BlockRouters(None)
 """Of a run without experts."""
+PACKING: Final = 2
+"""The way of packing. A cursor within a block that was packed in another way goes back to the block's beginning: its
+microbatches are not what they were, and some documents are read twice rather than not at all."""
 FULL: Final = 0.995
 """The share of a block's room that is filled: with a little left its documents fit into as many microbatches as
 planned."""
@@ -139,7 +144,8 @@ class DocumentPacker:
         routers: BlockRouters = NO_ROUTERS,
         sampler: Sampler | None = None,
     ) -> None:
-        self.cursor = start
+        taken = start.taken if start.packing == PACKING else 0
+        self.cursor = replace(start, taken=taken, packing=PACKING)
         self._routers, self._sampler = routers, sampler
         self._model, self._seed = manifest.model, manifest.seed
         self._room = Room(manifest.model.sequence, manifest.microbatch_tokens, quadratic_share(manifest.model))
@@ -148,7 +154,8 @@ class DocumentPacker:
         )
         self._enough_tokens = min(self._block_tokens, ROUTED * BLOCK_MICROBATCHES * manifest.microbatch_tokens)
         self._stretches = _stretches(fragments, unscored)
-        self._waiting: tuple[Place, _Stretch] | None = None
+        self._waiting = deque[tuple[Place, _Stretch]]()
+        """What has been read and is of the next block; less than a microbatch and one document."""
         self._block: _Block | None = None
         self._router = BlockRouter(None)
         """Of the block."""
@@ -190,27 +197,41 @@ class DocumentPacker:
         the epoch: short texts are not read again and again for one block, and each route has its share in an epoch.
         """
         self._begin()
-        stretches, room, place = list[_Stretch](), self._block_tokens, self.cursor.block
-        while (found := self._waiting or next(self._stretches, None)) is not None:
-            self._waiting = None
+        read, room, place = list[tuple[Place, _Stretch]](), self._block_tokens, self.cursor.block
+        while (found := self._next_stretch()) is not None:
             at, stretch = found
             if at.epoch > place.epoch and self._block_tokens - room >= self._enough_tokens:
-                self._waiting = found
-                return self._packed(stretches, at)
+                self._waiting.appendleft(found)
+                return self._packed([stretch for _, stretch in read], at)
             if stretch.labels.size > room:
-                taken = self._taken_now(stretch, room)
-                if taken:
-                    now, stretch = stretch.parted(taken)
-                    stretches.append(now)
-                    at = Place(at.epoch, at.position, at.offset + taken)
-                self._waiting = at, stretch
-                return self._packed(stretches, at)
-            stretches.append(stretch)
+                return self._ended(read, found, self._taken_now(stretch, room))
+            read.append(found)
             room -= stretch.labels.size
-            if len(stretches) == MOST_DOCUMENTS:
+            if len(read) == MOST_DOCUMENTS:
                 room = min(room, tokens_of_last(self._block_tokens - room, self._room.tokens))
             place = Place(at.epoch, at.position + 1)
-        return self._packed(stretches, place) if stretches else None
+        return self._packed([stretch for _, stretch in read], place) if read else None
+
+    def _next_stretch(self) -> tuple[Place, _Stretch] | None:
+        return self._waiting.popleft() if self._waiting else next(self._stretches, None)
+
+    def _ended(self, read: list[tuple[Place, _Stretch]], last: tuple[Place, _Stretch], taken: int) -> _Block:
+        """A block of what has been read and of so much of the last: in a run without experts the last few go into the
+        next one where that is better."""
+        at, stretch = last
+        whole, rest = [of for _, of in read], last
+        if taken:
+            now, later = stretch.parted(taken)
+            whole.append(now)
+            rest = Place(at.epoch, at.position, at.offset + taken), later
+        if self._router.router is not None:
+            self._waiting.appendleft(rest)
+            return self._packed(whole, rest[0])
+        lengths, cut = self._sizes(whole)
+        packing, kept = pack_and_end(lengths, cut, self._room, self.cursor.level, self._chance())
+        back = [*read, last][kept:] if kept < len(whole) else [rest]
+        self._waiting.extendleft(reversed(back))
+        return _Block(whole[:kept], list(packing.microbatches), self._end(back[0][0], packing.level))
 
     def _begin(self) -> None:
         """Sets what the documents of the block are routed by: of one that was begun before the same as then."""
@@ -238,30 +259,45 @@ class DocumentPacker:
         of_routes: dict[Route, list[int]] = {}
         for index, stretch in enumerate(stretches):
             of_routes.setdefault(best_route(stretch.affinity), []).append(index)
-        place = self.cursor.block
-        at = f"{self._seed}:{place.epoch}:{place.position}:{place.offset}"
         packed, levels = list[list[tuple[Piece, ...]]](), list[float]()
         for route, members in sorted(of_routes.items()):
-            turns, level = self._of_one_route(stretches, members, f"documents:{at}" + f":{route}" * bool(route))
+            turns, level = self._of_one_route(stretches, members, f":{route}" * bool(route))
             packed.append(turns)
             levels.append(level)
-        ranks = permutation(f"routes:{at}", len(packed)).tolist()
+        ranks = permutation(f"routes:{self._at}", len(packed)).tolist()
         given = [iter(packed[rank]) for rank in ranks]
         turns = [next(given[turn]) for turn in in_shares([len(packed[rank]) for rank in ranks])]
-        return _Block(stretches, turns, Cursor(end, level=min(levels)))
+        return _Block(stretches, turns, self._end(end, min(levels)))
 
     def _of_one_route(
         self, stretches: list[_Stretch], members: list[int], key: str
     ) -> tuple[list[tuple[Piece, ...]], float]:
         """Packs the documents of one route: its microbatches in the order of turns, and what the next block's are to
         cost."""
-        lengths = [stretches[index].labels.size for index in members]
-        cut = [place for place, index in enumerate(members) if self._is_cut(stretches[index])]
-        packing = pack(lengths, cut, self._room, self.cursor.level)
-        ranks = permutation(key, len(packing.microbatches)).tolist()
-        turns = [packing.microbatches[turn] for turn in in_turns(packing.costs, ranks)]
-        named = [tuple(Piece(members[piece.document], piece.start, piece.stop) for piece in of) for of in turns]
+        lengths, cut = self._sizes([stretches[index] for index in members])
+        packing = pack(lengths, cut, self._room, self.cursor.level, self._chance(key))
+        named = [
+            tuple(Piece(members[piece.document], piece.start, piece.stop) for piece in of)
+            for of in packing.microbatches
+        ]
         return named, packing.level
+
+    def _end(self, place: Place, level: float) -> Cursor:
+        return Cursor(place, level=level, packing=PACKING)
+
+    def _sizes(self, stretches: list[_Stretch]) -> tuple[list[int], list[int]]:
+        """The tokens of each, and which are cut."""
+        cut = [index for index, stretch in enumerate(stretches) if self._is_cut(stretch)]
+        return [stretch.labels.size for stretch in stretches], cut
+
+    def _chance(self, key: str = "") -> Callable[[int], list[int]]:
+        """Permutations that follow from the place where the block begins."""
+        return lambda count: permutation(f"documents:{self._at}{key}", count).tolist()
+
+    @property
+    def _at(self) -> str:
+        place = self.cursor.block
+        return f"{self._seed}:{place.epoch}:{place.position}:{place.offset}"
 
 
 def _stretches(fragments: Iterator[Fragment], unscored: int) -> Iterator[tuple[Place, _Stretch]]:

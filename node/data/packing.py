@@ -30,6 +30,8 @@ class Cursor:
     """What microbatches of documents cost in the block before; 0 where that is not known."""
     routed_by: str = field(default="", compare=False)
     """The router that the block is packed by, where it is not the one that the run began with (`BlockRouter.saved`)."""
+    packing: int = field(default=1, compare=False)
+    """The way in which documents are packed; those who wrote no such number packed in the first."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -23,7 +23,9 @@ from swarm.vocabulary.types import MAX_DOCUMENTS
 RATE_AGAIN: Final = 0.7
 """When documents have become so much shorter, what is still to come is looked at anew."""
 EXCHANGES: Final = 64
-"""Of documents, after all are dealt."""
+"""Of documents, that are looked for after all are dealt."""
+OTHERS: Final = 4
+"""Microbatches that are next to the dearest and to the cheapest, for where these two have nothing to exchange."""
 EVEN: Final = 0.01
 """Costs no further apart than this part of the mean are equal."""
 SHORTEST_CUT: Final = 16
@@ -63,6 +65,13 @@ class Bin:
     tokens: int = 0
     pieces: list[int] = field(default_factory=list)
     """Indices."""
+    aim: float = 0.0
+    """How much more than the mean it is to cost."""
+
+    @property
+    def beside(self) -> float:
+        """Its cost but for what it is to cost more than the others: that which is to be equal."""
+        return self.cost - self.aim
 
 
 class _Costs(dict[int, float]):
@@ -84,23 +93,23 @@ class Filling:
         pieces: what is to be dealt.
         cut: documents that may be cut further.
         poured: the indices of pieces that are poured in when all others are dealt; only of documents that may be cut.
-        count: of microbatches, at least 1.
+        aims: how much more than the mean each of the microbatches is to cost; as many as there are to be, at least 1.
     """
 
     def __init__(
-        self, pieces: Sequence[Piece], cut: Collection[int], poured: Collection[int], room: Room, count: int
+        self, pieces: Sequence[Piece], cut: Collection[int], poured: Collection[int], room: Room, aims: Sequence[float]
     ) -> None:
-        self.pieces = list(pieces)
+        self.pieces, self.poured = list(pieces), poured
         self._cut, self._room, self._costs = cut, room, _Costs(room)
         self._lengths = [piece.stop - piece.start for piece in pieces]
-        dealt = (index for index in range(len(pieces)) if index not in poured)
-        longest_first = sorted(dealt, key=lambda index: (-self._lengths[index], index))
+        dealt = [index for index in range(len(pieces)) if index not in poured]
+        longest_first = sorted(dealt, key=self._lengths.__getitem__, reverse=True)
         while True:
-            self.bins = [Bin() for _ in range(count)]
+            self.bins = [Bin(aim=aim) for aim in aims]
             left = self._deal(longest_first)
-            if len(self.bins) <= count:
+            if len(self.bins) <= len(aims):
                 break
-            count = len(self.bins)  # all over again: those that were opened late have too little
+            aims = [*aims, *[0.0] * (len(self.bins) - len(aims))]  # all over again: the late ones have too little
         self._pour([*poured, *left])
         self._even_out()
 
@@ -112,17 +121,19 @@ class Filling:
     @property
     def unevenness(self) -> float:
         """The largest cost over the mean."""
-        return max(found.cost for found in self.bins) / self.mean
+        return max(found.beside for found in self.bins) / self.mean
 
     def lower(self, bound: float) -> None:
         """Makes what costs more than the bound as cheap, as far as its documents may be cut."""
-        for found in self.bins:
+        dear = [found for found in self.bins if found.beside > bound]
+        for found in dear:
             for index in sorted(found.pieces, key=lambda index: (-self._lengths[index], index)):
-                if found.cost <= bound or self._lengths[index] <= SHORTEST_CUT or len(found.pieces) >= MAX_DOCUMENTS:
+                if found.beside <= bound or self._lengths[index] <= SHORTEST_CUT or len(found.pieces) >= MAX_DOCUMENTS:
                     break
                 if self.pieces[index].document in self._cut:
-                    self._cut_for(found, index, found.cost - bound)
-        self._even_out()
+                    self._cut_for(found, index, found.beside - bound)
+        if dear:
+            self._even_out()
 
     # ---- dealing -----------------------------------------------------------------------------------------------------
 
@@ -144,7 +155,7 @@ class Filling:
                 open_ones, too_full = self._by_cost(rate), []
             while too_full and -too_full[0][0] >= length:
                 _, place = heappop(too_full)
-                heappush(open_ones, (bins[place].cost - rate * bins[place].tokens, place))
+                heappush(open_ones, (bins[place].beside - rate * bins[place].tokens, place))
             while open_ones and most_tokens - bins[open_ones[0][1]].tokens < length:
                 _, place = heappop(open_ones)
                 heappush(too_full, (bins[place].tokens - most_tokens, place))
@@ -156,10 +167,13 @@ class Filling:
             else:
                 bins.append(Bin())
                 place = len(bins) - 1
-            self._take(bins[place], index)
-            left_tokens, left_cost = left_tokens - length, left_cost - costs[length]
-            if len(bins[place].pieces) < MAX_DOCUMENTS:
-                heappush(open_ones, (bins[place].cost - rate * bins[place].tokens, place))
+            found, cost = bins[place], costs[length]
+            found.pieces.append(index)
+            found.cost += cost
+            found.tokens += length
+            left_tokens, left_cost = left_tokens - length, left_cost - cost
+            if len(found.pieces) < MAX_DOCUMENTS:
+                heappush(open_ones, (found.cost - found.aim - rate * found.tokens, place))
         return left
 
     def _pour(self, poured: Sequence[int]) -> None:
@@ -185,13 +199,13 @@ class Filling:
                 heappush(rests, (-self._lengths[rest], rest))
             self._take(found, index)
             if found.tokens < full and len(found.pieces) < MAX_DOCUMENTS:
-                heappush(open_ones, (found.cost - rate * found.tokens, place))
+                heappush(open_ones, (found.beside - rate * found.tokens, place))
 
     def _by_cost(self, rate: float, full: int | None = None) -> list[tuple[float, int]]:
         """A heap of the microbatches that have room, by what they will cost but for a constant."""
         most = self._room.tokens if full is None else full
         heap = [
-            (found.cost - rate * found.tokens, place)
+            (found.beside - rate * found.tokens, place)
             for place, found in enumerate(self.bins)
             if found.tokens < most and len(found.pieces) < MAX_DOCUMENTS
         ]
@@ -233,12 +247,21 @@ class Filling:
     def _even_out(self) -> None:
         """The dearest one exchanges a document with the cheapest, or gives it one, whichever brings the two nearest to
         each other: as long as they are apart and there is such an exchange."""
-        mean = self.mean
-        for _ in range(EXCHANGES):
-            rich = max(self.bins, key=lambda found: found.cost)
-            poor = min(self.bins, key=lambda found: found.cost)
-            best = self._exchange(rich, poor) if rich.cost - poor.cost > EVEN * mean else None
-            if best is None:
+        apart, tried = EVEN * self.mean, 0
+        while tried < EXCHANGES:
+            by_cost = sorted(self.bins, key=lambda found: found.beside)
+            rich, poor = by_cost[-1], by_cost[0]
+            pairs = [
+                (rich, poor),
+                *((rich, of) for of in by_cost[1:OTHERS]),
+                *((of, poor) for of in by_cost[-OTHERS:-1]),
+            ]
+            for rich, poor in pairs:
+                tried += rich.beside - poor.beside > apart
+                best = self._exchange(rich, poor) if rich.beside - poor.beside > apart else None
+                if best is not None:
+                    break
+            else:
                 return
             _, given, taken = best
             moves = [(rich, poor, self._one_of(rich, given)), (poor, rich, self._one_of(poor, taken))]
@@ -253,7 +276,7 @@ class Filling:
     def _exchange(self, rich: Bin, poor: Bin) -> tuple[float, int, int] | None:
         """The best exchange: by how much it lowers the sum of squares, the length that is given, and that which is
         taken for it; 0 for none."""
-        costs, gap, room = self._costs, rich.cost - poor.cost, self._room.tokens - poor.tokens
+        costs, gap, room = self._costs, rich.beside - poor.beside, self._room.tokens - poor.tokens
         ours, theirs = (sorted({self._lengths[index] for index in found.pieces}) for found in (rich, poor))
         best: tuple[float, int, int] | None = None
         for given in ours:

@@ -5,7 +5,9 @@ the others the whole pipeline waits for it, so a block of many microbatches is p
 
 Documents that fit are never cut. Those that have to be cut anyway are cut into pieces as long as may be, and further
 where that makes microbatches of equal cost: within a block, and with the block before. Blocks differ in how much of
-them is long documents, and a window of microbatches that reaches from one into the next would see the step.
+them is long documents, and a window of microbatches that reaches from one into the next would see the step: where
+cutting does not make them alike, a block begins with what the one before ended with, and goes on by and by (`turns`
+says in which order).
 
 The paper's outlier queues even out the microbatches of one step; between steps the cost varies more than without. Here
 stages are queues and not barriers, so every microbatch has to be like the next.
@@ -16,12 +18,12 @@ Source: WLB-LLM (arXiv:2503.17924) section 4, packing by workload.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from itertools import pairwise, zip_longest
 from typing import Final
 
 from swarm.workload.filling import Filling, Piece, Room
+from swarm.workload.turns import STRATA, in_turns, worst_run
 
 EVEN_ENOUGH: Final = 1.012
 """The largest cost over the mean, of this block and the one before, at which nothing else is tried."""
@@ -37,14 +39,17 @@ EMPTY: Final = 0.018
 """The part of the room that may be left empty before it counts against a packing..."""
 EMPTY_COUNTS: Final = 3.0
 """... so many times as much as a difference of costs."""
+FEW_ENDS: Final = 0.02
+"""Of the block's tokens: fewer of what remains of documents that are cut even nothing out."""
 UNEVEN: Final = 1.1
 """The largest cost over the mean from which on more microbatches are tried, so that those with long documents need not
 be filled up with short ones: what they leave empty costs nothing."""
 MORE: Final = (1.06, 1.12, 1.18, 1.25)
 """Times as many as are needed."""
-STRATA: Final = 8
-_FAR_APART: Final = (0, 4, 2, 6, 1, 5, 3, 7)
-"""Neighbours in the order are of strata that are not."""
+FLAT: Final = 0.01
+"""Of the mean: a step between two blocks that is no larger stays one."""
+STEEPEST: Final = 0.2
+"""Of the mean: a block begins no further from its mean than this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +57,10 @@ class Packing:
     """Microbatches of one block."""
 
     microbatches: tuple[tuple[Piece, ...], ...]
-    """The pieces of each, in rising order."""
+    """The pieces of each, in rising order; the microbatches in the order in which they are to be given out."""
     costs: tuple[float, ...]
     level: float
-    """What microbatches of the next block should cost."""
+    """What microbatches of the next block should cost at its beginning."""
 
 
 def longest_piece(sequence: int) -> int:
@@ -64,13 +69,20 @@ def longest_piece(sequence: int) -> int:
     return sequence - sequence // 64
 
 
-def pack(lengths: Sequence[int], cut: Collection[int], room: Room, level: float = 0.0) -> Packing:
+def pack(
+    lengths: Sequence[int],
+    cut: Collection[int],
+    room: Room,
+    level: float = 0.0,
+    chance: Callable[[int], Sequence[int]] = range,
+) -> Packing:
     """Packs documents into as few microbatches as they fit into, of costs as equal as can be.
 
     Args:
         lengths: tokens of each document, at least 1.
         cut: the indices of those that are cut: all that are longer than the sequence, and the rests of such.
-        level: what microbatches of the block before cost; 0 where that is not known.
+        level: what microbatches of the block before cost at its end; 0 where that is not known.
+        chance: gives a permutation of so many, which decides about the order of microbatches that cost alike.
 
     Returns:
         The same on every machine.
@@ -81,10 +93,22 @@ def pack(lengths: Sequence[int], cut: Collection[int], room: Room, level: float 
     found, natural = block.fewest_filled()
     if found.unevenness > UNEVEN:
         found = block.more_filled() or found
+    packing = _given_out(found, level, natural, chance)
+    sloping = block.sloping(found) if level else None
+    if sloping is not None:
+        other = _given_out(sloping, level, natural, chance)
+        packing = min((packing, other), key=lambda one: worst_run(one.costs, level))
+    return packing
+
+
+def _given_out(found: Filling, level: float, natural: float, chance: Callable[[int], Sequence[int]]) -> Packing:
     bins = [one for one in found.bins if one.pieces]
-    packed = tuple(tuple(sorted(found.pieces[index] for index in one.pieces)) for one in bins)
-    next_level = min(found.mean, level + BACK * (natural - level)) if level else found.mean
-    return Packing(packed, tuple(one.cost for one in bins), next_level)
+    costs = [one.cost for one in bins]
+    turns, ends_at = in_turns(costs, chance(len(bins)), level)
+    packed = [tuple(sorted(found.pieces[index] for index in bins[turn].pieces)) for turn in turns]
+    if not ends_at:
+        ends_at = min(found.mean, level + BACK * (natural - level)) if level else found.mean
+    return Packing(tuple(packed), tuple(costs[turn] for turn in turns), ends_at)
 
 
 class _Block:
@@ -110,7 +134,8 @@ class _Block:
     def fewest_filled(self) -> tuple[Filling, float]:
         """The more even of two fillings, and what one microbatch cost before any was made cheaper."""
         tried = list[tuple[float, Filling, float]]()
-        for poured in (frozenset[int](), self._ends)[: 1 + bool(self._cut)]:
+        ends = sum(self._pieces[index].stop - self._pieces[index].start for index in self._ends)
+        for poured in (frozenset[int](), self._ends)[: 1 + (ends >= FEW_ENDS * self._tokens)]:
             found = self._filled(poured, self._fewest)
             natural = found.mean
             found.lower(self._bound(found))
@@ -128,13 +153,25 @@ class _Block:
                 return found
         return None
 
+    def sloping(self, flat: Filling) -> Filling | None:
+        """Microbatches of which the first cost what those before the block did, and the later ones by and by what the
+        block's text makes them cost; None where that step is small, or its text does not give such a slope."""
+        step = self._level - flat.mean
+        step = math.copysign(min(abs(step), STEEPEST * flat.mean), step)
+        if abs(step) <= FLAT * flat.mean:
+            return None
+        found = Filling(self._pieces, self._cut, flat.poured, self._room, slope(step, len(flat.bins)))
+        if self._cut:
+            found.lower(self._bound(found))
+        return found if len(found.bins) == len(flat.bins) else None
+
     def _filled(self, poured: frozenset[int], count: int) -> Filling:
-        return Filling(self._pieces, self._cut, poured, self._room, count)
+        return Filling(self._pieces, self._cut, poured, self._room, [0.0] * count)
 
     def _bound(self, found: Filling) -> float:
         """What a microbatch may cost: hardly more than the mean, when all that cost more are made cheaper, and than the
         block before."""
-        costs = [one.cost for one in found.bins]
+        costs = [one.beside for one in found.bins]
         natural = mean = found.mean
         bound = math.inf
         for _ in range(LOWERED):
@@ -150,15 +187,10 @@ class _Block:
         return uneven + (EMPTY_COUNTS * max(0.0, empty - EMPTY) if count > self._fewest else 0.0)
 
 
-def in_turns(costs: Sequence[float], ranks: Sequence[int]) -> list[int]:
-    """The order in which microbatches are given out: of any STRATA in a row one is of the cheapest, one of the next,
-    and so on, so that no short stretch costs more than another.
-
-    Args:
-        ranks: a permutation by chance, which decides among those of one stratum.
-    """
-    by_cost = sorted(range(len(costs)), key=lambda place: (costs[place], place))
-    bounds = [round(stratum * len(costs) / STRATA) for stratum in range(STRATA + 1)]
-    strata = [sorted(by_cost[low:high], key=lambda place: ranks[place]) for low, high in pairwise(bounds)]
-    turns = [strata[stratum] for stratum in _FAR_APART]
-    return [place for turn in zip_longest(*turns) for place in turn if place is not None]
+def slope(step: float, count: int) -> list[float]:
+    """How much more than their mean so many microbatches are to cost: the first ones `step`, those of the second half
+    all the same, in steps of STRATA microbatches between."""
+    down = max(1, count // 2 // STRATA)
+    aims = [step * max(-1 / 3, 1 - 4 / 3 * (place // STRATA + 0.5) / down) for place in range(count)]
+    mean = math.fsum(aims) / count
+    return [aim - mean for aim in aims]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from node.data.document_packer import BLOCK_MICROBATCHES, MOST_DOCUMENTS, ROUTED, DocumentPacker, reading_place
+from node.data.document_packer import BLOCK_MICROBATCHES, MOST_DOCUMENTS, PACKING, ROUTED, DocumentPacker, reading_place
 from node.data.documents import Documents, Place
 from node.data.feed import TrainingFeed, held_out_microbatches
 from node.data.packing import Cursor, Microbatch
@@ -161,3 +162,32 @@ def test_no_held_out_text_at_all() -> None:
     manifest = small_manifest(model__attention="documents", data={"held_out": 0.0})
     with pytest.raises(ConfigError, match="held-out"):
         list(held_out_microbatches(manifest, 5, texts_of([3] * 8)))
+
+
+def test_a_block_that_was_packed_in_another_way_is_begun_anew() -> None:
+    texts = texts_of([30] * 40)
+    packer = SmallBlocks(texts, 400, Cursor(), endless=True)
+    begin = packer.cursor
+    first = packer.next()
+    assert first is not None
+    assert packer.next() is not None
+    assert packer.cursor.packing == PACKING != Cursor().packing
+    older = replace(packer.cursor, packing=1)
+    assert older.taken == 2
+    again = SmallBlocks(texts, 400, older, endless=True)
+    assert again.cursor == begin
+    repeated = again.next()
+    assert repeated is not None
+    assert repeated.tokens.tolist() == first.tokens.tolist()
+
+
+def test_documents_that_would_not_fill_a_microbatch_are_of_the_next_block() -> None:
+    """Two fill a microbatch of twice their length; an odd number that has been read leaves one over."""
+    texts = texts_of([LONGEST - 1] * 40)
+    assert MOST % LONGEST == 0
+    each = MOST // LONGEST
+    packer = SmallBlocks(texts, (3 * each + 1) * LONGEST, Cursor(), endless=True)
+    for _ in range(12):
+        text = packer.next()
+        assert text is not None
+        assert text.documents == (LONGEST,) * each

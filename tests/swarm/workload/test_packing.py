@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -12,7 +11,8 @@ from hypothesis import strategies as st
 
 from swarm.vocabulary.types import MAX_DOCUMENTS
 from swarm.workload.filling import Piece, Room
-from swarm.workload.packing import ABOVE, STRATA, Packing, in_turns, longest_piece, pack
+from swarm.workload.packing import ABOVE, Packing, longest_piece, pack
+from swarm.workload.turns import worst_run
 
 SHARE = 1 / 3000
 MOST = 4096
@@ -129,20 +129,19 @@ def test_a_piece_of_a_long_sequence_leaves_room_beside_it() -> None:
     assert (longest_piece(8), longest_piece(63), longest_piece(4096)) == (8, 63, 4032)
 
 
-# ---- turns -----------------------------------------------------------------------------------------------------------
+def test_a_block_begins_with_what_the_block_before_cost_and_goes_on_by_and_by() -> None:
+    """Its documents may not be cut, so that nothing else evens out the step."""
+    lengths = drawn("log-normal", 6000)
+    natural = packed(lengths)
+    mean = sum(natural.costs) / len(natural.costs)
+    for level in (0.93 * mean, 1.04 * mean):
+        found = packed(lengths, level=level)
+        assert found.costs[0] == pytest.approx(level, rel=0.02)
+        assert worst_run(found.costs, level) <= 1.01 < 1.03 < worst_run(natural.costs, level)
+        assert found.level == pytest.approx(found.costs[-1], rel=0.01)
+        assert abs(found.level - mean) < 0.5 * abs(level - mean), "the next one has less to even out"
+        assert sorted(packed_lengths(found)) == sorted(lengths)
 
 
-@given(st.lists(st.floats(1, 100), max_size=70), st.randoms())
-def test_each_has_its_turn_once(costs: list[float], chance: random.Random) -> None:
-    ranks = list(range(len(costs)))
-    chance.shuffle(ranks)
-    assert sorted(in_turns(costs, ranks)) == list(range(len(costs)))
-
-
-def test_of_so_many_in_a_row_one_is_of_each_stratum() -> None:
-    costs = [float(place) for place in range(10 * STRATA)]
-    order = in_turns(costs, random.Random(1).sample(range(len(costs)), len(costs)))
-    for start in range(len(order) - STRATA + 1):
-        assert sorted(place // 10 for place in order[start : start + STRATA]) == list(range(STRATA))
-    assert any(abs(one - other) > 20 for one, other in pairwise(order))
-    assert order != in_turns(costs, list(range(len(costs)))), "chance decides within a stratum"
+def packed_lengths(found: Packing) -> list[int]:
+    return [piece.stop - piece.start for of in found.microbatches for piece in of]
