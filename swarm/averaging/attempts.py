@@ -394,7 +394,7 @@ class Attempts:
                     version,
                     donors,
                     "an earlier attempt's result was found, and somebody may have committed it",
-                    view.most(donors),
+                    view.are_most(len(donors)),
                 )
             )
         return actions

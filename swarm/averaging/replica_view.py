@@ -8,7 +8,7 @@ What a replica knows at this moment: where it stands, how far it is, who the oth
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -231,13 +231,13 @@ class ReplicaView:
         counted = {
             peer: version
             for peer, version in versions.items()
-            if peer not in distrusted or 2 * held[version] > len(versions) + 1
+            if peer not in distrusted or self.are_most(held[version])
         }
         return self.lag.standing(self.version, counted, self.now)
 
-    def most(self, others: Collection[PeerId]) -> bool:
-        """Whether these others are more than half of all serving replicas, we included."""
-        return 2 * len(others) > len(self.others.serving) + 1
+    def are_most(self, others: int) -> bool:
+        """Whether so many others are more than half of all serving replicas, we included."""
+        return 2 * others > len(self.others.serving) + 1
 
     def catch_up_failed(self, version: AnchorVersion, astray: Iterable[PeerId]) -> None:
         """Notes that a version could not be had, and who is not to be followed for a while because it stands there."""

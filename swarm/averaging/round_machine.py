@@ -270,7 +270,7 @@ class RoundMachine:
     def _catch_up_if_behind(self) -> Actions:
         view = self._view
         best = view.standing()
-        certain = view.most(view.others.on(best.value, view.now))
+        certain = view.are_most(len(view.others.on(best.value, view.now)))
         busy = self._attempts.part is not None
         wanted = view.lag.target(view.version, best.value, view.now, certain, busy)
         if wanted is None:

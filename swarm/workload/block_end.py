@@ -8,19 +8,19 @@ into the next block then, which begins earlier, so that there is nothing to save
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Final
 
 from swarm.workload.filling import Room
-from swarm.workload.packing import Packing, pack
+from swarm.workload.packing import EMPTY_COUNTS, Packing, pack
 from swarm.workload.turns import worst_run
 
 EMPTY: Final = 0.016
 """The part of the room that may be left empty, and..."""
 UNEVEN: Final = 1.025
 """... the largest cost over the mean of a few in a row, at which no other end is tried."""
-EMPTY_COUNTS: Final = 3.0
-"""So many times as much as a difference of costs."""
 FULLEST: Final = 0.75
 """The part of the microbatches that shows how full one can be."""
 FURTHER: Final = 0.3
@@ -50,20 +50,20 @@ def pack_and_end(
     if count < 2 or (wanted := _badness(best, room, level)) <= UNEVEN:
         return best, taken
     full = sorted(_tokens(best), reverse=True)[: max(1, int(FULLEST * count))]
-    tokens = sum(lengths)
+    ends = list(accumulate(lengths))
+    tokens = ends[-1]
     step, least = math.ceil(FURTHER * tokens / count), tokens - tokens // count
     most = max((count - 1) * sum(full) // len(full), tokens - step)
     kept = len(lengths) - 1
     for _ in range(min(MOST_TRIED, TRIED // len(lengths))):
-        while kept and sum(lengths[:kept]) > most:
-            kept -= 1
-        if not kept or sum(lengths[:kept]) < least:
+        kept = min(kept, bisect_right(ends, most))
+        if not kept or ends[kept - 1] < least:
             break
         found = pack(lengths[:kept], [index for index in cut if index < kept], room, level, chance)
         badness = _badness(found, room, level)
         if badness < wanted:
             best, taken, wanted = found, kept, badness
-        most = sum(lengths[:kept]) - step
+        most = ends[kept - 1] - step
     return best, taken
 
 
