@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from node.model.passes import Passes, Visit
+from node.model.passes import Around, Passes, Visit
 from node.pipeline.block_passes import BlockByBlock
 
 
@@ -27,9 +28,12 @@ class GraphBudget:
         self._kept = 0.0
         """Tokens whose graphs are kept."""
 
-    def forward(self, passes: Passes, source: Tensor, documents: tuple[int, ...]) -> tuple[Tensor, Visit | None, float]:
+    def forward(
+        self, passes: Passes, source: Tensor, documents: tuple[int, ...], around: Around = nullcontext
+    ) -> tuple[Tensor, Visit | None, float]:
         """Computes the part on `source` [rows, tokens, hidden], and keeps of the graph what there is room for: all, or
-        that of some blocks and the inputs of the others, or nothing. What is not kept is not built.
+        that of some blocks and the inputs of the others, or nothing. What is not kept is not built. `around`: what a
+        graph as a whole is built within.
 
         Returns:
             The result, the visit if anything is kept of it, and what was taken of the budget for it, until `release`.
@@ -37,14 +41,12 @@ class GraphBudget:
         tokens = of_tokens(source)
         if isinstance(passes, BlockByBlock):
             return self._blocks(passes, source, documents)
-        visit = None
         if self._of_one is None:
-            visit, size = _measured(passes, source, documents)
-            self._of_one = size / tokens
+            self._of_one = _measured(passes, source, documents) / tokens
         if self.take(tokens):
-            visit = visit or passes.forward(source, documents)
+            visit = passes.forward(source, documents, around)
             return visit.result, visit, tokens
-        return visit.result.detach() if visit else passes.evaluate(source, documents), None, 0.0
+        return passes.evaluate(source, documents), None, 0.0
 
     def _blocks(
         self, passes: BlockByBlock, source: Tensor, documents: tuple[int, ...]
@@ -52,7 +54,7 @@ class GraphBudget:
         """The same, block by block. One block is enough to measure: all are alike."""
         if self._of_one is None:
             one_graph = partial(passes.forward, graphs=1)
-            self._of_one = _measured(passes, source, documents, one_graph)[1] * passes.blocks / of_tokens(source)
+            self._of_one = _measured(passes, source, documents, one_graph) * passes.blocks / of_tokens(source)
         of_block = of_tokens(source) / passes.blocks
         inputs = passes.blocks * source.nbytes / self._of_one
         graphs = min(passes.blocks, math.floor((self._budget / self._of_one - self._kept - inputs) / of_block))
@@ -68,6 +70,11 @@ class GraphBudget:
         self._kept += fits * tokens
         return fits
 
+    def take_for_good(self, size: int) -> bool:
+        """Takes so many bytes for what makes graphs last longer, if that is an eighth of the budget at most: for more,
+        more graphs are worth more. Not before the first visit."""
+        return self._of_one is not None and 8 * size <= self._budget and self.take(size / self._of_one)
+
     def release(self, tokens: float) -> None:
         self._kept -= tokens
 
@@ -79,9 +86,9 @@ def of_tokens(hidden: Tensor) -> int:
 
 def _measured(
     passes: Passes, source: Tensor, documents: tuple[int, ...], forward: Callable[..., Visit] | None = None
-) -> tuple[Visit, int]:
-    """A visit, and the bytes of all tensors that its graph holds on to, the parameters not counted. `forward` for
-    another than that of the passes."""
+) -> int:
+    """The bytes of all tensors that a visit's graph holds on to, the parameters not counted. `forward` for another than
+    that of the passes."""
     own = passes.storages()
     seen: dict[int, int] = {}
 
@@ -94,5 +101,5 @@ def _measured(
     def noted() -> torch.autograd.graph.saved_tensors_hooks:
         return torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor)
 
-    visit = (forward or passes.forward)(source, documents, noted)
-    return visit, sum(seen.values())
+    (forward or passes.forward)(source, documents, noted)
+    return sum(seen.values())

@@ -7,6 +7,7 @@ Makes the worker for the module that a node hosts: its parameters, its optimizer
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -27,6 +28,7 @@ from node.pipeline.deferred_weights import DeferredWeights, SplitDevice
 from node.pipeline.graph_budget import GraphBudget, of_tokens
 from node.pipeline.interfaces import Job, Output
 from node.pipeline.several_devices import body_passes
+from node.pipeline.stashed_weights import WeightStash, WeightVersion
 from node.pipeline.tensor_io import Wire
 from protocol.interfaces.tensor_spec import TensorSpec
 from protocol.manifest.manifest import Manifest
@@ -45,12 +47,12 @@ PROBES = 3
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Kept:
-    """What backward will need. The graph is left out when memory is short, and of no use once the parameters have
-    changed."""
+    """What backward will need. The graph is left out when memory is short, and of no use once the weights that it
+    refers to are gone."""
 
     source: Tensor
     visit: Visit | None
-    version: int
+    weights: WeightVersion
     forward_s: float = 0.0
     share: float = 0.0
     """Of the budget for graphs."""
@@ -68,6 +70,7 @@ class HopWorker:
         quadratic_share: what attention costs by the manifest; 0 where microbatches are rows of one stream.
         passes: of the module, by the device it is on if none are given.
         deferred: the weight gradients that are put off; if it is not given, none are.
+        stashed: versions of the weights to be kept for graphs from before an inner step, at most. For `OneDevice` only.
     """
 
     def __init__(
@@ -81,6 +84,7 @@ class HopWorker:
         quadratic_share: float = 0.0,
         passes: Passes | None = None,
         deferred: DeferredWeights | None = None,
+        stashed: int = 0,
     ) -> None:
         self.part = part
         self.passes = passes or OneDevice(part)
@@ -91,13 +95,12 @@ class HopWorker:
         """Of these."""
         self.recomputed = 0
         """Visits whose forward pass had to be computed again for the backward pass."""
-        self.parameter_version = 0
-        """Grows whenever the parameters change; a graph kept from an earlier version is stale."""
         self._cost = VisitCost(quadratic_share)
         self._accumulator = accumulator
         self._tensor = tensor
         self.wire = Wire(device)
         self._graphs = GraphBudget(graph_budget_bytes)
+        self._stash = WeightStash(accumulator.parameters, stashed, self._graphs.take_for_good)
         self._kept: dict[int, _Kept] = {}
         self.deferred = deferred or DeferredWeights(Reasoned(False, "not asked for"), None, accumulator)
         """The weight gradients that were put off."""
@@ -126,7 +129,7 @@ class HopWorker:
 
     def _compute(self, job: Job) -> Output:
         if job.work is Work.REPLAY:
-            self._kept[job.ticket] = _Kept(self.wire.received(job.input), None, self.parameter_version)
+            self._kept[job.ticket] = _Kept(self.wire.received(job.input), None, self._stash.current)
         if job.work in (Work.BACKWARD, Work.REPLAY):
             return self._backward(job, self.wire.received(job.gradient))
         source = self.wire.received(job.input)
@@ -136,8 +139,8 @@ class HopWorker:
 
     def retract(self, job: Job) -> bool:
         """Takes a gradient back; see `node.pipeline.interfaces.Worker`. What is taken back is computed with the
-        parameters of now: exactly what was added if they have not changed since. Of what was put off and has not been
-        added yet, the promise is withdrawn.
+        parameters of now: exactly what was added if they have not changed since the forward pass. Of what was put off
+        and has not been added yet, the promise is withdrawn.
         """
         self.wire.start()
         with device_errors():
@@ -155,58 +158,68 @@ class HopWorker:
         """Notes that the parameters have changed otherwise than by an inner step; to be called by whoever
         changes them.
         """
-        self.parameter_version += 1
+        self._stash.changed()
         self.passes.parameters_changed()
 
     def forget(self, ticket: int) -> None:
-        self._let_go(ticket)
-        self.wire.let_go()
-
-    def _let_go(self, ticket: int) -> None:
         kept = self._kept.pop(ticket, None)
         if kept is not None:
             self._graphs.release(kept.share)
+            self._graph_gone(kept)
+        self.wire.let_go()
+
+    def _graph_gone(self, kept: _Kept) -> None:
+        if kept.visit is not None:
+            self._stash.let_go(kept.weights)
 
     def step(self) -> StepFigures | None:
         if not self.optimizer.due:
             return None
         self.deferred.finish()
-        self.parameters_changed()
+        self._stash.before_step()
+        self.passes.parameters_changed()
         return self.optimizer.step()
 
     def _forward(self, job: Job, source: Tensor) -> Output:
         begun = time.perf_counter()
-        result, visit, share = self._graphs.forward(self.passes, source, job.documents)
+        around = self._stash.saving if self._stash.keeps_graphs else nullcontext
+        result, visit, share = self._graphs.forward(self.passes, source, job.documents, around)
         try:
             output = self.wire.output(result, job)
         except BaseException:
             self._graphs.release(share)
             raise
         seconds = time.perf_counter() - begun
-        self._kept[job.ticket] = _Kept(source, visit, self.parameter_version, seconds, share)
+        weights = self._stash.current
+        weights.graphs += visit is not None
+        self._kept[job.ticket] = _Kept(source, visit, weights, seconds, share)
         return output
 
     def _backward(self, job: Job, gradient: Tensor) -> Output:
-        kept = self._kept.get(job.ticket)
+        kept = self._kept.pop(job.ticket, None)
         if kept is None:
             raise StateError(f"microbatch {job.key.microbatch} has been forgotten")
-        self._let_go(job.ticket)
-        begun = time.perf_counter()
-        visit = kept.visit
-        if visit is None or kept.version != self.parameter_version:
-            visit = None  # lets go of the old graph before there is a new one
-            kept = replace(kept, visit=None)
-            visit = self._again(kept.source, job.documents)
-            self.recomputed += 1
-        size, begun = Size(of_tokens(kept.source), job.documents), begun - kept.forward_s
-        if self.deferred.chosen.value and self._graphs.take(size.tokens):
-            output = self._half_backward(job, visit, gradient, size, begun)
-        elif isinstance(self.passes, BlockByBlock):
-            output = self._backward_in_place(self.passes, job, visit, gradient, size, begun)
-        else:
-            output = self._whole_backward(job, visit, gradient, size, begun)
+        self._graphs.release(kept.share)
+        begun, visit = time.perf_counter(), kept.visit
+        try:
+            if visit is None or not kept.weights.is_there:
+                self._graph_gone(kept)
+                visit, kept = None, replace(kept, visit=None)  # lets go of the old graph before there is a new one
+                visit = self._again(kept.source, job.documents)
+                self.recomputed += 1
+            output = self._half_or_whole(job, visit, gradient, kept.source, begun - kept.forward_s)
+        finally:
+            self._graph_gone(kept)
         crash_point("gradient added")
         return replace(output, step_due=self.optimizer.due)
+
+    def _half_or_whole(self, job: Job, visit: Visit, gradient: Tensor, source: Tensor, begun: float) -> Output:
+        size = Size(of_tokens(source), job.documents)
+        if self.deferred.chosen.value and self._graphs.take(size.tokens):
+            return self._half_backward(job, visit, gradient, size, begun)
+        if isinstance(self.passes, BlockByBlock):
+            return self._backward_in_place(self.passes, job, visit, gradient, size, begun)
+        return self._whole_backward(job, visit, gradient, size, begun)
 
     def _whole_backward(self, job: Job, visit: Visit, gradient: Tensor, size: Size, begun: float) -> Output:
         gradients = self.passes.backward(visit, gradient)
@@ -311,8 +324,9 @@ def host_hop(
         passes = split or body_passes(part, threads, quadratic_share(manifest.model))
     share = quadratic_share(manifest.model) if manifest.packs_documents else 0.0
     deferred = DeferredWeights(chosen, split, total, submit)
+    stashed = manifest.training.staleness if type(passes) is OneDevice else 0
     return HopWorker(
-        part, total, optimizer, hidden_tensor(manifest), device, graph_budget_bytes, share, passes, deferred
+        part, total, optimizer, hidden_tensor(manifest), device, graph_budget_bytes, share, passes, deferred, stashed
     )
 
 

@@ -40,12 +40,12 @@ class Part(nn.Sequential):
 class Stage:
     """A linear layer and a non-linearity, with messages for it."""
 
-    def __init__(self, graph_budget_bytes: int, manifest: Manifest = MANIFEST) -> None:
+    def __init__(self, graph_budget_bytes: int, manifest: Manifest = MANIFEST, stashed: int = 0) -> None:
         torch.manual_seed(1)
         self.part = Part(nn.Linear(16, 16), nn.Tanh())
         self.sums = Accumulator(self.part)
         optimizer = InnerOptimizer(manifest.training, [self.sums])
-        self.worker = HopWorker(self.part, self.sums, optimizer, TENSOR, CPU, graph_budget_bytes)
+        self.worker = HopWorker(self.part, self.sums, optimizer, TENSOR, CPU, graph_budget_bytes, stashed=stashed)
 
     def forward(self, number: int, purpose: Purpose = Purpose.TRAIN, ticket: int | None = None) -> Tensor:
         return self._compute(Work.FORWARD, number, source_of(number), purpose, ticket)

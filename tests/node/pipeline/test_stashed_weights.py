@@ -1,0 +1,205 @@
+"""Graphs that outlive an inner step: their gradients are those of the weights that made their outputs."""
+
+from __future__ import annotations
+
+import copy
+import random
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from node.model.parts import build_block_stack
+from node.model.passes import OneDevice
+from node.pipeline.graph_budget import GraphBudget
+from node.pipeline.interfaces import Job
+from node.pipeline.stage_worker import HopWorker, host_hop
+from node.pipeline.stashed_weights import WeightStash
+from protocol.codecs import Encoded, encode
+from protocol.manifest.manifest import Manifest
+from swarm.pipeline.custody_states import Key, Work
+from swarm.vocabulary.errors import StateError
+from swarm.vocabulary.pipeline_messages import Purpose
+from swarm.vocabulary.types import Codec, MicrobatchId, ModuleId, PeerId
+from tests.node.network.small_swarm import CPU
+from tests.node.small_manifest import small_manifest
+
+PLENTY = 2**30
+MODULE = ModuleId(1)
+
+
+def manifest_with(staleness: int, **changes: object) -> Manifest:
+    return small_manifest(training__staleness=staleness, training__inner={"learning_rate": 0.1}, **changes)
+
+
+class Replica:
+    """A replica of two blocks, and what autograd says of any version of it."""
+
+    def __init__(self, staleness: int = 1, budget: int = PLENTY, dtype: str = "float32") -> None:
+        self.manifest = manifest_with(staleness, model__dtype=dtype)
+        self.worker: HopWorker = host_hop(self.manifest, MODULE, CPU, budget)
+
+    def source(self, number: int) -> Tensor:
+        generator = torch.Generator().manual_seed(number)
+        return torch.randn(self.manifest.hidden_shape, generator=generator).to(self.dtype)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.manifest.model.dtype == "bfloat16" else torch.float32
+
+    def forward(self, number: int) -> nn.Module:
+        """Computes it; returns the module as it was then."""
+        self._compute(Work.FORWARD, number, input=encode(self.source(number), Codec.NONE))
+        return copy.deepcopy(self.worker.part)
+
+    def backward(self, number: int) -> list[Tensor]:
+        """The gradients that are added, and that of the input as the last."""
+        before = [total.clone() for total in self.worker.unapplied.sums]
+        output = self._compute(Work.BACKWARD, number, gradient=encode(self.source(number + 1000), Codec.NONE))
+        tokens = self.manifest.microbatch_tokens
+        added = [(total - old) / tokens for total, old in zip(self.worker.unapplied.sums, before, strict=True)]
+        return [*added, output]
+
+    def _compute(self, work: Work, number: int, **tensors: Encoded) -> Tensor:
+        key = Key(MicrobatchId(PeerId("data"), number), 0)
+        job = Job(number, key, work, Purpose.TRAIN, tensors.get("input"), tensors.get("gradient"))
+        output = self.worker.compute(job).tensor
+        assert output is not None
+        return torch.frombuffer(bytearray(output.data), dtype=self.dtype).view(self.manifest.hidden_shape)
+
+    def step(self, number: int) -> None:
+        """Takes an inner step with visits of its own."""
+        while not self.worker.optimizer.due:
+            self.forward(number)
+            self.backward(number)
+            number += 1
+        assert self.worker.step() is not None
+
+    def expected(self, part: nn.Module, number: int) -> list[Tensor]:
+        """By autograd alone."""
+        source = self.source(number).requires_grad_()
+        gradients = torch.autograd.grad(part(source), [*part.parameters(), source], self.source(number + 1000))
+        return list(gradients)
+
+
+def same(found: list[Tensor], wanted: list[Tensor]) -> bool:
+    return all(torch.allclose(f.float(), w.float(), atol=1e-5, rtol=1e-4) for f, w in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_graph_from_before_an_inner_step_gives_the_gradient_of_the_weights_of_then(dtype: str) -> None:
+    replica = Replica(dtype=dtype)
+    replica.step(10)  # the first visit measures
+    then = replica.forward(1)
+    replica.step(20)
+    found = replica.backward(1)
+    assert same(found, replica.expected(then, 1))
+    assert not same(found, replica.expected(replica.worker.part, 1)), "the step was too small to tell"
+    assert replica.worker.recomputed == 0
+
+
+def test_at_staleness_0_nothing_is_stashed() -> None:
+    replica = Replica(staleness=0)
+    replica.step(10)
+    replica.forward(1)
+    replica.step(20)
+    of_input = replica.backward(1)[-1]
+    assert same([of_input], replica.expected(replica.worker.part, 1)[-1:])
+    assert replica.worker.recomputed == 1
+
+
+def test_no_more_versions_are_kept_than_the_staleness() -> None:
+    replica = Replica()
+    replica.step(10)
+    first = replica.forward(1)
+    replica.step(20)
+    replica.forward(2)
+    replica.step(30)
+    assert same(replica.backward(2), replica.expected(replica.worker.part, 2)), "computed anew"
+    assert same(replica.backward(1), replica.expected(first, 1))
+    third = replica.forward(3)
+    replica.step(40)
+    assert same(replica.backward(3), replica.expected(third, 3)), "there is room again"
+    assert replica.worker.recomputed == 1
+
+
+def test_weights_take_an_eighth_of_the_budget_at_most() -> None:
+    part = build_block_stack(manifest_with(1), MODULE)
+    graphs, source = GraphBudget(PLENTY), torch.randn(manifest_with(1).hidden_shape)
+    assert not graphs.take_for_good(1), "how large graphs are is not known yet"
+    graphs.forward(OneDevice(part), source, ())
+    assert not graphs.take_for_good(PLENTY // 8 + 1)
+    for _ in range(7):
+        assert graphs.take_for_good(PLENTY // 8)
+    assert not graphs.take_for_good(PLENTY // 8), "the visit's graph has part of the rest"
+
+
+def test_a_step_without_graphs_under_way_copies_nothing() -> None:
+    taken: list[int] = []
+
+    def take(size: int) -> bool:
+        taken.append(size)
+        return True
+
+    part = build_block_stack(manifest_with(1), MODULE)
+    stash = WeightStash(tuple(part.parameters()), 1, take)
+    stash.before_step()
+    assert taken == []
+    stash.current.graphs += 1
+    version = stash.current
+    stash.before_step()
+    assert taken == [sum(parameter.nbytes for parameter in part.parameters())]
+    stash.let_go(version)
+    assert not version.is_there
+    stash.current.graphs += 1
+    stash.before_step()
+    assert len(taken) == 1, "the copy is used again"
+
+
+def test_a_graph_whose_weights_or_tensors_have_changed_is_not_used() -> None:
+    part = build_block_stack(manifest_with(1), MODULE)
+    stash, passes = WeightStash(tuple(part.parameters()), 1, lambda size: True), OneDevice(part)
+    source = torch.randn(manifest_with(1).hidden_shape)
+    lost = passes.forward(source, (), stash.saving)
+    stash.changed()
+    with pytest.raises(StateError, match="are gone"):
+        passes.backward(lost, source)
+    kept = passes.forward(source, (), stash.saving)
+    kept.source.detach().add_(1.0)
+    with pytest.raises(StateError, match="changed in place"):
+        passes.backward(kept, torch.ones_like(source))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_every_gradient_is_that_of_one_version_whatever_comes_between(seed: int) -> None:
+    """Visits, steps, other changes and visits that are forgotten, in any order."""
+    chance = random.Random(seed)
+    replica = Replica(staleness=chance.choice([1, 2]))
+    replica.step(1)
+    under_way: dict[int, nn.Module] = {}
+    outcomes = {"then": 0, "now": 0}
+    for number in range(100, 220):
+        turn = chance.random()
+        if turn < 0.45:
+            under_way[number] = replica.forward(number)
+        elif turn < 0.85 and under_way:
+            oldest = chance.choice(list(under_way))
+            then, recomputed = under_way.pop(oldest), replica.worker.recomputed
+            found, is_new = replica.backward(oldest), replica.worker.recomputed > recomputed
+            outcomes["now" if is_new else "then"] += 1
+            assert same(found, replica.expected(replica.worker.part if is_new else then, oldest))
+        elif turn < 0.88 and under_way:
+            forgotten = chance.choice(list(under_way))
+            del under_way[forgotten]
+            replica.worker.forget(forgotten)
+        elif turn < 0.91:
+            with torch.no_grad():
+                for parameter in replica.worker.part.parameters():
+                    parameter.mul_(1.01)
+            replica.worker.parameters_changed()
+        if replica.worker.optimizer.due:
+            replica.worker.step()
+    assert min(outcomes.values()) > 0, outcomes
+    for number in under_way:
+        replica.worker.forget(number)
+    assert replica.worker._stash._copies == {}
