@@ -69,6 +69,11 @@ class Passes(Protocol):
         """Where the memory of parameters and constants begins."""
         ...
 
+    def weights(self) -> tuple[Tensor, ...]:
+        """The tensors that stand for the parameters in graphs, as the parameters are now: always the same ones, each
+        changed in place. None where others may not be put into their place for a while."""
+        ...
+
 
 class OneDevice:
     """The passes of a part on the device where it is."""
@@ -92,6 +97,9 @@ class OneDevice:
 
     def storages(self) -> set[int]:
         return storages(self._part)
+
+    def weights(self) -> tuple[Tensor, ...]:
+        return tuple(self._part.parameters())
 
 
 class HeadPasses(Protocol):

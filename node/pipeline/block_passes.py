@@ -157,3 +157,6 @@ class BlockByBlock:
 
     def storages(self) -> set[int]:
         return {storage for block in self._blocks for storage in block.storages()}
+
+    def weights(self) -> tuple[Tensor, ...]:
+        return tuple(tensor for block in self._blocks for tensor in block.weights())

@@ -156,6 +156,9 @@ class SplitDevice(OneDevice):
             if linear.narrow is None and hidden_type is not linear.weight.dtype:
                 linear.narrow = NarrowCopy(linear.weight, hidden_type)
         self._copies = [linear.narrow for linear in linears if linear.narrow is not None]
+        whole = [linear.weight for linear in linears if linear.narrow is None]
+        self._read = [*whole, *(parameter for _, parameter in self._others)]
+        """The parameters that are computed with themselves."""
 
     def _note(self, weight: int, linear: nn.Module, values: tuple[Tensor, ...], output: Tensor) -> None:
         if self._noted is not None:
@@ -185,6 +188,9 @@ class SplitDevice(OneDevice):
 
     def storages(self) -> set[int]:
         return super().storages() | {copy.storage for copy in self._copies}
+
+    def weights(self) -> tuple[Tensor, ...]:
+        return (*self._read, *(copy.fresh() for copy in self._copies))
 
     def first_half(self, visit: Visit, gradient: Tensor) -> SplitGradients:
         """Computes the gradients of the visit's input and of all parameters but the linear layers' weights; frees the

@@ -32,15 +32,15 @@ class GraphBudget:
         self, passes: Passes, source: Tensor, documents: tuple[int, ...], around: Around = nullcontext
     ) -> tuple[Tensor, Visit | None, float]:
         """Computes the part on `source` [rows, tokens, hidden], and keeps of the graph what there is room for: all, or
-        that of some blocks and the inputs of the others, or nothing. What is not kept is not built. `around`: what a
-        graph as a whole is built within.
+        that of some blocks and the inputs of the others, or nothing. What is not kept is not built. `around`: what
+        graphs are built within.
 
         Returns:
             The result, the visit if anything is kept of it, and what was taken of the budget for it, until `release`.
         """
         tokens = of_tokens(source)
         if isinstance(passes, BlockByBlock):
-            return self._blocks(passes, source, documents)
+            return self._blocks(passes, source, documents, around)
         if self._of_one is None:
             self._of_one = _measured(passes, source, documents) / tokens
         if self.take(tokens):
@@ -49,7 +49,7 @@ class GraphBudget:
         return passes.evaluate(source, documents), None, 0.0
 
     def _blocks(
-        self, passes: BlockByBlock, source: Tensor, documents: tuple[int, ...]
+        self, passes: BlockByBlock, source: Tensor, documents: tuple[int, ...], around: Around
     ) -> tuple[Tensor, Visit | None, float]:
         """The same, block by block. One block is enough to measure: all are alike."""
         if self._of_one is None:
@@ -61,7 +61,7 @@ class GraphBudget:
         share = inputs + graphs * of_block
         if graphs < 0 or not self.take(share):
             return passes.evaluate(source, documents), None, 0.0
-        visit = passes.forward(source, documents, graphs=graphs)
+        visit = passes.forward(source, documents, around, graphs)
         return visit.result, visit.kept(), share
 
     def take(self, tokens: float) -> bool:
@@ -69,11 +69,6 @@ class GraphBudget:
         fits = (self._kept + tokens) * (self._of_one or 0.0) <= self._budget
         self._kept += fits * tokens
         return fits
-
-    def take_for_good(self, size: int) -> bool:
-        """Takes so many bytes for what makes graphs last longer, if that is an eighth of the budget at most: for more,
-        more graphs are worth more. Not before the first visit."""
-        return self._of_one is not None and 8 * size <= self._budget and self.take(size / self._of_one)
 
     def release(self, tokens: float) -> None:
         self._kept -= tokens

@@ -171,6 +171,9 @@ class SeveralDevices:
     def storages(self) -> set[int]:
         return {storage for part in self._parts for storage in passes.storages(part)}
 
+    def weights(self) -> tuple[Tensor, ...]:
+        return ()
+
     def _at_once(self, dealt: _Dealt, job: Callable[[int, nn.Module, _Share], Result]) -> list[Result | None]:
         def on(rank: int, part: nn.Module) -> Result | None:
             share = dealt.shares[rank]

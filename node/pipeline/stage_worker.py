@@ -47,8 +47,8 @@ PROBES = 3
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Kept:
-    """What backward will need. The graph is left out when memory is short, and of no use once the weights that it
-    refers to are gone."""
+    """What backward will need. The graph is left out when memory is short, and of no use once the weights that it was
+    computed with are gone."""
 
     source: Tensor
     visit: Visit | None
@@ -70,7 +70,8 @@ class HopWorker:
         quadratic_share: what attention costs by the manifest; 0 where microbatches are rows of one stream.
         passes: of the module, by the device it is on if none are given.
         deferred: the weight gradients that are put off; if it is not given, none are.
-        stashed: versions of the weights to be kept for graphs from before an inner step, at most. For `OneDevice` only.
+        stashed: versions of the weights to be kept for visits from before an inner step, at most, in a quarter of that
+            memory.
     """
 
     def __init__(
@@ -99,8 +100,8 @@ class HopWorker:
         self._accumulator = accumulator
         self._tensor = tensor
         self.wire = Wire(device)
-        self._graphs = GraphBudget(graph_budget_bytes)
-        self._stash = WeightStash(accumulator.parameters, stashed, self._graphs.take_for_good)
+        self._stash = WeightStash(self.passes.weights, stashed, graph_budget_bytes // 4)
+        self._graphs = GraphBudget(graph_budget_bytes - self._stash.bytes)
         self._kept: dict[int, _Kept] = {}
         self.deferred = deferred or DeferredWeights(Reasoned(False, "not asked for"), None, accumulator)
         """The weight gradients that were put off."""
@@ -129,7 +130,7 @@ class HopWorker:
 
     def _compute(self, job: Job) -> Output:
         if job.work is Work.REPLAY:
-            self._kept[job.ticket] = _Kept(self.wire.received(job.input), None, self._stash.current)
+            self._keep(job.ticket, self.wire.received(job.input), None)
         if job.work in (Work.BACKWARD, Work.REPLAY):
             return self._backward(job, self.wire.received(job.gradient))
         source = self.wire.received(job.input)
@@ -165,12 +166,8 @@ class HopWorker:
         kept = self._kept.pop(ticket, None)
         if kept is not None:
             self._graphs.release(kept.share)
-            self._graph_gone(kept)
+            self._stash.done(kept.weights)
         self.wire.let_go()
-
-    def _graph_gone(self, kept: _Kept) -> None:
-        if kept.visit is not None:
-            self._stash.let_go(kept.weights)
 
     def step(self) -> StepFigures | None:
         if not self.optimizer.due:
@@ -182,18 +179,19 @@ class HopWorker:
 
     def _forward(self, job: Job, source: Tensor) -> Output:
         begun = time.perf_counter()
-        around = self._stash.saving if self._stash.keeps_graphs else nullcontext
+        around = self._stash.saving if self._stash.copies else nullcontext
         result, visit, share = self._graphs.forward(self.passes, source, job.documents, around)
         try:
             output = self.wire.output(result, job)
         except BaseException:
             self._graphs.release(share)
             raise
-        seconds = time.perf_counter() - begun
-        weights = self._stash.current
-        weights.graphs += visit is not None
-        self._kept[job.ticket] = _Kept(source, visit, weights, seconds, share)
+        self._keep(job.ticket, source, visit, time.perf_counter() - begun, share)
         return output
+
+    def _keep(self, ticket: int, source: Tensor, visit: Visit | None, seconds: float = 0.0, share: float = 0.0) -> None:
+        self._stash.current.visits += 1
+        self._kept[ticket] = _Kept(source, visit, self._stash.current, seconds, share)
 
     def _backward(self, job: Job, gradient: Tensor) -> Output:
         kept = self._kept.pop(job.ticket, None)
@@ -202,14 +200,14 @@ class HopWorker:
         self._graphs.release(kept.share)
         begun, visit = time.perf_counter(), kept.visit
         try:
-            if visit is None or not kept.weights.is_there:
-                self._graph_gone(kept)
-                visit, kept = None, replace(kept, visit=None)  # lets go of the old graph before there is a new one
-                visit = self._again(kept.source, job.documents)
-                self.recomputed += 1
-            output = self._half_or_whole(job, visit, gradient, kept.source, begun - kept.forward_s)
+            with self._stash.in_place(kept.weights):
+                if visit is None or not kept.weights.is_there:
+                    visit, kept = None, replace(kept, visit=None)  # lets go of the old graph before there is a new one
+                    visit = self._again(kept.source, job.documents)
+                    self.recomputed += 1
+                output = self._half_or_whole(job, visit, gradient, kept.source, begun - kept.forward_s)
         finally:
-            self._graph_gone(kept)
+            self._stash.done(kept.weights)
         crash_point("gradient added")
         return replace(output, step_due=self.optimizer.due)
 
@@ -324,10 +322,8 @@ def host_hop(
         passes = split or body_passes(part, threads, quadratic_share(manifest.model))
     share = quadratic_share(manifest.model) if manifest.packs_documents else 0.0
     deferred = DeferredWeights(chosen, split, total, submit)
-    stashed = manifest.training.staleness if type(passes) is OneDevice else 0
-    return HopWorker(
-        part, total, optimizer, hidden_tensor(manifest), device, graph_budget_bytes, share, passes, deferred, stashed
-    )
+    tensor, stashed = hidden_tensor(manifest), manifest.training.staleness
+    return HopWorker(part, total, optimizer, tensor, device, graph_budget_bytes, share, passes, deferred, stashed)
 
 
 def measure_speed(passes: Passes, manifest: Manifest, device: torch.device) -> Speed:

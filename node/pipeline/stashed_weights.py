@@ -1,14 +1,15 @@
 """The weights from before an inner step, for visits whose forward pass came before it and whose backward pass comes
 after it: weight stashing (Narayanan et al. 2019, "PipeDream", section 3.3).
 
-A graph refers to the weights that its forward pass was computed with. Without a copy of them an inner step makes every
-graph under way useless, and backward computes the visit again: one in five, at a staleness of 1. With a copy such a
-visit's gradient is that of the weights which made its output.
+A visit's gradient is only a gradient if backward goes through the weights that made its output. Without a copy of them
+an inner step makes every graph under way useless: one visit in five is computed anew, with the new weights, so that its
+gradient belongs to neither, and at a staleness of 1 the loss is some per cent higher (docs/BENCHMARKS.md).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -17,32 +18,35 @@ from torch import Tensor
 from node.model.device import device_errors
 from swarm.vocabulary.errors import OutOfMemory, StateError
 
+Weights = tuple[Tensor, ...]
+
 
 class WeightVersion:
-    """What the weights were between two changes of the parameters, as graphs refer to them."""
+    """What the weights were between two changes of the parameters."""
 
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
-        self.graphs = 0
-        """Graphs under way that refer to it."""
-        self._weights: Sequence[Tensor] | None = parameters
+    def __init__(self, weights: Weights) -> None:
+        self.visits = 0
+        """Under way, whose forward pass was computed with it."""
+        self._weights: Weights | None = weights
 
     @property
     def is_there(self) -> bool:
-        """Whether graphs that refer to it can still be used."""
+        """Whether it can still be computed with."""
         return self._weights is not None
 
-    def view(self, seen: _Seen) -> Tensor:
+    def refer_to(self, weights: Weights | None) -> None:
+        """Says where it is from now on; None when it is gone."""
+        self._weights = weights
+
+    def __getitem__(self, place: int) -> Tensor:
         if self._weights is None:
             raise StateError("the weights that this graph refers to are gone")
-        return torch.as_strided(self._weights[seen.place].detach(), seen.size, seen.stride, seen.offset)
-
-    def refer_to(self, weights: Sequence[Tensor] | None) -> None:
-        self._weights = weights
+        return self._weights[place]
 
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """How a graph looks at one of the parameters."""
+    """How a graph looks at one of the weights."""
 
     place: int
     size: torch.Size
@@ -52,37 +56,44 @@ class _Seen:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Saved:
-    """A tensor of a graph that is no parameter, and the version that it had then."""
+    """A tensor of a graph that is no weight, and the version that it had then."""
 
     tensor: Tensor
     version: int
 
 
 class WeightStash:
-    """The versions of one part's parameters that graphs under way refer to.
+    """The versions of one part's weights that visits under way were computed with. Used on the compute thread.
 
     Args:
-        parameters: each in memory of its own, changed in place.
-        most: versions besides the current one; with 0 no graph outlives an inner step.
-        take: takes so many bytes for a copy, for good, if there is room.
+        weights: what graphs refer to (`node.model.passes.Passes.weights`): always the same tensors, each in memory of
+            its own, changed in place.
+        most: versions besides the current one; with 0 none outlives an inner step.
+        room: bytes that copies may take.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], most: int, take: Callable[[int], bool]) -> None:
-        self._parameters = tuple(parameters)
-        self._places = {parameter.untyped_storage().data_ptr(): at for at, parameter in enumerate(self._parameters)}
-        self._left, self._take = most, take
-        self._room: list[tuple[Tensor, ...]] = []
-        """Copies that are not in use: fresh memory would be zeroed by the system at every step."""
-        self._copies: dict[WeightVersion, tuple[Tensor, ...]] = {}
-        self.keeps_graphs = most > 0
-        self.current = WeightVersion(self._parameters)
+    def __init__(self, weights: Callable[[], Weights], most: int, room: int) -> None:
+        self._up_to_date, self._weights = weights, weights()
+        self._places = {_memory(tensor): place for place, tensor in enumerate(self._weights)}
+        size = sum(tensor.nbytes for tensor in self._weights)
+        # Weights that cannot be told apart by their memory could not be found in a graph.
+        can_be_found = len(self._places) == len(self._weights) and size > 0
+        self.copies = min(most, room // size) if can_be_found else 0
+        """Versions that may be kept."""
+        self.bytes = self.copies * size
+        """That these take, or will."""
+        self._unused: list[Weights] = []
+        """Copies made already: fresh memory would be zeroed by the system at every step."""
+        self._copies: dict[WeightVersion, Weights] = {}
+        self.current = WeightVersion(self._weights)
 
     def saving(self) -> torch.autograd.graph.saved_tensors_hooks:
-        """What a forward pass is to be computed within, so that its graph refers to the current version."""
+        """What a forward pass is computed within, so that its graph refers to the current version wherever that will
+        be."""
         version = self.current
 
         def pack(tensor: Tensor) -> _Seen | _Saved:
-            place = self._places.get(tensor.untyped_storage().data_ptr())
+            place = self._places.get(_memory(tensor))
             if place is not None:
                 return _Seen(place, tensor.shape, tensor.stride(), tensor.storage_offset())
             # Detached: it may be the output of the very node that saves it, a cycle for ever.
@@ -90,45 +101,66 @@ class WeightStash:
 
         def unpack(saved: _Seen | _Saved) -> Tensor:
             if isinstance(saved, _Seen):
-                return version.view(saved)
+                return version[saved.place].detach().as_strided(saved.size, saved.stride, saved.offset)
             if saved.tensor._version != saved.version:
                 raise StateError("a tensor that the graph needs has been changed in place")
             return saved.tensor
 
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
+    @contextmanager
+    def in_place(self, version: WeightVersion) -> Iterator[None]:
+        """Lets the part compute with a version that is there, within the block."""
+        copy = self._copies.get(version)
+        if copy is None:
+            yield
+            return
+        # Whatever of it is a copy of the parameters is made anew first: else it would be while another is in its place.
+        own = [tensor.data for tensor in self._up_to_date()]
+        try:
+            for tensor, kept in zip(self._weights, copy, strict=True):
+                tensor.data = kept
+            yield
+        finally:
+            for tensor, data in zip(self._weights, own, strict=True):
+                tensor.data = data
+
     @torch.no_grad()
     def before_step(self) -> None:
-        """Copies the current version, if graphs refer to it and there is room, because an inner step changes the
-        parameters next."""
-        version, self.current = self.current, WeightVersion(self._parameters)
-        copy = self._free_copy() if version.graphs and self.keeps_graphs else None
+        """Copies the current version, if visits need it and there is room, because an inner step changes the weights
+        next."""
+        version, self.current = self.current, WeightVersion(self._weights)
+        copy = self._free_copy() if version.visits else None
         version.refer_to(copy)
         if copy is not None:
             self._copies[version] = copy
-            for kept, parameter in zip(copy, self._parameters, strict=True):
-                kept.copy_(parameter)
+            for kept, tensor in zip(copy, self._weights, strict=True):
+                kept.copy_(tensor)
 
     def changed(self) -> None:
-        """Notes that the parameters have changed otherwise: graphs of the current version are of no use any more."""
+        """Notes that the weights have changed otherwise: the current version is gone."""
         self.current.refer_to(None)
-        self.current = WeightVersion(self._parameters)
+        self.current = WeightVersion(self._weights)
 
-    def let_go(self, version: WeightVersion) -> None:
-        """Notes that a graph of this version is gone."""
-        version.graphs -= 1
-        if version.graphs == 0 and version in self._copies:
+    def done(self, version: WeightVersion) -> None:
+        """Notes that a visit does not need its version any more."""
+        version.visits -= 1
+        if version.visits == 0 and version in self._copies:
             version.refer_to(None)
-            self._room.append(self._copies.pop(version))
+            self._unused.append(self._copies.pop(version))
 
-    def _free_copy(self) -> tuple[Tensor, ...] | None:
-        if self._room:
-            return self._room.pop()
-        if self._left == 0 or not self._take(sum(parameter.nbytes for parameter in self._parameters)):
+    def _free_copy(self) -> Weights | None:
+        if self._unused:
+            return self._unused.pop()
+        if len(self._copies) == self.copies:
             return None
-        self._left -= 1
         try:
             with device_errors():
-                return tuple(torch.empty_like(parameter, requires_grad=False) for parameter in self._parameters)
+                return tuple(torch.empty_like(tensor, requires_grad=False) for tensor in self._weights)
         except OutOfMemory:
             return None
+
+
+def _memory(tensor: Tensor) -> int:
+    """Where its memory begins."""
+    return tensor.untyped_storage().data_ptr()

@@ -9,9 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from node.model.blocks import Linear
+from node.model.optimizer import Accumulator, inner_optimizer
 from node.model.parts import build_block_stack
 from node.model.passes import OneDevice
-from node.pipeline.graph_budget import GraphBudget
+from node.pipeline.admission import hidden_tensor
+from node.pipeline.block_passes import BlockByBlock
 from node.pipeline.interfaces import Job
 from node.pipeline.stage_worker import HopWorker, host_hop
 from node.pipeline.stashed_weights import WeightStash
@@ -33,11 +36,21 @@ def manifest_with(staleness: int, **changes: object) -> Manifest:
 
 
 class Replica:
-    """A replica of two blocks, and what autograd says of any version of it."""
+    """A replica of two blocks, and what autograd says of any version of it. `passes`: of the whole, or block by
+    block as on a card."""
 
-    def __init__(self, staleness: int = 1, budget: int = PLENTY, dtype: str = "float32") -> None:
+    def __init__(self, staleness: int = 1, budget: int = PLENTY, dtype: str = "float32", passes: str = "whole") -> None:
         self.manifest = manifest_with(staleness, model__dtype=dtype)
-        self.worker: HopWorker = host_hop(self.manifest, MODULE, CPU, budget)
+        if passes == "whole":
+            self.worker = host_hop(self.manifest, MODULE, CPU, budget)
+            return
+        part = build_block_stack(self.manifest, MODULE)
+        if passes == "split weights":
+            part.split_weights()
+        total, tensor = Accumulator(part), hidden_tensor(self.manifest)
+        optimizer = inner_optimizer(self.manifest, MODULE, [total])
+        blocks = BlockByBlock(part, self.dtype)
+        self.worker = HopWorker(part, total, optimizer, tensor, CPU, budget, passes=blocks, stashed=staleness)
 
     def source(self, number: int) -> Tensor:
         generator = torch.Generator().manual_seed(number)
@@ -82,20 +95,49 @@ class Replica:
         return list(gradients)
 
 
+def close(found: list[Tensor], wanted: list[Tensor]) -> bool:
+    """Within the rounding of bfloat16."""
+    return all((f - w).abs().max() <= 0.02 * w.abs().max() for f, w in zip(found, wanted, strict=True))
+
+
 def same(found: list[Tensor], wanted: list[Tensor]) -> bool:
     return all(torch.allclose(f.float(), w.float(), atol=1e-5, rtol=1e-4) for f, w in zip(found, wanted, strict=True))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_graph_from_before_an_inner_step_gives_the_gradient_of_the_weights_of_then(dtype: str) -> None:
-    replica = Replica(dtype=dtype)
-    replica.step(10)  # the first visit measures
-    then = replica.forward(1)
+KINDS = [("float32", "whole"), ("bfloat16", "whole"), ("float32", "blocks"), ("bfloat16", "blocks")]
+
+
+def size_of(replica: Replica) -> int:
+    return sum(tensor.nbytes for tensor in replica.worker.passes.weights())
+
+
+@pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "no graphs"])
+@pytest.mark.parametrize(("dtype", "passes"), [*KINDS, ("bfloat16", "split weights")])
+def test_a_visit_from_before_an_inner_step_has_the_gradient_of_the_weights_of_then(
+    dtype: str, passes: str, graphs: bool
+) -> None:
+    budget = PLENTY if graphs else 4 * size_of(Replica(dtype=dtype, passes=passes))
+    replica, same_seed = Replica(1, budget, dtype, passes), Replica(1, PLENTY, dtype, passes)
+    for each in (replica, same_seed):
+        each.step(10)  # the first visit measures
+        each.forward(1)
+    wanted = same_seed.backward(1)
     replica.step(20)
-    found = replica.backward(1)
-    assert same(found, replica.expected(then, 1))
-    assert not same(found, replica.expected(replica.worker.part, 1)), "the step was too small to tell"
-    assert replica.worker.recomputed == 0
+    others, weights = replica.worker.recomputed, [weight.clone() for weight in replica.worker.passes.weights()]
+    assert close(replica.backward(1), wanted)
+    assert replica.worker.recomputed - others == (not graphs and passes == "whole")
+    now = replica.worker.passes.weights()
+    assert all(torch.equal(*pair) for pair in zip(now, weights, strict=True)), "those of now are in place again"
+
+
+def test_a_copy_for_products_is_of_the_parameters_again() -> None:
+    replica = Replica(dtype="bfloat16", passes="blocks")
+    replica.step(10)
+    replica.forward(1)
+    replica.step(20)
+    replica.backward(1)
+    for linear in (module for module in replica.worker.part.modules() if isinstance(module, Linear)):
+        assert torch.equal(linear.matrix(torch.bfloat16), linear.weight.bfloat16())
 
 
 def test_at_staleness_0_nothing_is_stashed() -> None:
@@ -123,42 +165,33 @@ def test_no_more_versions_are_kept_than_the_staleness() -> None:
     assert replica.worker.recomputed == 1
 
 
-def test_weights_take_an_eighth_of_the_budget_at_most() -> None:
-    part = build_block_stack(manifest_with(1), MODULE)
-    graphs, source = GraphBudget(PLENTY), torch.randn(manifest_with(1).hidden_shape)
-    assert not graphs.take_for_good(1), "how large graphs are is not known yet"
-    graphs.forward(OneDevice(part), source, ())
-    assert not graphs.take_for_good(PLENTY // 8 + 1)
-    for _ in range(7):
-        assert graphs.take_for_good(PLENTY // 8)
-    assert not graphs.take_for_good(PLENTY // 8), "the visit's graph has part of the rest"
+def test_copies_take_a_quarter_of_the_budget_at_most_before_graphs_do() -> None:
+    size = size_of(Replica())
+    assert Replica(budget=4 * size - 1).worker._stash.copies == 0
+    for staleness, copies in ((1, 1), (2, 2), (3, 2)):
+        worker = Replica(staleness, 8 * size).worker
+        assert (worker._stash.copies, worker._stash.bytes) == (copies, copies * size)
+        assert worker._graphs._budget == 8 * size - copies * size
 
 
-def test_a_step_without_graphs_under_way_copies_nothing() -> None:
-    taken: list[int] = []
-
-    def take(size: int) -> bool:
-        taken.append(size)
-        return True
-
-    part = build_block_stack(manifest_with(1), MODULE)
-    stash = WeightStash(tuple(part.parameters()), 1, take)
+def test_a_step_without_visits_under_way_copies_nothing() -> None:
+    stash = WeightStash(OneDevice(build_block_stack(manifest_with(1), MODULE)).weights, 1, PLENTY)
     stash.before_step()
-    assert taken == []
-    stash.current.graphs += 1
-    version = stash.current
-    stash.before_step()
-    assert taken == [sum(parameter.nbytes for parameter in part.parameters())]
-    stash.let_go(version)
-    assert not version.is_there
-    stash.current.graphs += 1
-    stash.before_step()
-    assert len(taken) == 1, "the copy is used again"
+    assert stash._copies == {}
+    made = []
+    for _ in range(2):
+        version = stash.current
+        version.visits += 1
+        stash.before_step()
+        made.append(stash._copies[version][0].data_ptr())
+        stash.done(version)
+        assert not version.is_there
+    assert made[0] == made[1], "the copy is used again"
 
 
 def test_a_graph_whose_weights_or_tensors_have_changed_is_not_used() -> None:
     part = build_block_stack(manifest_with(1), MODULE)
-    stash, passes = WeightStash(tuple(part.parameters()), 1, lambda size: True), OneDevice(part)
+    stash, passes = WeightStash(OneDevice(part).weights, 1, PLENTY), OneDevice(part)
     source = torch.randn(manifest_with(1).hidden_shape)
     lost = passes.forward(source, (), stash.saving)
     stash.changed()
