@@ -32,7 +32,8 @@ from node.lab.wan.outcome import Outcome, outcome_of
 from node.observability.event_json import event_from_json
 from node.observability.events import Completed
 
-ARMS: Final = {"dense": "", "experts": "experts = 2"}
+ARMS: Final = {"dense": ("", ""), "experts": ('route_from = "python-stdlib"', "experts = 2")}
+"""What the scenario and its stages say."""
 BARS: Final = {"tokens_per_s": 0.9, "bytes_a_token": 1.02, "unevenness": 1.25}
 """Of experts over dense: at least, at most; of a module's visits over the mean: at most."""
 WINDOW: Final = 32
@@ -41,6 +42,7 @@ name = "{arm}"
 seed = {seed}
 duration = {seconds}
 held_out = 0
+{routing}
 
 [manifest.model]
 hidden = 64
@@ -85,7 +87,8 @@ def main() -> None:
 def measured(arm: str, seed: int, seconds: int) -> dict[str, float]:
     """One run of one arm."""
     with tempfile.TemporaryDirectory(prefix="experts-") as path:
-        table = tomllib.loads(SCENARIO.format(arm=arm, seed=seed, seconds=seconds, experts=ARMS[arm]))
+        routing, experts = ARMS[arm]
+        table = tomllib.loads(SCENARIO.format(arm=arm, seed=seed, seconds=seconds, routing=routing, experts=experts))
         outcome, run = asyncio.run(_run(scenario_from_table(table, Scenario), Path(path)))
         if outcome.check.violations or outcome.failures:
             raise SystemExit(f"{arm}: {outcome.check.violations}, failures {outcome.failures}")

@@ -175,8 +175,8 @@ def routed_manifest(
     if not arm.routed:
         return plain, None
     documents = Documents(MixedSource(domains, arm.text), ByteTokenizer(), seed)
-    openings = list(documents.openings(lambda name: not is_held_out(seed, name, HELD_OUT), FIT_DOCUMENTS, prefix))
-    fitted = fit_router(openings, plain.stages.experts_of_each, prefix, seed, restarts)
+    fitted_to = list(documents.openings(lambda name: not is_held_out(seed, name, HELD_OUT), FIT_DOCUMENTS, prefix))
+    fitted = fit_router(fitted_to, plain.stages.experts_of_each, prefix, seed, restarts)
     routing = {"router": router_digest(fitted.router.to_bytes()), "prefix": prefix, "reshard": arm.reshard}
     return manifest_of(arm, hidden, steps, seed, routing), fitted.router
 

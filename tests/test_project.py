@@ -88,7 +88,7 @@ node/averaging/audit: node/averaging/anchor node/averaging/exchange node/concurr
 node/cli/views: node/local_swarm node/observability swarm/compression swarm/workload
 node/export: node/averaging/anchor node/averaging/state_sync node/checkpoint node/context node/data node/experts
     node/model node/network node/observability protocol/manifest swarm/averaging swarm/experts swarm/workload
-node/lab/experiment: node/concurrency node/lab/audit node/lab/emulation node/local_swarm node/network
+node/lab/experiment: node/concurrency node/data node/lab/audit node/lab/emulation node/local_swarm node/network
     node/observability protocol/manifest
 node/averaging: node/averaging/anchor node/averaging/audit node/averaging/exchange node/averaging/state_sync
     node/checkpoint node/concurrency node/context node/model node/network node/observability node/start protocol/codecs

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -28,11 +28,7 @@ from node.cli.views.text import count
 from swarm.vocabulary.errors import ConfigError
 
 if TYPE_CHECKING:
-    from node.experts.router import Router
     from protocol.manifest.manifest import Manifest
-
-FITTED_TO: Final = 4096
-"""Documents that a router is fitted to."""
 
 
 def new(
@@ -135,7 +131,9 @@ def new(
         raise ConfigError("--stages cuts the run's model anew", hint="Name the model's folder with --from-model.")
     router = None if source is None or manifest.routing is None else router_of(source, manifest)
     if route_from is not None:
-        manifest, router = _routed(manifest, route_from)
+        from node.data.fitted_router import with_router
+
+        manifest, router = with_router(manifest, route_from)
     if reshard is not None:
         manifest = _resharding(manifest, reshard)
 
@@ -216,29 +214,3 @@ def _resharding(manifest: Manifest, share: float) -> Manifest:
     if table["routing"] is None:
         raise ConfigError("--reshard is of no use in a run without a router", hint="Fit one with --route-from.")
     return manifest_from_table(table | {"routing": table["routing"] | {"reshard": share}})
-
-
-def _routed(manifest: Manifest, source: str) -> tuple[Manifest, Router]:
-    """The manifest with a router that is fitted to the documents of this source.
-
-    Raises:
-        ConfigError: the source is not here, or a router cannot be fitted to it.
-        ManifestError: it is none, or the run has no experts.
-    """
-    from node.data.documents import is_held_out
-    from node.data.feed import open_text
-    from node.experts.fitting import fit_router
-    from node.experts.router import router_digest
-    from protocol.manifest.manifest import DEFAULT_PREFIX, manifest_from_table
-
-    table = manifest.model_dump()
-    of_source = {"source": source, "files": None, "revision": None, "dealt_by": "documents"}
-    text = manifest_from_table(table | {"data": table["data"] | of_source})
-    if not manifest.stages.has_experts:
-        raise ConfigError("--route-from is of no use in a run without experts", hint="Say how many with --experts.")
-    seed, held_out = manifest.seed, manifest.data.held_out
-    documents = open_text(text)
-    openings = list(documents.openings(lambda name: not is_held_out(seed, name, held_out), FITTED_TO, DEFAULT_PREFIX))
-    router = fit_router(openings, manifest.stages.experts_of_each, DEFAULT_PREFIX, seed).router
-    routing = {"router": router_digest(router.to_bytes()), "prefix": DEFAULT_PREFIX}
-    return manifest_from_table(table | {"routing": routing}), router

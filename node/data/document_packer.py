@@ -12,6 +12,7 @@ on, and there is nothing else to save.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -27,6 +28,7 @@ from node.data.packing import BLOCK_TOKENS, Cursor, Microbatch, Sample
 from node.data.sampling import Sampler
 from node.data.tokenizers import Tokens
 from node.experts.block_routers import BlockRouter, BlockRouters
+from node.experts.even_shares import even_bias
 from protocol.manifest.manifest import Manifest
 from protocol.manifest.model import document_cost, quadratic_share
 from swarm.experts.routes import best_route, in_shares
@@ -48,7 +50,9 @@ MOST_DOCUMENTS: Final = 3000
 each."""
 NO_ROUTERS: Final = BlockRouters(None)
 """Of a run without experts."""
-PACKING: Final = 2
+UNEVEN: Final = 1.1
+"""Within a block. Experts have equal shares of the whole text, but some hundred documents have others by chance."""
+PACKING: Final = 3
 """The way of packing. A cursor within a block that was packed in another way goes back to the block's beginning: its
 microbatches are not what they were, and some documents are read twice rather than not at all."""
 FULL: Final = 0.995
@@ -133,6 +137,7 @@ class DocumentPacker:
         unscored: the first tokens of each document that are left out of the loss.
         routers: asked for one whenever a block begins.
         sampler: names the documents that are to be scored.
+        uneven: the largest share of a block's tokens that an expert has, over an equal one: more goes to the next best.
     """
 
     def __init__(
@@ -143,7 +148,10 @@ class DocumentPacker:
         unscored: int = 0,
         routers: BlockRouters = NO_ROUTERS,
         sampler: Sampler | None = None,
+        uneven: float = UNEVEN,
     ) -> None:
+        # A router that goes on learning decides by what it has learnt.
+        self._uneven = uneven if sampler is None else math.inf
         taken = start.taken if start.packing == PACKING else 0
         self.cursor = replace(start, taken=taken, packing=PACKING)
         self._routers, self._sampler = routers, sampler
@@ -255,7 +263,9 @@ class DocumentPacker:
         are of each."""
         router = self._router.router
         if router is not None:
-            stretches = [replace(of, affinity=router.affinity(of.source.name, of.source.opening)) for of in stretches]
+            found = [router.affinity(of.source.name, of.source.opening) for of in stretches]
+            found = _evened(found, [of.labels.size for of in stretches], self._uneven)
+            stretches = [replace(of, affinity=affinity) for of, affinity in zip(stretches, found, strict=True)]
         of_routes: dict[Route, list[int]] = {}
         for index, stretch in enumerate(stretches):
             of_routes.setdefault(best_route(stretch.affinity), []).append(index)
@@ -311,6 +321,13 @@ def _stretches(fragments: Iterator[Fragment], unscored: int) -> Iterator[tuple[P
             yield Place(start.epoch, start.position, first), rest
         elif tokens.size:  # the end of document, which is its last token, stands before the first as well
             yield start, _Stretch(int(tokens[-1]), tokens, False, unscored, fragment, wanted=wanted)
+
+
+def _evened(affinities: list[Affinity], sizes: list[int], most: float) -> list[Affinity]:
+    """The documents' scores with a bias of each expert, so that none has much more of the block than others."""
+    stages = [np.array(of_stage, dtype=np.int64) for of_stage in zip(*affinities, strict=True)]
+    evened = [(scores + even_bias(scores, np.array(sizes), most)).tolist() for scores in stages]
+    return [tuple(map(tuple, of_document)) for of_document in zip(*evened, strict=True)]
 
 
 def _sum(affinities: list[Affinity]) -> Affinity:

@@ -137,11 +137,11 @@ class Documents:
         other.router = router
         return other
 
-    def openings(self, wanted: Selection, count: int, tokens: int) -> Iterator[Tokens]:
-        """The first `tokens` tokens of `count` wanted documents that have any, or of as many as there are, in the order
-        of the first epoch."""
+    def openings(self, wanted: Selection, count: int, tokens: int) -> Iterator[tuple[Tokens, int]]:
+        """The first `tokens` tokens, and the number of all, of `count` wanted documents that have any, or of as many as
+        there are, in the order of the first epoch."""
         for fragment in islice(self.epoch(Place(), wanted), count):
-            yield fragment.tokens[:-1][:tokens].copy()
+            yield fragment.tokens[:-1][:tokens].copy(), fragment.tokens.size
 
     def epoch(
         self, start: Place, wanted: Selection, files: Selection = everything, *, ahead: bool = False

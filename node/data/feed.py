@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from functools import partial
 from typing import Final
@@ -133,7 +134,7 @@ def held_out_microbatches(
         fragments = _about(fragments, ENOUGH * count * manifest.microbatch_tokens)
     unscored = manifest.route_prefix if unscored is None else unscored
     packer: Packer = (
-        DocumentPacker(manifest, fragments, START, unscored, BlockRouters(opened.router))
+        DocumentPacker(manifest, fragments, START, unscored, BlockRouters(opened.router), uneven=math.inf)
         if manifest.packs_documents
         else _row_packer(manifest, fragments, START)
     )

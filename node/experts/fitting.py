@@ -23,6 +23,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from node.experts.even_shares import even_bias, shares_of_tokens
 from node.experts.router import BUCKETS, MAX_BIAS, MAX_ENTRY, MAX_ROUTER_BYTES, Router, StageTable, Tokens, buckets
 from swarm.experts.balance import balanced
 from swarm.vocabulary.errors import ConfigError
@@ -41,7 +42,8 @@ DESCENT: Final = 150
 """Steps of gradient descent on a stage's softmax."""
 SHRINK: Final = 1e-3
 """The weight of the tables' squares in what is minimised."""
-BALANCING: Final = 60
+EVEN: Final = 1.02
+"""The largest share of the tokens over an equal one, if that can be had."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,12 +64,12 @@ def counts_of(openings: Sequence[Tokens], prefix: int) -> Matrix:
 
 
 def fit_router(
-    openings: Sequence[Tokens], experts: Sequence[int], prefix: int, seed: int, restarts: int = RESTARTS
+    documents: Sequence[tuple[Tokens, int]], experts: Sequence[int], prefix: int, seed: int, restarts: int = RESTARTS
 ) -> Fitted:
     """Fits a router to documents.
 
     Args:
-        openings: the first tokens of each.
+        documents: the first tokens of each, and how many it has.
         experts: of each stage, stage 0 included.
 
     Raises:
@@ -75,7 +77,8 @@ def fit_router(
     """
     stages = tuple(experts[1:])
     routes = math.prod(stages)
-    _check(stages, routes, len(openings))
+    _check(stages, routes, len(documents))
+    openings, sizes = [opening for opening, _ in documents], np.array([size for _, size in documents], dtype=np.int64)
     counts = counts_of(openings, prefix)
     random = np.random.default_rng(seed)
     found = [_clustered(counts, routes, random) for _ in range(restarts)]
@@ -83,7 +86,8 @@ def fit_router(
     layout = _laid_out(centres, stages)
     of_stage = layout[labels]
     tables = tuple(
-        None if count == 1 else _stage_table(counts, of_stage[:, stage], count) for stage, count in enumerate(stages)
+        None if count == 1 else _stage_table(counts, sizes, of_stage[:, stage], count)
+        for stage, count in enumerate(stages)
     )
     router = Router(tables, prefix)
     chosen = [[scores.index(max(scores)) for scores in router.affinity("", opening)] for opening in openings]
@@ -173,15 +177,15 @@ def _cost(shared: npt.NDArray[np.int64], apart: Matrix, place: Labels) -> float:
     return float((shared[np.ix_(place, place)] * apart).sum())
 
 
-def _stage_table(counts: Matrix, labels: Labels, experts: int) -> StageTable:
-    """Fits a softmax of a stage's experts to their documents, rounds it, and evens out the shares by the bias."""
+def _stage_table(counts: Matrix, sizes: Labels, labels: Labels, experts: int) -> StageTable:
+    """Fits a softmax of a stage's experts to their documents, rounds it, and evens out their shares of the tokens by
+    the bias."""
     weights = softmax_weights(counts, labels, experts)
     scale = MAX_ENTRY / max(float(np.abs(weights).max()), 1e-9)
     entries = np.rint(weights * scale).astype(np.int8)
     scores = counts.astype(np.int64) @ entries.T.astype(np.int64)
-    bias = _even_bias(scores)
-    chosen = np.bincount((scores + bias).argmax(axis=1), minlength=experts)
-    return StageTable(entries, bias, tuple((chosen / len(counts)).tolist()))
+    bias = np.clip(even_bias(scores, sizes, EVEN), -MAX_BIAS, MAX_BIAS).astype(np.int32)
+    return StageTable(entries, bias, tuple(shares_of_tokens(scores + bias, sizes).tolist()))
 
 
 def softmax_weights(counts: Matrix, labels: Labels, experts: int) -> Matrix:
@@ -198,19 +202,3 @@ def softmax_weights(counts: Matrix, labels: Labels, experts: int) -> Matrix:
         speed = 0.9 * speed - 1.0 * gradient
         weights = weights + speed
     return weights
-
-
-def _even_bias(scores: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
-    """The bias of each expert by which they get equal shares of the documents, about: those that get too many are moved
-    down by steps that become smaller."""
-    experts = scores.shape[1]
-    bias = np.zeros(experts, dtype=np.int64)
-    step = max(1, int(np.abs(scores).mean()))
-    for _ in range(BALANCING):
-        shares = np.bincount((scores + bias).argmax(axis=1), minlength=experts) / len(scores)
-        if shares.max() * experts <= 1.02:
-            break
-        bias += np.rint(step * (1 / experts - shares) * experts).astype(np.int64)
-        step = max(1, int(step * 0.9))
-    bias -= int(bias.mean())
-    return np.clip(bias, -MAX_BIAS, MAX_BIAS).astype(np.int32)

@@ -163,11 +163,14 @@ class HopWorker:
         self.passes.parameters_changed()
 
     def forget(self, ticket: int) -> None:
+        self._drop(ticket)
+        self.wire.let_go()
+
+    def _drop(self, ticket: int) -> None:
         kept = self._kept.pop(ticket, None)
         if kept is not None:
             self._graphs.release(kept.share)
             self._stash.done(kept.weights)
-        self.wire.let_go()
 
     def step(self) -> StepFigures | None:
         if not self.optimizer.due:
@@ -190,6 +193,7 @@ class HopWorker:
         return output
 
     def _keep(self, ticket: int, source: Tensor, visit: Visit | None, seconds: float = 0.0, share: float = 0.0) -> None:
+        self._drop(ticket)
         self._stash.current.visits += 1
         self._kept[ticket] = _Kept(source, visit, self._stash.current, seconds, share)
 

@@ -127,8 +127,9 @@ class WeightStash:
 
     @torch.no_grad()
     def before_step(self) -> None:
-        """Copies the current version, if visits need it and there is room, because an inner step changes the weights
-        next."""
+        """Copies the current version, if visits need it, because an inner step changes the weights next. Where there is
+        no more room the oldest one makes room: a visit that is under way for so long is one that was held up.
+        """
         version, self.current = self.current, WeightVersion(self._weights)
         copy = self._free_copy() if version.visits else None
         version.refer_to(copy)
@@ -152,8 +153,12 @@ class WeightStash:
     def _free_copy(self) -> Weights | None:
         if self._unused:
             return self._unused.pop()
-        if len(self._copies) == self.copies:
+        if self.copies == 0:
             return None
+        if len(self._copies) == self.copies:
+            oldest = next(iter(self._copies))
+            oldest.refer_to(None)
+            return self._copies.pop(oldest)
         try:
             with device_errors():
                 return tuple(torch.empty_like(tensor, requires_grad=False) for tensor in self._weights)

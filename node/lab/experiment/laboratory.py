@@ -51,7 +51,9 @@ class Laboratory:
 
     def __init__(self, scenario: Scenario, log_dir: Path, saving: tuple[Path, float] | None = None) -> None:
         require_proc()
-        options = LocalSwarmOptions(peers=scenario.peers, steps=None, threads=scenario.threads, log_dir=log_dir)
+        options = LocalSwarmOptions(
+            peers=scenario.peers, steps=None, threads=scenario.threads, log_dir=log_dir, router=scenario.router
+        )
         if saving is not None:
             options = replace(options, checkpoint_dir=saving[0], checkpoint_every_s=saving[1])
         self.swarm = LocalSwarm(scenario.manifest, options, places=place)

@@ -52,6 +52,8 @@ class Scenario(ScenarioTable):
     """CPU threads of each node."""
     held_out: Annotated[int, Field(ge=0, le=256)] = 16
     """Held-out microbatches that are measured at the end; 0 for none."""
+    route_from: Text | None = None
+    """Text, as of the manifest's `data.source`, by which documents are routed to experts; None for by chance."""
     groups: Annotated[tuple[Group, ...], Field(alias="group", strict=False)] = ()
     changes: dict[str, Any] = Field(default_factory=dict, alias="manifest")
     """Of the manifest."""
@@ -60,11 +62,27 @@ class Scenario(ScenarioTable):
 
     @cached_property
     def manifest(self) -> Manifest:
-        """The manifest: the small demo run with what the scenario says otherwise. Raises ManifestError."""
+        """The manifest: the small demo run with what the scenario says otherwise. Raises ManifestError, and
+        ConfigError where no router can be fitted."""
+        return self._routed[0]
+
+    @property
+    def router(self) -> bytes:
+        """The router that the manifest names, if it names one."""
+        return self._routed[1]
+
+    @cached_property
+    def _routed(self) -> tuple[Manifest, bytes]:
         from node.local_swarm.default_manifest import default_manifest
 
         base = default_manifest(self.seed, self.name).model_dump(mode="json", exclude_none=True)
-        return manifest_from_table(_merged(_merged(base, self.BASE), self.changes))
+        manifest = manifest_from_table(_merged(_merged(base, self.BASE), self.changes))
+        if self.route_from is None:
+            return manifest, b""
+        from node.data.fitted_router import with_router
+
+        routed, router = with_router(manifest, self.route_from)
+        return routed, router.to_bytes()
 
     @cached_property
     def members_of(self) -> dict[str, tuple[int, ...]]:

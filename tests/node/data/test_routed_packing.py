@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -41,10 +43,12 @@ def texts_of(lengths: list[int]) -> Documents:
     return Documents(Texts(contents), ByteTokenizer(), seed=9, router=ByFirstByte())
 
 
-def packer_of(documents: Documents, block: int, start: Cursor, *, endless: bool) -> DocumentPacker:
+def packer_of(
+    documents: Documents, block: int, start: Cursor, *, endless: bool, uneven: float = math.inf
+) -> DocumentPacker:
     read = documents.endless if endless else documents.epoch
     fragments = read(reading_place(start.block), everything)
-    packer = DocumentPacker(MANIFEST, fragments, start, routers=BlockRouters(documents.router))
+    packer = DocumentPacker(MANIFEST, fragments, start, routers=BlockRouters(documents.router), uneven=uneven)
     packer._block_tokens = max(block, LONGEST)
     return packer
 
@@ -91,6 +95,26 @@ def test_a_cursor_brings_one_back(lengths: list[int], block: int, taken: int) ->
         assert got is not None
         assert got.labels.tolist() == expected.labels.tolist()
         assert (got.route, got.affinity, got.end) == (expected.route, expected.affinity, expected.end)
+
+
+class ByLetter:
+    """Of two experts the first for most letters, by more and more."""
+
+    def affinity(self, name: str, opening: Tokens) -> Affinity:
+        return ((int(opening[0]) - 68, 0),)
+
+
+@pytest.mark.parametrize(("uneven", "most"), [(math.inf, 17), (1.1, 11)])
+def test_no_expert_has_much_more_of_a_block_than_others(uneven: float, most: int) -> None:
+    contents = {f"{number:02}": bytes([65 + number]) * 30 for number in range(20)}
+    documents = Documents(Texts(contents), ByteTokenizer(), 9, ByLetter())
+    taken: dict[int, set[int]] = {0: set(), 1: set()}
+    for text in all_of(packer_of(documents, 20 * 31, Cursor(), endless=False, uneven=uneven)):
+        assert text.route == best_route(text.affinity)
+        taken[text.route[0]].update(int(labels[0]) for labels in labels_of(text) if labels[0] < 256)
+    assert sum(map(len, taken.values())) == 20, "every document has one route"
+    assert len(taken[0]) == most
+    assert min(taken[0]) > max(taken[1]), "those that lose the least go elsewhere"
 
 
 def test_held_out_text_leaves_out_the_tokens_that_its_route_is_chosen_by() -> None:

@@ -12,11 +12,12 @@ from swarm.vocabulary.errors import ConfigError
 KINDS = (b"abcd ", b"0123,", b"xyz;\n", b"(){}=")
 
 
-def documents(of_each: int) -> tuple[list[Tokens], list[int]]:
-    """Openings of four kinds, and the kind of each."""
+def documents(of_each: int) -> tuple[list[tuple[Tokens, int]], list[int]]:
+    """Openings of four kinds, of documents as long as each other, and the kind of each."""
     random = np.random.default_rng(5)
     kinds = [kind for kind in range(len(KINDS)) for _ in range(of_each)]
-    return [random.choice(np.frombuffer(KINDS[kind], np.uint8), 64).astype(np.int64) for kind in kinds], kinds
+    openings = [random.choice(np.frombuffer(KINDS[kind], np.uint8), 64).astype(np.int64) for kind in kinds]
+    return [(opening, 100) for opening in openings], kinds
 
 
 def test_each_kind_of_document_has_a_route_of_its_own() -> None:
@@ -44,3 +45,17 @@ def test_what_a_router_cannot_tell_apart_is_refused() -> None:
         fit_router(openings, (1, 2, 2), 64, seed=1)
     with pytest.raises(ConfigError, match="18 experts on 18 routes"):
         fit_router(openings, (1, 18), 64, seed=1)
+
+
+def test_experts_have_equal_shares_of_the_tokens_and_not_of_the_documents() -> None:
+    random = np.random.default_rng(6)
+    sizes = np.rint(random.lognormal(6, 1.5, 400)).astype(int).tolist()
+    fitted_to = [(random.integers(97, 123, 64), size) for size in sizes]
+    fitted = fit_router(fitted_to, (1, 1, 2), 64, seed=1, restarts=1)
+    table = fitted.router.tables[1]
+    assert table is not None
+    assert max(table.shares) <= 0.52
+    of_tokens = [0, 0]
+    for size, (_, expert) in zip(sizes, fitted.routes.tolist(), strict=True):
+        of_tokens[expert] += size
+    assert max(of_tokens) / sum(of_tokens) == pytest.approx(max(table.shares))

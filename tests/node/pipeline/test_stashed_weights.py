@@ -150,19 +150,30 @@ def test_at_staleness_0_nothing_is_stashed() -> None:
     assert replica.worker.recomputed == 1
 
 
-def test_no_more_versions_are_kept_than_the_staleness() -> None:
+def test_no_more_versions_are_kept_than_the_staleness_and_those_the_newest() -> None:
     replica = Replica()
     replica.step(10)
-    first = replica.forward(1)
+    replica.forward(1)
     replica.step(20)
-    replica.forward(2)
+    second = replica.forward(2)
     replica.step(30)
-    assert same(replica.backward(2), replica.expected(replica.worker.part, 2)), "computed anew"
-    assert same(replica.backward(1), replica.expected(first, 1))
+    assert same(replica.backward(1), replica.expected(replica.worker.part, 1)), "held up: computed anew"
+    assert same(replica.backward(2), replica.expected(second, 2))
+    assert replica.worker.recomputed == 1
     third = replica.forward(3)
     replica.step(40)
-    assert same(replica.backward(3), replica.expected(third, 3)), "there is room again"
+    assert same(replica.backward(3), replica.expected(third, 3))
     assert replica.worker.recomputed == 1
+
+
+def test_a_visit_that_is_computed_twice_holds_its_version_once() -> None:
+    replica = Replica()
+    replica.step(10)
+    for _ in range(2):
+        replica.forward(1)
+    replica.backward(1)
+    assert replica.worker._stash.current.visits == 0
+    assert replica.worker._graphs._kept == pytest.approx(0, abs=1e-9)
 
 
 def test_copies_take_a_quarter_of_the_budget_at_most_before_graphs_do() -> None:
