@@ -50,7 +50,7 @@ MOST_DOCUMENTS: Final = 3000
 each."""
 NO_ROUTERS: Final = BlockRouters(None)
 """Of a run without experts."""
-UNEVEN: Final = 1.1
+UNEVEN: Final = 1.05
 """Within a block. Experts have equal shares of the whole text, but some hundred documents have others by chance."""
 PACKING: Final = 3
 """The way of packing. A cursor within a block that was packed in another way goes back to the block's beginning: its
