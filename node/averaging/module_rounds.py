@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import sys
-import threading
 from collections.abc import AsyncIterator, Container
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from functools import partial
 from random import SystemRandom
 
@@ -48,8 +45,6 @@ from swarm.vocabulary.types import AnchorVersion, Codec, PeerId, PeerState
 log = logging.getLogger(__name__)
 
 _ELEMENTS = 2**20
-NICER = 5
-"""Than the other threads: by the kernel's weights, a quarter of a core that another thread wants, too."""
 LOOK_S = 0.05
 BETWEEN_SAVES_S = 30.0
 """A checkpoint is asked for at rounds, but not more often than this: small modules may have a round every second."""
@@ -251,7 +246,7 @@ async def module_rounds(
     """
     start = await given.compute.run(Priority.UPKEEP, partial(_put_on, replica, first))
     saved, since = given.resumed.state, Work()
-    with ComputeThread(set_up=_beside_computing, name="averaging") as averaging:
+    with ComputeThread(set_up=lambda: torch.set_num_threads(1), name="averaging") as averaging:
         if saved is not None and saved.anchor is not None:
             restored = await averaging.run(Priority.UPKEEP, partial(_restored, given, replica.layout, saved.anchor))
             start = restored or start
@@ -266,17 +261,6 @@ async def module_rounds(
                 yield rounds
             finally:
                 running.cancel()
-
-
-def _beside_computing() -> None:
-    """Sets the averaging thread up: it takes one core, and less of it than the compute thread where both want it. A
-    round that ends a little later costs less than microbatches that wait.
-    """
-    torch.set_num_threads(1)
-    if sys.platform == "linux":  # elsewhere priorities are those of whole processes
-        own = threading.get_native_id()
-        with suppress(OSError):  # not where a sandbox forbids it
-            os.setpriority(os.PRIO_PROCESS, own, os.getpriority(os.PRIO_PROCESS, own) + NICER)
 
 
 def round_rules(manifest: Manifest, layout: Layout) -> RoundRules:
