@@ -18,7 +18,7 @@ from node.averaging.anchor.anchor import Anchor, distance_between
 from node.averaging.anchor.anchor_store import AnchorStore
 from node.averaging.audit.auditor import Auditor
 from node.averaging.exchange.all_reduce import ExchangeMeans
-from node.averaging.replica_sync import ReplicaSync, SteppedTo
+from node.averaging.replica_sync import ReplicaSync, Snapshot, SteppedTo
 from node.averaging.workspace import RoundWorkspace, StagedRound
 from node.concurrency.compute_thread import Priority
 from node.concurrency.machine_runner import Machine, MachineRunner
@@ -52,7 +52,7 @@ from swarm.averaging.round_events import (
     Tick,
     Worked,
 )
-from swarm.vocabulary.averaging_messages import AuditControl, Progress, RoundControl, RoundPiece
+from swarm.vocabulary.averaging_messages import AuditControl, Progress, Roster, RoundControl, RoundPiece
 from swarm.vocabulary.errors import PeerError, ResourceExhausted, SkipstoneError, StateError
 from swarm.vocabulary.types import AnchorVersion, Codec, ModuleId, PeerId
 
@@ -263,10 +263,15 @@ class RoundRunner(MachineRunner[Event, Action]):
         crash_point("committing")
         self.replica_sync.trained_by(len(contributors(action.roster)))
         self.replica_sync.committed(staged.snapshot)
-        self._drift.committed(staged.snapshot.norm, len(action.roster.peers) > 1, self.clock.wall())
+        self._measure_drift(staged.snapshot, action.roster)
         self._host.anchored(staged.anchor)
         self.stepped()
         self.begin(self._settle(action, before, staged))
+
+    def _measure_drift(self, own: Snapshot, roster: Roster) -> None:
+        of_all = roster.steps - roster.base.steps
+        share = own.since_anchor.steps / of_all if of_all > 0 else 0.0
+        self._drift.committed(own.norm, share, len(roster.peers) > 1, self.clock.wall())
 
     async def _settle(self, action: CommitStaged, before: Anchor, staged: StagedRound) -> None:
         await self.replica_sync.carry(staged.snapshot, staged.anchor, staged.sent)

@@ -33,8 +33,8 @@ FADING: Final = 0.9
 down quickly."""
 
 ASTRAY: Final = 8.0
-"""Times our own update for each round: outer momentum lengthens a row of updates in one direction, and other replicas
-are faster than we are."""
+"""Times what a round of steps like ours comes to: outer momentum lengthens a row of updates in one direction, and
+other replicas are faster than we are."""
 FEWEST_APART: Final = 2.0
 """Rounds by which two anchors may differ however short the time."""
 NEWS: Final = 0.1
@@ -109,27 +109,31 @@ class AnchorDrift:
 
     Only what this replica has measured itself counts: the lengths of its own pseudo-gradients, and the time from round
     to round. Replicas that have lost sight of each other move apart from the last anchor that they had in common, each
-    by steps like ours. So one replica alone, whom we would follow where as many stand here as there, can set the module
-    back by some rounds, and cannot put something else in its place.
+    by steps like ours; but one that gets all the work takes all steps of a round, where we may take one. So one replica
+    alone, whom we would follow where as many stand here as there, can set the module back by some rounds, and cannot
+    put something else in its place.
     """
 
     def __init__(self) -> None:
         self._length = 0.0
-        """Of our updates; 0 before the first round."""
+        """Of our updates, had we taken all steps of a round; 0 before the first."""
         self._between_s = 0.0
         """The mean time from one round to the next, later ones counting more; 0 before there are two."""
         self._round_at: float | None = None
         self._shared_at: float | None = None
 
-    def committed(self, norm: float, shared: bool, at: float) -> None:
+    def committed(self, norm: float, steps_share: float, shared: bool, at: float) -> None:
         """Notes a round.
 
         Args:
             norm: of our own pseudo-gradient in it; 0 when there was none.
+            steps_share: our inner steps in it, of those of all in it; 0 when there were none, which says nothing of
+                how far steps lead.
             shared: whether another replica was in it.
             at: seconds of a clock that goes on while the computer sleeps.
         """
-        self._length = max(norm, FADING * self._length)
+        if steps_share > 0:
+            self._length = max(norm / min(1.0, steps_share), FADING * self._length)
         if self._round_at is not None:
             between_s = max(0.0, at - self._round_at)
             self._between_s += (between_s - self._between_s) * (NEWS if self._between_s else 1.0)
