@@ -271,7 +271,7 @@ class RoundRunner(MachineRunner[Event, Action]):
     def _measure_drift(self, own: Snapshot, roster: Roster) -> None:
         of_all = roster.steps - roster.base.steps
         share = own.since_anchor.steps / of_all if of_all > 0 else 0.0
-        self._drift.committed(own.norm, share, len(roster.peers) > 1, self.clock.wall())
+        self._drift.committed(own.norm, share, roster.largest_norm, len(roster.peers) > 1, self.clock.wall())
 
     async def _settle(self, action: CommitStaged, before: Anchor, staged: StagedRound) -> None:
         await self.replica_sync.carry(staged.snapshot, staged.anchor, staged.sent)

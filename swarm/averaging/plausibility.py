@@ -107,33 +107,35 @@ class UsualLength:
 class AnchorDrift:
     """The drift of a module's anchor: how far an honest anchor can be from ours.
 
-    Only what this replica has measured itself counts: the lengths of its own pseudo-gradients, and the time from round
-    to round. Replicas that have lost sight of each other move apart from the last anchor that they had in common, each
-    by steps like ours; but one that gets all the work takes all steps of a round, where we may take one. So one replica
-    alone, whom we would follow where as many stand here as there, can set the module back by some rounds, and cannot
-    put something else in its place.
+    Only rounds that this replica was in count: how long its own pseudo-gradient would have been with all steps of the
+    round, how far the round can have moved it at most, and the time from round to round. Replicas that have lost sight
+    of each other move apart from the last anchor that they had in common, each by steps like ours; but one that gets
+    all the work takes all steps of a round, where we take one or none. So one replica alone, whom we would follow where
+    as many stand here as there, can set the module back by some rounds, and cannot put something else in its place.
     """
 
     def __init__(self) -> None:
         self._length = 0.0
-        """Of our updates, had we taken all steps of a round; 0 before the first."""
+        """Of the update of a round; 0 before the first."""
         self._between_s = 0.0
         """The mean time from one round to the next, later ones counting more; 0 before there are two."""
         self._round_at: float | None = None
         self._shared_at: float | None = None
 
-    def committed(self, norm: float, steps_share: float, shared: bool, at: float) -> None:
+    def committed(self, norm: float, steps_share: float, mean_norm: float, shared: bool, at: float) -> None:
         """Notes a round.
 
         Args:
             norm: of our own pseudo-gradient in it; 0 when there was none.
-            steps_share: our inner steps in it, of those of all in it; 0 when there were none, which says nothing of
-                how far steps lead.
+            steps_share: our inner steps in it, of those of all in it.
+            mean_norm: of what was agreed on, at most, clipped as it was.
             shared: whether another replica was in it.
             at: seconds of a clock that goes on while the computer sleeps.
         """
-        if steps_share > 0:
-            self._length = max(norm / min(1.0, steps_share), FADING * self._length)
+        own = norm / min(1.0, steps_share) if steps_share > 0 else 0.0
+        # Ours says little where we do next to nothing (or did at the beginning of the warm-up); the agreed one is
+        # clipped to what is usual, so it says little where others do next to nothing.
+        self._length = max(own, mean_norm, FADING * self._length)
         if self._round_at is not None:
             between_s = max(0.0, at - self._round_at)
             self._between_s += (between_s - self._between_s) * (NEWS if self._between_s else 1.0)

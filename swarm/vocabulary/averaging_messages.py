@@ -7,6 +7,7 @@ appears here. The story they tell is in `swarm.averaging.round_machine`.
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -184,6 +185,11 @@ class Roster:
     def peers(self) -> tuple[PeerId, ...]:
         """The members' peers."""
         return tuple(member.peer for member in self.members)
+
+    @property
+    def largest_norm(self) -> float:
+        """The largest possible norm of the weighted mean, by the triangle inequality."""
+        return math.fsum(member.coefficient * member.norm for member in self.members)
 
 
 # ---- the exchange ---------------------------------------------------------------------------------------------------

@@ -144,7 +144,7 @@ class Exchange:
         self._own_signed: dict[Piece, SignedHash] = {}
         self._reduction = Reduction(plan, source)
         self._staging = Staging(source.anchor, means.rule, *vectors)
-        self._result_limits = {peer: NormLimit(plan.largest_norm, plan.codecs.result) for peer in plan.shards}
+        self._result_limits = {peer: NormLimit(plan.roster.largest_norm, plan.codecs.result) for peer in plan.shards}
         """Of each reducer by itself: else one that uses the norm up would have the next one blamed."""
         self._progress = ExchangeProgress(plan, means.watch)
         self._owing: frozenset[PeerId] = frozenset()

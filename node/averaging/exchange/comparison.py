@@ -63,4 +63,4 @@ class Comparison:
     def oddities(self) -> dict[PeerId, str]:
         """The reducers whose results cannot be the mean, with the reasons, when all results have been added."""
         own = self._plan.members[self._plan.own]
-        return oddities(self._plan.own, self._pieces, own.coefficient, own.norm, self._plan.largest_norm)
+        return oddities(self._plan.own, self._pieces, own.coefficient, own.norm, self._plan.roster.largest_norm)

@@ -78,11 +78,6 @@ class Plan:
     def contributes(self) -> bool:
         return self.members[self.own].coefficient > 0
 
-    @property
-    def largest_norm(self) -> float:
-        """The largest possible norm of the weighted mean, by the triangle inequality."""
-        return math.fsum(member.coefficient * member.norm for member in self.members.values())
-
     def piece_at(self, first_chunk: int, end_chunk: int) -> Piece | None:
         """The piece that consists of these chunks."""
         return self._by_chunks.get((first_chunk, end_chunk))

@@ -203,23 +203,25 @@ def test_shares_follow_tokens_up_to_a_limit_and_long_updates_are_scaled_down() -
 
 def test_an_anchor_may_be_as_far_as_the_rounds_since_we_were_together_and_no_farther() -> None:
     drift = AnchorDrift()
-    drift.committed(2.0, 1.0, True, 100.0)
+    drift.committed(2.0, 1.0, 0.0, True, 100.0)
     assert drift.farthest(1e9) == math.inf, "one round says nothing of the time between two"
-    drift.committed(3.0, 1.0, True, 110.0)
+    drift.committed(3.0, 1.0, 0.0, True, 110.0)
     assert drift.farthest(110.0) == ASTRAY * 3.0 * FEWEST_APART
     assert drift.farthest(210.0) == ASTRAY * 3.0 * 10
-    drift.committed(0.0, 1.0, False, 120.0)
+    drift.committed(0.0, 1.0, 0.0, False, 120.0)
     assert drift.farthest(210.0) == pytest.approx(ASTRAY * FADING * 3.0 * 10), "a round of our own is not one together"
-    drift.committed(3.0, 2.0, True, 210.0)
+    drift.committed(3.0, 2.0, 0.0, True, 210.0)
     assert drift.farthest(50.0) == ASTRAY * 3.0 * FEWEST_APART, "the computer's clock was set back"
 
 
 def test_a_replica_that_gets_hardly_any_work_follows_one_that_gets_all_of_it() -> None:
     """Ten steps a round, of which we take one or none."""
     drift = AnchorDrift()
-    drift.committed(0.05, 0.1, True, 100.0)
-    drift.committed(0.0, 0.0, True, 101.0)
-    assert drift.farthest(111.0) == pytest.approx(ASTRAY * 0.5 * 10), "ten rounds that the other one had alone"
+    drift.committed(0.05, 0.1, 0.02, True, 100.0)
+    drift.committed(0.0, 0.0, 0.02, True, 101.0)
+    assert drift.farthest(111.0) == pytest.approx(ASTRAY * FADING * 0.5 * 10), "ten rounds that the other one had alone"
+    drift.committed(0.0, 0.0, 0.7, True, 102.0)
+    assert drift.farthest(112.0) == pytest.approx(ASTRAY * 0.7 * 10), "we have none to compare with"
 
 
 def test_an_update_far_too_short_for_its_work_is_known_by_our_own_and_by_the_rounds_before() -> None:
