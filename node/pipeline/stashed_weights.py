@@ -2,8 +2,9 @@
 after it: weight stashing (Narayanan et al. 2019, "PipeDream", section 3.3).
 
 A visit's gradient is only a gradient if backward goes through the weights that made its output. Without a copy of them
-an inner step makes every graph under way useless: one visit in five is computed anew, with the new weights, so that its
-gradient belongs to neither, and at a staleness of 1 the loss is some per cent higher (docs/BENCHMARKS.md).
+an inner step makes every graph under way useless: those visits are computed anew, with the new weights, so that their
+gradients belong to neither. At a staleness of 1 that was one visit in five of a swarm, and in a small run the loss was
+some per cent higher (docs/BENCHMARKS.md).
 """
 
 from __future__ import annotations
@@ -130,9 +131,8 @@ class WeightStash:
         """Copies the current version, if visits need it, because an inner step changes the weights next. Where there is
         no more room the oldest one makes room: a visit that is under way for so long is one that was held up.
         """
-        version, self.current = self.current, WeightVersion(self._weights)
-        copy = self._free_copy() if version.visits else None
-        version.refer_to(copy)
+        version, copy = self.current, self._free_copy() if self.current.visits else None
+        self._go_on_from(copy)
         if copy is not None:
             self._copies[version] = copy
             for kept, tensor in zip(copy, self._weights, strict=True):
@@ -140,7 +140,11 @@ class WeightStash:
 
     def changed(self) -> None:
         """Notes that the weights have changed otherwise: the current version is gone."""
-        self.current.refer_to(None)
+        self._go_on_from(None)
+
+    def _go_on_from(self, copy: Weights | None) -> None:
+        """Begins another version; the one before is in the copy, if there is one."""
+        self.current.refer_to(copy)
         self.current = WeightVersion(self._weights)
 
     def done(self, version: WeightVersion) -> None:
