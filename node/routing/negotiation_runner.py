@@ -72,7 +72,8 @@ class NegotiationRunner(MachineRunner[Event, Action]):
         self._rules, self._in_flight = rules, in_flight
         self._negotiator = Negotiator(own.peer, rules, TalkRules(microbatches=None))
         super().__init__(self._negotiator, Tick(), transport, own.clock, MAX_WAITING_MESSAGES)
-        self._costs: Costs | None = None
+        self.costs: Costs | None = None
+        """As they were at the last look."""
         self._looked = self._look_at = 0.0
         self.lanes: Lanes = ()
         """The standing routes of our microbatches, taken in turn; none before the first look, and while a stage has
@@ -105,7 +106,7 @@ class NegotiationRunner(MachineRunner[Event, Action]):
             return
         stages = self._live()
         if all(stages):
-            self._costs = costs = self._times.costs(stages, self._in_flight)
+            self.costs = costs = self._times.costs(stages, self._in_flight)
             members = frozenset(Member(announced.peer, announced.incarnation) for announced in stages[0])
             self.handle(SwarmChanged(members, costs))
 
@@ -166,7 +167,7 @@ class NegotiationRunner(MachineRunner[Event, Action]):
         return ShareStatus(wanted, made, shares.reason)
 
     def _round_trip_s(self, route: PeerRoute) -> float | None:
-        return None if self._costs is None else round(self._costs.round_trip_s(self._own.peer, route), 4)
+        return None if self.costs is None else round(self.costs.round_trip_s(self._own.peer, route), 4)
 
     def _is_on_a_lane(self, peer: PeerId) -> bool:
         return any(hop.peer == peer for lane in self.lanes for hop in lane)

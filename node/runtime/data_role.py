@@ -175,7 +175,7 @@ async def data_role(given: ModuleContext, first: Anchor | None) -> AsyncIterator
     rules = _flight_rules(given.options, manifest)
     paths, transport = path_rules(manifest), given.session.transport
     negotiation = NegotiationRunner(own, membership, times, paths, rules.most_in_flight, transport)
-    planner = Planner(paths, membership, times, lambda: negotiation.lanes)
+    planner = Planner(paths, membership, times, lambda: negotiation.lanes, lambda: negotiation.costs)
 
     def live_data_nodes() -> tuple[PeerId, ...]:
         replicas = membership.replicas(ModuleId(0), clock.monotonic())

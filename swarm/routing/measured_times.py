@@ -149,6 +149,11 @@ class MeasuredTimes:
         """How long a microbatch waits at each peer before it is computed, on average, one way."""
         return self._waiting.means()
 
+    def wait_s(self, peer: PeerId) -> float:
+        """Likewise at one peer; 0 where none was measured."""
+        known = self._waiting.get(peer)
+        return 0.0 if known is None else known.mean
+
     @property
     def backward_factor(self) -> float:
         """Of the peers that were measured both ways, by the median."""

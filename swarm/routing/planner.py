@@ -1,12 +1,18 @@
-"""Path choice, microbatch by microbatch: the lane whose turn it is, and somebody else where a peer of the lane is gone,
-crowded, or long not tried.
+"""Path choice, microbatch by microbatch: the stages of the lane whose turn it is, in its order, by the replicas that
+bring it home soonest.
 
-Pure: everything comes in as arguments. Lanes are agreed among the data nodes (`swarm.routing.negotiation`); until there
-are some, and wherever a lane is left, the replica that should finish first is taken. A replica's expected finish is its
-service time (measured here, else announced) times the microbatches that it has to work off before this one's turn and
-this one: those of ours that are on their way through it, or, where there is no lane, the slots it announces as taken if
-that is more. Lanes know of the others already, and announcements are old: data nodes that believed them left their
-lanes all at once, and a step took 1.25 times as long.
+Pure: everything comes in as arguments. Lanes are agreed among the data nodes (`swarm.routing.negotiation`). Which
+stages a data node visits is worth agreeing on; which replicas, it chooses best itself when a microbatch sets out: the
+links there and back, a replica's service time, half of it again for each of our own under way through it (of those
+about half will be met there), and half of what microbatches of ours have waited there, by its own measurements
+(`_home_soonest`). Others show in that waiting; their announcements are old, and data nodes that believed them moved all
+at once. Where lanes may step back they are walked as they were told, for else microbatches could wait for each other in
+a circle (`swarm.routing.deadlock`); then a peer is only left that is gone, crowded, or whose turn it is to be compared.
+
+Until there are lanes, and wherever one is left, the replica that should finish first is taken. Its expected finish is
+its service time (measured here, else announced) times the microbatches that it has to work off before this one's turn
+and this one: those of ours that are on their way through it, or, where there is no lane, the slots it announces as
+taken if that is more.
 
 A stage that nobody serves any more is left out where the rules allow a path without it, as repair does under way; at
 the beginning it is waited for. A module that nobody serves, of a stage where another expert is served, is never left
@@ -24,8 +30,10 @@ from itertools import compress
 
 from swarm.experts.routes import module_at
 from swarm.membership.membership import Membership
+from swarm.routing.cost_model import Costs
 from swarm.routing.measured_times import MeasuredTimes
 from swarm.routing.path_rules import PathRules
+from swarm.routing.route_search import cheapest_in_order
 from swarm.routing.stage_balance import Lanes
 from swarm.routing.visit_shares import LEAST_SERVICE_S, VisitShares, equal_shares, reconsidered, share_period
 from swarm.vocabulary.announcement import NO_SPEED, Announcement, Speed
@@ -39,6 +47,11 @@ RECONSIDER_S = 5.0
 LEAVE_FACTOR = 1.5
 """A peer of the lane that should finish so many times later than another one is left out: small errors must not make
 paths flutter. Less and more was worse in simulated swarms."""
+MET = 0.5
+"""Of our own microbatches under way through a replica, those that one more will find there."""
+BY_OTHERS = 0.5
+"""Of the time that ours wait at a replica, what is not for our own. This and MET by `benchmarks/paths_virtual.py`: less
+of either was slower, and 1.0 took 1.05 times as long."""
 TRY_EVERY = 67
 """Every so many microbatches one hop goes to the replica that was not measured for longest: who was slow once may be
 fast now. A prime number above that of lanes, so that every lane has its turn."""
@@ -47,6 +60,11 @@ fast now. A prime number above that of lanes, so that every lane has its turn.""
 def no_lanes() -> Lanes:
     """Of who has not agreed on any."""
     return ()
+
+
+def no_costs() -> Costs | None:
+    """Of who does not plan ahead."""
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +97,7 @@ class Planner:
     Args:
         times: the data node's book.
         lanes: the lanes as they are agreed now.
+        costs: what they were agreed by.
     """
 
     def __init__(
@@ -87,11 +106,12 @@ class Planner:
         membership: Membership,
         times: MeasuredTimes,
         lanes: Callable[[], Lanes] = no_lanes,
+        costs: Callable[[], Costs | None] = no_costs,
     ) -> None:
         self.rules = rules
         self._membership = membership
         self._times = times
-        self._lanes = lanes
+        self._lanes, self._costs = lanes, costs
         self._shares, self._reconsider_at = equal_shares(rules), -math.inf
         self._visited: set[ModuleId] = set()
         """On some path so far: who serves them now may have gone, but is not yet to come."""
@@ -113,7 +133,9 @@ class Planner:
         if lanes:
             lane, tried = lanes[number % len(lanes)], hop_to_try(lanes, number)
             modules = [hop.module for hop in lane]
-            chosen = [self._on_lane(hop, in_flight, now, try_another=place == tried) for place, hop in enumerate(lane)]
+            chosen = self._home_soonest(lane, tried, in_flight, now) or [
+                self._on_lane(hop, in_flight, now, try_another=place == tried) for place, hop in enumerate(lane)
+            ]
         else:
             shares = self._shares_at(now)
             modules = [module_at(route, stage) for stage in visited_stages(self.rules, number, shares)]
@@ -257,6 +279,35 @@ class Planner:
         return Reasoned(
             best, f"{module} by {short(best)}: {figure.value * 1e3:.0f} ms, {figure.reason}, of {len(candidates)}"
         )
+
+    def _home_soonest(
+        self, lane: Sequence[Hop], tried: int | None, in_flight: Mapping[PeerId, int], now: float
+    ) -> list[Reasoned[PeerId | None]]:
+        """The replicas by whom a microbatch that visits the lane's stages should be home first; nothing where lanes are
+        walked as they were told, or a stage has nobody whose costs are known."""
+        costs = self._costs()
+        if costs is None or not lane or self.rules.max_back_stops:
+            return []
+        among: list[Sequence[PeerId]] = [()] * self.rules.stages
+        for place, hop in enumerate(lane):
+            live = [a.peer for a in self._membership.replicas(hop.module, now) if a.peer in costs.forward_s]
+            if not live:
+                return []
+            on_trial = self._on_trial(live, in_flight)
+            asked = [peer for peer in live if peer not in on_trial] or live
+            among[hop.module.stage] = [self._times.longest_unmeasured(sorted(live))] if place == tried else asked
+        stay_s = {peer: self._stay_s(costs, peer, in_flight) for peers in among for peer in peers}
+        found = cheapest_in_order(costs, self._membership.own, [hop.module.stage for hop in lane], stay_s, among)
+        why = f"home in {found.price:.3f} s"
+        return [
+            Reasoned(peer, f"{hop.module} by {short(peer)}, {'to measure it again' if place == tried else why}")
+            for place, (hop, peer) in enumerate(zip(lane, found.route, strict=True))
+        ]
+
+    def _stay_s(self, costs: Costs, peer: PeerId, in_flight: Mapping[PeerId, int]) -> float:
+        """At a replica, out and back: its service, and what is waited for there."""
+        queue = 1 + MET * in_flight.get(peer, 0)
+        return costs.service_s(peer) * queue + BY_OTHERS * 2 * self._times.wait_s(peer)
 
     def _on_lane(
         self, hop: Hop, in_flight: Mapping[PeerId, int], now: float, *, try_another: bool

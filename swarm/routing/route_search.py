@@ -35,15 +35,36 @@ def candidates(
     costs: Costs, data_node: PeerId, price: Mapping[PeerId, float], nearest: int = NEAREST
 ) -> tuple[Sequence[PeerId], ...]:
     """The replicas of each stage worth weighing."""
+    data_nodes, *others = costs.stages
+    return data_nodes, *(_nearest(costs, data_node, price, peers, nearest) for peers in others)
+
+
+def _nearest(
+    costs: Costs, data_node: PeerId, price: Mapping[PeerId, float], peers: Sequence[PeerId], count: int
+) -> Sequence[PeerId]:
     message = costs.message_s[data_node]
+    return peers if len(peers) <= count else heapq.nsmallest(count, peers, key=lambda p: 2 * message[p] + price[p])
 
-    def detour(peer: PeerId) -> float:
-        return 2 * message[peer] + price[peer]
 
-    return tuple(
-        peers if stage == 0 or len(peers) <= nearest else heapq.nsmallest(nearest, peers, key=detour)
-        for stage, peers in enumerate(costs.stages)
-    )
+def cheapest_in_order(
+    costs: Costs,
+    data_node: PeerId,
+    stages: Sequence[int],
+    price: Mapping[PeerId, float],
+    among: Sequence[Sequence[PeerId]],
+) -> Priced:
+    """The cheapest route through these stages in this order.
+
+    Args:
+        price: see `cheapest_by_set`.
+        among: by stage, the replicas that may be on it: of each of `stages` one at least. Of many those are weighed
+            that are cheapest as a detour.
+    """
+    tree: OrderTree = ()
+    for stage in reversed(stages):
+        tree = ((stage, tree),)
+    near = [_nearest(costs, data_node, price, peers, NEAREST) for peers in among]
+    return cheapest_by_set(costs, data_node, price, tree, among=near)[frozenset(stages)]
 
 
 def cheapest_by_set(

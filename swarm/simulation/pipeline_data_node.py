@@ -47,7 +47,9 @@ class DataNode:
         self.lanes: Lanes = ()
         self._measured = MeasuredTimes(peer.id, TOKENS)
         self._times = PathTimes(peer.id, self._measured, peer.membership.slots_of)
-        self.planner = Planner(ground.path_rules, peer.membership, self._measured, lambda: self.lanes)
+        self.planner = Planner(
+            ground.path_rules, peer.membership, self._measured, lambda: self.lanes, lambda: self._costs
+        )
         self.negotiator = Negotiator(peer.id, ground.path_rules, ground.talk)
         self._costs: Costs | None = None
         self._wakes = math.inf

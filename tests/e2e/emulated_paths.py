@@ -8,24 +8,23 @@ of peers are the node's own, whatever the rule.
 from __future__ import annotations
 
 import random
-from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, closing
 from pathlib import Path
 from typing import Any, Final, Protocol
 
+import node.runtime.data_role
 import node.runtime.serving
-from benchmarks.greedy_rule import least_route
-from benchmarks.swarm_rule import SwarmRule
+from benchmarks.rule_planners import GreedyPlanner, RulePlanner, SwarmPlanner
 from node.averaging.anchor.anchor import Anchor
 from node.context.module_context import ModuleContext
 from node.runtime.data_role import DataRole, data_role
+from swarm.membership.membership import Membership
 from swarm.pipeline.custody_states import Event, Started
 from swarm.routing.measured_times import MeasuredTimes
-from swarm.routing.planner import NoReplica
-from swarm.routing.stage_balance import ring_stages
+from swarm.routing.path_rules import PathRules
 from swarm.vocabulary.pipeline_messages import Purpose, Receipt
-from swarm.vocabulary.types import Hop, MicrobatchId, ModuleId, PeerId, Reasoned
+from swarm.vocabulary.types import MicrobatchId, PeerId
 from swarm.vocabulary.types import Path as HopPath
 from tests.e2e.flight_record import HOME, LAUNCHED, LOST, FlightWriter
 
@@ -45,76 +44,26 @@ class Listener(Protocol):
         ...
 
 
-class _Instead(ABC):
-    """Stands before a data node's planner: the stages are those of the ring, the peers are chosen by `_route`. All else
-    is the planner's."""
-
-    def __init__(self, role: DataRole, given: ModuleContext) -> None:
-        self._planner: Any = role._data_node._planner
-        self._own, self._membership = given.session.own, given.session.membership
-        self._stages = given.manifest.stages
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._planner, name)
-
-    def plan(self, number: int, in_flight: Mapping[PeerId, int], now: float) -> Reasoned[HopPath | NoReplica]:
-        stages = ring_stages(self._stages.count, self._stages.visited_per_path, number)
-        missing = tuple(m for m in map(ModuleId, stages) if not self._membership.replicas(m, now))
-        if missing:
-            return Reasoned(NoReplica(missing), "no peer left")
-        hops = tuple(Hop(ModuleId(s), p) for s, p in zip(stages, self._route(stages, in_flight, now), strict=True))
-        return Reasoned(HopPath(self._own.peer, hops), "by another rule")
-
-    @abstractmethod
-    def _route(self, stages: tuple[int, ...], in_flight: Mapping[PeerId, int], now: float) -> tuple[PeerId, ...]:
-        """A peer for each stage, which all have some."""
-
-
-class SwarmPaths(_Instead):
-    """SWARM's rule: the peer of each stage whose turn it is by virtual time."""
-
-    def __init__(self, role: DataRole, given: ModuleContext, seed: int) -> None:
-        super().__init__(role, given)
-        self._tokens = given.manifest.microbatch_tokens
-        self.rule = SwarmRule(random.Random(f"{seed} {self._own.peer}"))
-
-    def _route(self, stages: tuple[int, ...], in_flight: Mapping[PeerId, int], now: float) -> tuple[PeerId, ...]:
-        return tuple(self._choose(ModuleId(stage), now) for stage in stages)
-
-    def _choose(self, module: ModuleId, now: float) -> PeerId:
-        speeds = {a.peer: a.tokens_per_second for a in self._membership.replicas(module, now)}
-        announced_s = {peer: self._tokens / speed if speed else 0.0 for peer, speed in speeds.items()}
-        peer = self.rule.choose(module, announced_s)
-        assert peer is not None
-        return peer
-
-
-class GreedyPaths(_Instead):
-    """The rule of three lines: the path with the least links and service times, by this data node's own measurements
-    and its own microbatches under way."""
-
-    def __init__(self, role: DataRole, given: ModuleContext) -> None:
-        super().__init__(role, given)
-        self._times: MeasuredTimes = self._planner._times
-
-    def _route(self, stages: tuple[int, ...], in_flight: Mapping[PeerId, int], now: float) -> tuple[PeerId, ...]:
-        replicas = [self._membership.replicas(ModuleId(stage), now) for stage in range(1, self._stages.count)]
-        costs = self._times.costs([[self._own.announcement()], *replicas], in_flight=1)
-        return least_route(costs, self._own.peer, stages, in_flight)
-
-
 class FlightRecord:
     """Writes what becomes of a data node's microbatches.
 
     Args:
         measured: how many visits have been measured so far.
+        planner: that must have chosen each path; None for the node's own.
     """
 
-    def __init__(self, writer: FlightWriter, measured: Callable[[], int]) -> None:
-        self._writer, self._measured = writer, measured
+    def __init__(self, writer: FlightWriter, measured: Callable[[], int], planner: RulePlanner | None) -> None:
+        self._writer, self._measured, self._planner = writer, measured, planner
         self._flying: dict[MicrobatchId, HopPath] = {}
 
     def launched(self, microbatch: MicrobatchId, path: HopPath, now: float) -> None:
+        """Notes it.
+
+        Raises:
+            RuntimeError: another rule has chosen the path. Two arms by one rule were compared for a day before that.
+        """
+        if self._planner is not None and (self._planner.chosen is None or path.hops != self._planner.chosen.hops):
+            raise RuntimeError("the data node launches without asking the rule that is to be measured")
         self._flying[microbatch] = path
         self._write(LAUNCHED, path)
 
@@ -159,19 +108,28 @@ def emulate_data_node(rule: str, seed: int, flights: str | None) -> None:
 
     @asynccontextmanager
     async def emulated_role(given: ModuleContext, first: Anchor | None) -> AsyncIterator[DataRole]:
+        made = list[RulePlanner]()
+
+        def by_rule(rules: PathRules, membership: Membership, times: MeasuredTimes, *_: object) -> RulePlanner:
+            tokens, chance = given.manifest.microbatch_tokens, random.Random(f"{seed} {given.session.own.peer}")
+            made.append(
+                SwarmPlanner(rules, membership, times, tokens, chance)
+                if rule == SWARM
+                else GreedyPlanner(rules, membership, times, given.session.own.announcement)
+            )
+            return made[-1]
+
+        if rule != OURS:
+            node.runtime.data_role.Planner = by_rule  # type: ignore[assignment, misc]
         async with data_role(given, first) as role, AsyncExitStack() as stack:
-            clock = given.session.own.clock.monotonic
+            clock, planner = given.session.own.clock.monotonic, made[0] if made else None
             measured = _Visits.so_far
-            if rule == SWARM:
-                by_swarm = SwarmPaths(role, given, seed)
-                role._data_node._planner = by_swarm  # type: ignore[assignment]
-                tell(by_swarm.rule, role, clock)
-                measured = by_swarm.rule.visits
-            elif rule == GREEDY:
-                role._data_node._planner = GreedyPaths(role, given)  # type: ignore[assignment]
+            if isinstance(planner, SwarmPlanner):
+                tell(planner.rule, role, clock)
+                measured = planner.rule.visits
             if flights is not None:
                 writer = stack.enter_context(closing(FlightWriter(Path(flights))))
-                tell(FlightRecord(writer, measured), role, clock)
+                tell(FlightRecord(writer, measured, planner), role, clock)
             yield role
 
     node.runtime.serving.data_role = emulated_role

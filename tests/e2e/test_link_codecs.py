@@ -16,6 +16,8 @@ from node.local_swarm.setup import LocalSwarmOptions, Place
 from node.observability.events import Abandoned
 from protocol.manifest.manifest import Manifest, manifest_from_table
 from tests.e2e.emulated import Network, Spec, status_of
+from tests.e2e.emulated_paths import GREEDY, SWARM
+from tests.e2e.flight_record import HOME, read_flights
 from tests.e2e.small_run import PATIENCE_S, Watch, small_run, write_text
 
 pytestmark = pytest.mark.e2e
@@ -49,17 +51,21 @@ def chosen(answers: list[dict[str, Any]]) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("bytes_per_s", "expected"),
+    ("bytes_per_s", "rule", "expected"),
     [
-        (SLOW_BYTES_PER_S, {"activations int4", "gradients int8"}),
-        pytest.param(None, {"activations none", "gradients none"}, marks=pytest.mark.long),
+        (SLOW_BYTES_PER_S, GREEDY, {"activations int4", "gradients int8"}),
+        pytest.param(None, SWARM, {"activations none", "gradients none"}, marks=pytest.mark.long),
     ],
 )
-async def test_what_a_link_carries_decides(tmp_path: Path, bytes_per_s: float | None, expected: set[str]) -> None:
+async def test_what_a_link_carries_decides_whoever_chooses_the_paths(
+    tmp_path: Path, bytes_per_s: float | None, rule: str, expected: set[str]
+) -> None:
+    """An emulated data node that does not ask the rule it was given ends with an error (`FlightRecord`)."""
     manifest, network = compressible(write_text(tmp_path / "text")), tmp_path / "network.json"
 
     def place(index: int) -> Place:
-        spec = Spec(FORWARD_S, str(network), bytes_per_s=bytes_per_s)
+        flights = str(tmp_path / f"flights-{index}")
+        spec = Spec(FORWARD_S, str(network), bytes_per_s=bytes_per_s, rule=rule, flights=flights)
         return Place(command=(sys.executable, "-P", "-m", "tests.e2e.emulated", spec.to_json()))
 
     async with LocalSwarm(manifest, LocalSwarmOptions(peers=PEERS, threads=1), places=place) as swarm:
@@ -72,3 +78,4 @@ async def test_what_a_link_carries_decides(tmp_path: Path, bytes_per_s: float | 
     assert not any(isinstance(event, Abandoned) for event in watch.seen)
     assert [end.exit_code for end in swarm.ends.values()] == [0] * PEERS
     assert all(0 < loss < 7 for loss in watch.losses())
+    assert any(mark.kind == HOME for file in tmp_path.glob("flights-*") for mark in read_flights(file))

@@ -105,6 +105,15 @@ def test_the_period_fits_and_is_fine(stages: int, data: st.DataObject) -> None:
     assert share_period(PathRules(stages, rules.per_path)) is None
 
 
+def test_the_period_is_one_in_which_a_weak_stage_may_be_visited_seldom() -> None:
+    expected = {1.25: (28, 35, 35, 34), 1.5: (24, 36, 36, 36), 2.0: (12, 24, 24, 24)}
+    for ratio, wanted in expected.items():
+        rules = PathRules(5, 3, visit_ratio=ratio)
+        period = share_period(rules)
+        assert period is not None
+        assert best_shares(rules, [1.0, 9.0, 9.0, 9.0], period).value == VisitShares(wanted, sum(wanted) // 3)
+
+
 @pytest.mark.parametrize(("microbatches", "period"), [(6, 6), (16, 16), (1, None), (131, None), (130, 65)])
 def test_the_period_of_an_iteration_divides_it(microbatches: int, period: int | None) -> None:
     rules = PathRules(5, 3, visit_ratio=2.0)

@@ -62,8 +62,8 @@ def test_the_talk_ends_and_the_weak_stage_is_visited_less(weather: Weather, seed
     talkers.assert_offers_keep_the_sum()
     assert_visits_are_what_was_dealt(talkers)
     for peer in talkers.machines:
-        assert shares_of(talkers, peer).visits == (13, 9, 13, 13, 12)
-        assert len(talkers.machines[peer].launches) == share_period(UNEQUAL) == 20
+        assert shares_of(talkers, peer).visits == (16, 11, 16, 16, 16)
+        assert len(talkers.machines[peer].launches) == share_period(UNEQUAL) == 25
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -80,8 +80,8 @@ def test_shares_change_at_any_step_and_nothing_is_lost_or_doubled(seed: int) -> 
     for peer in talkers.machines:
         shares = talkers.machines[peer].shares
         assert shares is not None
-        assert shares.value.visits[3] == min(shares.value.visits) == 9
-        assert shares.reason.startswith("stage 4 is full first, with 9 visits in 20 microbatches")
+        assert shares.value.visits[3] == min(shares.value.visits) == 11
+        assert shares.reason.startswith("stage 4 is full first, with 11 visits in 25 microbatches")
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -94,7 +94,7 @@ def test_each_goes_by_its_own_figures(seed: int) -> None:
     talkers.run(LONG)
     talkers.assert_settled()
     assert_visits_are_what_was_dealt(talkers)
-    weakest = {peer: shares_of(talkers, peer).visits.index(9) + 1 for peer in talkers.machines}
+    weakest = {peer: shares_of(talkers, peer).visits.index(11) + 1 for peer in talkers.machines}
     assert weakest == {peer: 4 if peer == other else 2 for peer in talkers.machines}
 
 
