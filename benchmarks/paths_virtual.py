@@ -2,11 +2,13 @@
 rules, without a clock to wait for.
 
     python benchmarks/paths_virtual.py [--cells A1 A2 B1 B3 C E] [--seeds 12] [--arms ours swarm greedy] [--seconds 120]
+    [--problems 24]
 
 A swarm of two minutes takes a second or so, so many grounds can be asked: what a few live swarms say of a cell is as
 much about their seeds. Custody, planner, negotiator, membership and measurements are the node's
-(`swarm.simulation.pipeline_world`); computing and sending are delays. Prints one JSON object, by cell the figures by
-seed and the ratios of arms with their intervals; a table goes to stderr.
+(`swarm.simulation.pipeline_world`); computing and sending are delays. With `--problems` also the unlike swarms of
+`swarm.simulation.problems`, in which data nodes launch as fast as each can and stages are skipped. Prints one JSON
+object, by cell the figures by seed and the ratios of arms with their intervals; a table goes to stderr.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import sys
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from itertools import combinations, pairwise
+from itertools import combinations, pairwise, repeat
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, Final
@@ -46,10 +48,12 @@ from swarm.pipeline.in_flight import Flight, FlightRules
 from swarm.pipeline.ledger import LONGEST_LIFETIME_S, SHORTEST_LIFETIME_S
 from swarm.routing.negotiation.negotiation_events import TalkRules
 from swarm.routing.path_rules import PathRules
-from swarm.simulation.churn import LIFETIME_IN_PATHS, NOTICED_AFTER_S
+from swarm.simulation.churn import LIFETIME_IN_PATHS, NOTICED_AFTER_S, InstanceGround
+from swarm.simulation.negotiation_world import Network
 from swarm.simulation.pipeline_data_node import TOKENS, DataNode
 from swarm.simulation.pipeline_peer import Peer
-from swarm.simulation.pipeline_world import Ledger, World
+from swarm.simulation.pipeline_world import Ground, Ledger, World
+from swarm.simulation.problems import problem
 from swarm.vocabulary.pipeline_messages import Receipt
 from swarm.vocabulary.types import MicrobatchId, ModuleId, PeerId
 from swarm.vocabulary.types import Path as HopPath
@@ -63,6 +67,8 @@ BACKWARD: Final = 2.0
 FACTORS: Final = {Work.FORWARD: 1.0, Work.BACKWARD: BACKWARD, Work.REPLAY: 1.0 + BACKWARD}
 DATA_FACTORS: Final = FACTORS | {Work.LOSS: DATA_WORK - 1.0 - BACKWARD}
 HOP_SLOTS: Final = 16
+PROBLEM_S: Final = 600.0
+RULES: Final = ("ours", "swarm", "greedy")
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,9 +144,9 @@ class _DataNode(DataNode):
         super().__init__(peer)
         self.home: list[tuple[float, HopPath]] = []
         self._swarm: SwarmPlanner | None = None
-        world = peer.cells
+        world = peer.by_rule
         if world.rule == "swarm":
-            chance = random.Random(f"{world.trial.seed} {peer.id}")
+            chance = random.Random(f"{world.seed} {peer.id}")
             self._swarm = SwarmPlanner(self.planner.rules, peer.membership, self._measured, TOKENS, chance)
             self.planner = self._swarm
         elif world.rule == "greedy":
@@ -172,22 +178,22 @@ class _DataNode(DataNode):
 
 class _Peer(Peer):
     @property
-    def cells(self) -> CellWorld:
-        assert isinstance(self.world, CellWorld)
+    def by_rule(self) -> RuleWorld:
+        assert isinstance(self.world, RuleWorld)
         return self.world
 
     def new_data_node(self) -> DataNode:
         return _DataNode(self)
 
 
-class CellWorld(World):
-    """A swarm on a cell's ground, whose data nodes go by the arm's rule."""
+class RuleWorld(World):
+    """A swarm whose data nodes go by one rule."""
 
-    def __init__(self, trial: Trial, ground: CellGround, chance: random.Random) -> None:
-        self.trial, self.rule = trial, ARMS[trial.arm].rule
-        names, stages = peer_names(), ground.machines.stages
-        of_stage = [[p for p, own in zip(names, stages, strict=True) if own == s] for s in range(max(stages) + 1)]
-        super().__init__(ground, of_stage, chance, Ledger())
+    def __init__(
+        self, rule: str, seed: int, ground: Ground, stages: Sequence[Sequence[PeerId]], chance: random.Random
+    ) -> None:
+        self.rule, self.seed = rule, seed
+        super().__init__(ground, stages, chance, Ledger())
 
     def new_peer(self, own: PeerId, module: ModuleId, incarnation: int) -> Peer:
         return _Peer(self, own, module, incarnation)
@@ -210,7 +216,9 @@ def measured(trial: Trial) -> Run:
     cell, chance = trial.cell, random.Random(f"{trial.cell_name} {trial.seed} {trial.arm}")
     machines = make_ground(trial.seed, cell.links)
     ground = CellGround(trial, machines, chance)
-    world = CellWorld(trial, ground, chance)
+    names = list(zip(peer_names(), machines.stages, strict=True))
+    stages = [[name for name, own in names if own == stage] for stage in range(max(machines.stages) + 1)]
+    world = RuleWorld(ARMS[trial.arm].rule, trial.seed, ground, stages, chance)
     world.run(WARM_S)
     begun = world.time.now
     changes = changes_of(cell, machines, trial.seed, trial.seconds)
@@ -243,6 +251,15 @@ def measured(trial: Trial) -> Run:
             "recovered_s": recovered_s(home, at, world.time.now, left),
         }
     return run
+
+
+def completed_of(problem_seed: int, rule: str, seconds: float) -> int:
+    """Microbatches of an unlike swarm that launches as fast as it can."""
+    instance, chance = problem(problem_seed), random.Random(f"{problem_seed} {rule}")
+    ground = InstanceGround(instance, Network(), TalkRules(None), 1, chance)
+    world = RuleWorld(rule, problem_seed, ground, instance.costs.stages, chance)
+    world.run(seconds)
+    return len(world.ledger.completed)
 
 
 def _step_s(homecomings: Sequence[Sequence[float]], per_step: int) -> float:
@@ -283,6 +300,18 @@ def report(runs: Sequence[Run]) -> dict[str, Any]:
     return found
 
 
+def report_of_problems(completed: dict[str, list[int]]) -> dict[str, Any]:
+    """Ratios of rules, as `compared` has them."""
+    runs = [
+        {"arm": rule, "seed": seed, "completed": count}
+        for rule, counts in completed.items()
+        for seed, count in enumerate(counts, start=1)
+    ]
+    pairs = combinations(completed, 2)
+    ratios = {f"{one} / {other}": compared(runs, "completed", one, other) for one, other in pairs}
+    return {"completed": completed, "ratios": ratios}
+
+
 def _mean(runs: Sequence[Run], arm: str, figure: str) -> float:
     return round(fmean(run[figure] for run in runs if run["arm"] == arm), 3)
 
@@ -293,6 +322,7 @@ def main() -> None:
     parser.add_argument("--arms", nargs="+", choices=tuple(ARMS), help="those of each cell when absent")
     parser.add_argument("--seeds", type=int, default=12, help="grounds: 1 to so many")
     parser.add_argument("--seconds", type=float, default=120.0, help="virtual ones, that each swarm is measured")
+    parser.add_argument("--problems", type=int, default=0, help="unlike swarms: 1 to so many")
     options = parser.parse_args()
     trials = [
         Trial(name, arm, seed, options.seconds)
@@ -302,12 +332,20 @@ def main() -> None:
     ]
     with ProcessPoolExecutor() as pool:
         runs = list(pool.map(measured, trials))
-    cells = report(runs)
+        problems = range(1, options.problems + 1)
+        completed = {
+            rule: list(pool.map(completed_of, problems, repeat(rule), repeat(PROBLEM_S)))
+            for rule in (RULES if problems else ())
+        }
+    cells, of_problems = report(runs), report_of_problems(completed)
     for name, cell in cells.items():
         print(f"{name}: of the bound {cell['share_of_bound']}, abroad {cell[ABROAD]}", file=sys.stderr)
         for pair, ratio in cell["ratios"].items():
             print(f"  {cell['figure']} {pair}: {ratio.get('geometric_mean')} {ratio.get('interval')}", file=sys.stderr)
-    print(json.dumps({"benchmark": "paths_virtual", "seconds": options.seconds, "cells": cells, "runs": runs}))
+    for pair, ratio in of_problems["ratios"].items():
+        print(f"problems {pair}: {ratio.get('geometric_mean')} {ratio.get('interval')}", file=sys.stderr)
+    settings = {"benchmark": "paths_virtual", "seconds": options.seconds}
+    print(json.dumps(settings | {"cells": cells, "problems": of_problems, "runs": runs}))
 
 
 if __name__ == "__main__":

@@ -75,12 +75,12 @@ def run_churn(
             only its slots hold it back.
     """
     random = Random(seed)  # noqa: S311 - a repeatable world, not a secret
-    ground = _InstanceGround(instance, network, talk, staleness, random)
+    ground = InstanceGround(instance, network, talk, staleness, random)
     deaths = _Deaths(World(ground, instance.costs.stages, random, Ledger()), instance, share_a_minute / 60)
     return deaths.run(seconds)
 
 
-class _InstanceGround:
+class InstanceGround:
     """Machines and links as an instance says, everybody known to be as fast as it is."""
 
     def __init__(self, instance: Instance, network: Network, talk: TalkRules, staleness: int, random: Random) -> None:
