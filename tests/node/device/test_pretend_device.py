@@ -12,7 +12,10 @@ from typing import Any, Final
 
 import pytest
 
-pytestmark = pytest.mark.timeout(300)  # ten seconds of computing, which a busy machine makes minutes
+pytestmark = [
+    pytest.mark.timeout(300),  # ten seconds of computing, which a busy machine makes minutes
+    pytest.mark.xdist_group("pretend device"),  # and once is enough
+]
 
 ROOT: Final = Path(__file__).parent.parent.parent.parent
 ALLOWED: Final = {
