@@ -26,10 +26,11 @@ MICROBATCH: Final[Way] = {
         node/routing/launcher.py: run
         swarm/pipeline/in_flight.py: may_start
         node/routing/launcher.py: _launch
-        swarm/routing/planner.py: in_flight_by_peer, plan, _on_lane
+        swarm/routing/planner.py: in_flight_by_peer, plan, _home_soonest
         swarm/membership/membership.py: replicas
+        swarm/routing/measured_times.py: wait_s
+        swarm/routing/route_search.py: cheapest_in_order
         swarm/routing/planner.py: _joined
-        swarm/routing/measured_times.py: visit_s
     """,
     "launch": """
         node/routing/launcher.py: _launch
