@@ -20,7 +20,7 @@ from swarm.simulation.deaths import after_death
 from swarm.simulation.generate import Regions, Shape, generate
 from swarm.simulation.instance import Instance, Plan
 from swarm.simulation.negotiation_world import Network
-from swarm.vocabulary.types import Hop, ModuleId, PeerId
+from swarm.vocabulary.types import Hop, ModuleId
 from tests.swarm.membership.announcements import RUN, announcement
 
 SMALL: Final = {
@@ -87,18 +87,20 @@ def swarm_of_size(peers: int, regions: Regions, seeds: Iterable[int]) -> dict[st
 
 
 def _time_launches(instance: Instance, plan: Plan, set_up: Stopwatch, launch: Stopwatch) -> None:
-    """As in a data node: its view of the costs made anew, and the next microbatch of its lanes."""
+    """As in a data node: its view of the costs made anew, and the next microbatch of its lanes, by the peers that
+    bring it home soonest (which lanes that may step back do not choose)."""
     stages = [[announcement(peer, stage) for peer in peers] for stage, peers in enumerate(instance.costs.stages)]
-    members = Membership(RUN, PeerId("own"))
-    for one in itertools.chain.from_iterable(stages):
-        members.observe(one, now=0.0, wall=0.0)
+    rules = replace(instance.rules, max_back_stops=0, max_back_distance=0)
     stage_of = instance.costs.stage_of()
     for data_node in instance.costs.data_nodes[:LAUNCHES]:
+        members = Membership(RUN, data_node)
+        for one in itertools.chain.from_iterable(stages):
+            members.observe(one, now=0.0, wall=0.0)
         with set_up.sample():
             times = MeasuredTimes(data_node, TOKENS)
-            times.costs(stages, instance.microbatches)
+            costs = times.costs(stages, instance.microbatches)
         lanes = spread([tuple(Hop(ModuleId(stage_of[peer]), peer) for peer in route) for route in plan[data_node]])
-        planner = Planner(instance.rules, members, times, lambda lanes=lanes: lanes)
+        planner = Planner(rules, members, times, lambda lanes=lanes: lanes, lambda costs=costs: costs)
         with launch.sample():
             planner.plan(1, (), {}, 0.0)
 
