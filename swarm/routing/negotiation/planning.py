@@ -122,8 +122,9 @@ class Planning:
         view, plan = self._view, self._view.plan()
         if plan is None or not _fits(plan):
             return None
-        if self._ready is not None and self._ready.versions != view.versions:
-            self._ready = None
+        ready = self._ready
+        if ready is not None and not (ready.versions == view.versions and view.may_be_walked(ready.plan)):
+            self._ready = None  # nobody need have moved for it: of those that it would have used one may be gone
         if self._costs is not view.costs:
             self._changed(plan)
         if (self._turns_left <= 0 and self._ready is None) or self._decided >= self._most_offers:
