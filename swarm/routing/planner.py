@@ -50,8 +50,9 @@ paths flutter. Less and more was worse in simulated swarms."""
 MET = 0.5
 """Of our own microbatches under way through a replica, those that one more will find there."""
 BY_OTHERS = 0.5
-"""Of the time that ours wait at a replica, what is not for our own. This and MET by `benchmarks/paths_virtual.py`: less
-of either was slower, and 1.0 took 1.05 times as long."""
+"""Of the time that ours wait at a replica, what is not for our own. This and MET were the best of four pairs that were
+tried in two cells of `benchmarks/paths_virtual.py` (steps with (1, 0), (1, 1), (0.5, 0) took up to 1.06 times as long,
+(0.5, 1) as long); less than a half of MET was not tried."""
 TRY_EVERY = 67
 """Every so many microbatches one hop goes to the replica that was not measured for longest: who was slow once may be
 fast now. A prime number above that of lanes, so that every lane has its turn."""
