@@ -19,70 +19,41 @@ import random
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
-from itertools import combinations, pairwise, repeat
+from itertools import combinations, repeat
 from pathlib import Path
-from statistics import fmean, median
 from typing import Any, Final
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.live_cells import (
-    ABROAD,
-    ARMS,
-    CELLS,
-    DATA_WORK,
-    PEERS,
-    SLOWED_BY,
-    STEP_S,
-    TOKENS_PER_S,
-    Cell,
-    changes_of,
-    make_ground,
-)
-from benchmarks.live_cells import Ground as Machines
-from benchmarks.live_report import Run, compared, count_between, recovered_s
-from benchmarks.rule_planners import GreedyPlanner, SwarmPlanner
+from benchmarks.live_cells import ARMS, CELLS, PEERS, changes_of, make_ground
+from benchmarks.live_report import Run, compared, figures, report, table
+from benchmarks.live_swarm import Seen, Trial
+from benchmarks.rule_planners import RULES, SwarmPlanner, planner_by
 from swarm.pipeline.custody_states import Work
 from swarm.pipeline.in_flight import Flight, FlightRules
-from swarm.pipeline.ledger import LONGEST_LIFETIME_S, SHORTEST_LIFETIME_S
+from swarm.pipeline.ledger import DEFAULT_SLOTS
 from swarm.routing.negotiation.negotiation_events import TalkRules
 from swarm.routing.path_rules import PathRules
-from swarm.simulation.churn import LIFETIME_IN_PATHS, NOTICED_AFTER_S, InstanceGround
+from swarm.simulation.churn import NOTICED_AFTER_S, InstanceGround, lifetime_of
 from swarm.simulation.negotiation_world import Network
 from swarm.simulation.pipeline_data_node import TOKENS, DataNode
 from swarm.simulation.pipeline_peer import Peer
 from swarm.simulation.pipeline_world import Ground, Ledger, World
 from swarm.simulation.problems import problem
 from swarm.vocabulary.pipeline_messages import Receipt
-from swarm.vocabulary.types import MicrobatchId, ModuleId, PeerId
+from swarm.vocabulary.types import ModuleId, PeerId
 from swarm.vocabulary.types import Path as HopPath
+from tests.e2e.emulated import Spec
+from tests.e2e.flight_record import HOME, LAUNCHED, LOST, FlightMark
 
 LEAST_WAY_S: Final = 0.001
 """One way of the smallest message."""
 UNEVEN: Final = 0.03
 """Every delay is longer by chance, by such a share at most: no two microbatches come home in step for ever."""
 WARM_S: Final = 25.0
-BACKWARD: Final = 2.0
-FACTORS: Final = {Work.FORWARD: 1.0, Work.BACKWARD: BACKWARD, Work.REPLAY: 1.0 + BACKWARD}
-DATA_FACTORS: Final = FACTORS | {Work.LOSS: DATA_WORK - 1.0 - BACKWARD}
-HOP_SLOTS: Final = 16
 PROBLEM_S: Final = 600.0
-RULES: Final = ("ours", "swarm", "greedy")
-
-
-@dataclass(frozen=True, slots=True)
-class Trial:
-    """One swarm that is to be measured."""
-
-    cell_name: str
-    arm: str
-    seed: int
-    seconds: float
-
-    @property
-    def cell(self) -> Cell:
-        return CELLS[self.cell_name]
+NOT_HERE: Final = ("share_measured", "machine_load", "swarm_load", "failures", "cold_replicas")
+"""Figures of a live swarm that say nothing of a virtual one."""
 
 
 # ---- the world -------------------------------------------------------------------------------------------------------
@@ -91,8 +62,8 @@ class Trial:
 class CellGround:
     """The machines and links of a live cell."""
 
-    def __init__(self, trial: Trial, machines: Machines, chance: random.Random) -> None:
-        cell, arm = trial.cell, ARMS[trial.arm]
+    def __init__(self, trial: Trial, chance: random.Random) -> None:
+        cell, arm, machines = trial.cell, ARMS[trial.arm], trial.ground
         self._cell, self._chance, self.machines = cell, chance, machines
         self._index = {name: index for index, name in enumerate(peer_names())}
         self._slowed = dict.fromkeys(range(PEERS), 1.0)
@@ -109,7 +80,7 @@ class CellGround:
 
     def slots_of(self, peer: PeerId) -> int:
         is_data_node = self.machines.stages[self._index[peer]] == 0
-        return HOP_SLOTS if is_data_node else self._cell.hop_slots or HOP_SLOTS
+        return DEFAULT_SLOTS if is_data_node else self._cell.hop_slots or DEFAULT_SLOTS
 
     def service_s(self, peer: PeerId) -> float:
         index = self._index[peer]
@@ -117,8 +88,7 @@ class CellGround:
 
     def compute_s(self, peer: PeerId, work: Work) -> float:
         index = self._index[peer]
-        factor = (FACTORS if self.machines.stages[index] else DATA_FACTORS)[work]
-        return factor * self.machines.forward_s[index] * self._slowed[index] * self._uneven()
+        return Spec(self.machines.forward_s[index], "").compute_s(work) * self._slowed[index] * self._uneven()
 
     def message_s(self, here: PeerId, there: PeerId) -> float:
         way_s = self.machines.between(self._index[here], self._index[there])
@@ -131,49 +101,51 @@ class CellGround:
         return NOTICED_AFTER_S
 
     def lifetime_s(self, path_s: float) -> float:
-        return min(LONGEST_LIFETIME_S, max(SHORTEST_LIFETIME_S, LIFETIME_IN_PATHS * path_s))
+        return lifetime_of(path_s)
 
     def _uneven(self) -> float:
         return 1 + UNEVEN * self._chance.random()
 
 
 class _DataNode(DataNode):
-    """Launches by the arm's rule, and writes down when microbatches come home."""
+    """Launches by the arm's rule, and writes down what becomes of its microbatches."""
 
     def __init__(self, peer: _Peer) -> None:
         super().__init__(peer)
-        self.home: list[tuple[float, HopPath]] = []
-        self._swarm: SwarmPlanner | None = None
-        world = peer.by_rule
-        if world.rule == "swarm":
-            chance = random.Random(f"{world.seed} {peer.id}")
-            self._swarm = SwarmPlanner(self.planner.rules, peer.membership, self._measured, TOKENS, chance)
-            self.planner = self._swarm
-        elif world.rule == "greedy":
-            self.planner = GreedyPlanner(self.planner.rules, peer.membership, self._measured, peer.announcement)
+        self.marks: list[FlightMark] = []
+        own, world, rules = peer.announcement, peer.by_rule, self.planner.rules
+        planner = planner_by(
+            world.rule, rules, peer.membership, self._measured, own=own, tokens=TOKENS, seed=world.seed
+        )
+        self._swarm = planner.rule if isinstance(planner, SwarmPlanner) else None
+        self.planner = planner or self.planner
 
     def started(self, flight: Flight) -> None:
         super().started(flight)
+        self._mark(LAUNCHED, flight.path)
         if self._swarm is not None:
-            self._swarm.rule.launched(flight.microbatch, flight.path, self.world.time.now)
+            self._swarm.launched(flight.microbatch, flight.path, self.world.time.now)
 
     def passed(self, sender: PeerId, receipt: Receipt) -> None:
         if self._swarm is not None and receipt.microbatch.data_node == self.peer.id:
-            self._swarm.rule.passed(sender, receipt, self.world.time.now)
+            self._swarm.passed(sender, receipt, self.world.time.now)
         super().passed(sender, receipt)
 
     def completed(self, flight: Flight, path: HopPath) -> None:
         super().completed(flight, path)
-        self.home.append((self.world.time.now, path))
-        self._ended(flight.microbatch, path)
+        self._mark(HOME, path)
+        if self._swarm is not None:
+            self._swarm.ended(flight.microbatch, path)
 
     def abandoned(self, flight: Flight) -> None:
         super().abandoned(flight)
-        self._ended(flight.microbatch, None)
-
-    def _ended(self, microbatch: MicrobatchId, path: HopPath | None) -> None:
+        self._mark(LOST, flight.path)
         if self._swarm is not None:
-            self._swarm.rule.ended(microbatch, path)
+            self._swarm.ended(flight.microbatch, None)
+
+    def _mark(self, kind: str, path: HopPath) -> None:
+        peers = tuple(str(hop.peer) for hop in path.hops)
+        self.marks.append(FlightMark(self.world.time.now, kind, peers, measured=0))
 
 
 class _Peer(Peer):
@@ -198,10 +170,10 @@ class RuleWorld(World):
     def new_peer(self, own: PeerId, module: ModuleId, incarnation: int) -> Peer:
         return _Peer(self, own, module, incarnation)
 
-    def homecomings(self) -> dict[PeerId, list[tuple[float, HopPath]]]:
-        """Of each data node, in order."""
+    def flights(self) -> dict[PeerId, list[FlightMark]]:
+        """Of each data node, from its start on."""
         nodes = {peer.id: peer.data_node for peer in self.peers.values()}
-        return {peer: node.home for peer, node in nodes.items() if isinstance(node, _DataNode)}
+        return {peer: node.marks for peer, node in nodes.items() if isinstance(node, _DataNode)}
 
 
 def peer_names() -> list[PeerId]:
@@ -211,46 +183,24 @@ def peer_names() -> list[PeerId]:
 # ---- measuring -------------------------------------------------------------------------------------------------------
 
 
-def measured(trial: Trial) -> Run:
-    """The figures of one swarm."""
-    cell, chance = trial.cell, random.Random(f"{trial.cell_name} {trial.seed} {trial.arm}")
-    machines = make_ground(trial.seed, cell.links)
-    ground = CellGround(trial, machines, chance)
-    names = list(zip(peer_names(), machines.stages, strict=True))
-    stages = [[name for name, own in names if own == stage] for stage in range(max(machines.stages) + 1)]
-    world = RuleWorld(ARMS[trial.arm].rule, trial.seed, ground, stages, chance)
+def measured(cell_name: str, arm: str, seed: int, seconds: float) -> Run:
+    """The figures of one swarm, as `benchmarks.live_report` makes them of a live one."""
+    cell, chance = CELLS[cell_name], random.Random(f"{cell_name} {seed} {arm}")
+    machines = make_ground(seed, cell.links)
+    trial = Trial(cell_name, cell, arm, seed, machines, Path())
+    ground, indices = CellGround(trial, chance), {str(name): index for index, name in enumerate(peer_names())}
+    stages = [[peer_names()[index] for index in machines.replicas(stage)] for stage in range(max(machines.stages) + 1)]
+    world = RuleWorld(ARMS[arm].rule, seed, ground, stages, chance)
     world.run(WARM_S)
-    begun = world.time.now
-    changes = changes_of(cell, machines, trial.seed, trial.seconds)
-    for change in changes:
+    begun, changed_at = world.time.now, list[float]()
+    for change in changes_of(cell, machines, seed, seconds):
         world.run(max(0.0, begun + change.after_s - world.time.now))
         ground.slow(change.index, change.factor)
-    world.run(begun + trial.seconds - world.time.now)
-    per_path = cell.visited(ARMS[trial.arm])
-    own = {peer: [(at, path) for at, path in home if at >= begun] for peer, home in world.homecomings().items()}
-    completed = sum(map(len, own.values()))
-    per_s, bound = completed / trial.seconds, machines.bound_per_s(per_path)
-    run: Run = {
-        "cell": trial.cell_name,
-        "arm": trial.arm,
-        "seed": trial.seed,
-        TOKENS_PER_S: round(TOKENS * per_s, 1),
-        "share_of_bound": round(per_s / bound, 3),
-        "x": round(cell.in_flight / machines.knee(per_path), 3),
-        ABROAD: round(_abroad(machines, own), 3),
-        "completed": completed,
-    }
-    if cell.staleness == 0:
-        run[STEP_S] = round(_step_s([[at for at, _ in home] for home in own.values()], cell.per_step), 4)
-    if cell.changes == "once":
-        at, victim = begun + changes[0].after_s, changes[0].index
-        left = machines.slowed(victim, SLOWED_BY).bound_per_s(per_path)
-        home = sorted(moment for of in own.values() for moment, _ in of)
-        run |= {
-            "tokens_after_change": TOKENS * count_between(home, at, at + 30.0),
-            "recovered_s": recovered_s(home, at, world.time.now, left),
-        }
-    return run
+        changed_at.append(world.time.now)
+    world.run(begun + seconds - world.time.now)
+    flights = {indices[peer]: marks for peer, marks in world.flights().items()}
+    seen = Seen(begun, world.time.now, WARM_S, (), flights, indices, tuple(changed_at), None, None, 0)
+    return {key: figure for key, figure in figures(trial, seen, TOKENS).items() if key not in NOT_HERE}
 
 
 def completed_of(problem_seed: int, rule: str, seconds: float) -> int:
@@ -260,44 +210,6 @@ def completed_of(problem_seed: int, rule: str, seconds: float) -> int:
     world = RuleWorld(rule, problem_seed, ground, instance.costs.stages, chance)
     world.run(seconds)
     return len(world.ledger.completed)
-
-
-def _step_s(homecomings: Sequence[Sequence[float]], per_step: int) -> float:
-    """Mean over the data nodes."""
-    means = []
-    for home in homecomings:
-        ends = home[per_step - 1 :: per_step]
-        means.append((ends[-1] - ends[0]) / (len(ends) - 1))
-    return sum(means) / len(means)
-
-
-def _abroad(machines: Machines, home: dict[PeerId, list[tuple[float, HopPath]]]) -> float:
-    index = {name: at for at, name in enumerate(peer_names())}
-    abroad = ways = 0
-    for data_node, paths in home.items():
-        for _, path in paths:
-            stops = [index[peer] for peer in (data_node, *(hop.peer for hop in path.hops), data_node)]
-            ways += len(stops) - 1
-            abroad += sum(machines.regions[a] != machines.regions[b] for a, b in pairwise(stops))
-    return abroad / max(1, ways)
-
-
-def report(runs: Sequence[Run]) -> dict[str, Any]:
-    """By cell: the ratios of arms by seed, and the means of what they had of the bound."""
-    found: dict[str, Any] = {}
-    for name in dict.fromkeys(run["cell"] for run in runs):
-        own = [run for run in runs if run["cell"] == name]
-        arms = list(dict.fromkeys(run["arm"] for run in own))
-        figure = CELLS[name].figure
-        found[name] = {
-            "figure": figure,
-            "share_of_bound": {a: _mean(own, a, "share_of_bound") for a in arms},
-            ABROAD: {a: _mean(own, a, ABROAD) for a in arms},
-            "ratios": {f"{one} / {other}": compared(own, figure, one, other) for one, other in combinations(arms, 2)},
-        }
-        if any("recovered_s" in run for run in own):
-            found[name]["recovered_s"] = {a: median(r["recovered_s"] for r in own if r["arm"] == a) for a in arms}
-    return found
 
 
 def report_of_problems(completed: dict[str, list[int]]) -> dict[str, Any]:
@@ -312,10 +224,6 @@ def report_of_problems(completed: dict[str, list[int]]) -> dict[str, Any]:
     return {"completed": completed, "ratios": ratios}
 
 
-def _mean(runs: Sequence[Run], arm: str, figure: str) -> float:
-    return round(fmean(run[figure] for run in runs if run["arm"] == arm), 3)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cells", nargs="+", choices=tuple(CELLS), default=["A1", "A2", "B1", "B3", "C", "E"])
@@ -325,23 +233,20 @@ def main() -> None:
     parser.add_argument("--problems", type=int, default=0, help="unlike swarms: 1 to so many")
     options = parser.parse_args()
     trials = [
-        Trial(name, arm, seed, options.seconds)
+        (name, arm, seed, options.seconds)
         for name in options.cells
         for seed in range(1, options.seeds + 1)
         for arm in options.arms or CELLS[name].arms
     ]
     with ProcessPoolExecutor() as pool:
-        runs = list(pool.map(measured, trials))
+        runs = list(pool.map(measured, *zip(*trials, strict=True)))
         problems = range(1, options.problems + 1)
         completed = {
             rule: list(pool.map(completed_of, problems, repeat(rule), repeat(PROBLEM_S)))
             for rule in (RULES if problems else ())
         }
     cells, of_problems = report(runs), report_of_problems(completed)
-    for name, cell in cells.items():
-        print(f"{name}: of the bound {cell['share_of_bound']}, abroad {cell[ABROAD]}", file=sys.stderr)
-        for pair, ratio in cell["ratios"].items():
-            print(f"  {cell['figure']} {pair}: {ratio.get('geometric_mean')} {ratio.get('interval')}", file=sys.stderr)
+    print(table(cells), file=sys.stderr)
     for pair, ratio in of_problems["ratios"].items():
         print(f"problems {pair}: {ratio.get('geometric_mean')} {ratio.get('interval')}", file=sys.stderr)
     settings = {"benchmark": "paths_virtual", "seconds": options.seconds}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from typing import Final
 
 from benchmarks.greedy_rule import least_route
 from benchmarks.swarm_rule import SwarmRule
@@ -20,6 +21,9 @@ from swarm.routing.planner import NoReplica, Planner
 from swarm.routing.stage_balance import ring_stages
 from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.types import Hop, ModuleId, Path, PeerId, Reasoned, Route
+
+OURS, SWARM, GREEDY = "ours", "swarm", "greedy"
+RULES: Final = (OURS, SWARM, GREEDY)
 
 
 class RulePlanner(Planner, ABC):
@@ -87,3 +91,25 @@ class GreedyPlanner(RulePlanner):
         replicas = [self._view.replicas(ModuleId(stage), now) for stage in range(1, self.rules.stages)]
         costs = self._book.costs([[self._own()], *replicas], in_flight=1)
         return least_route(costs, self._view.own, stages, in_flight)
+
+
+def planner_by(
+    rule: str,
+    rules: PathRules,
+    membership: Membership,
+    times: MeasuredTimes,
+    *,
+    own: Callable[[], Announcement],
+    tokens: int,
+    seed: int,
+) -> SwarmPlanner | GreedyPlanner | None:
+    """A data node's planner of the rule; None for the node's own.
+
+    Args:
+        own: what the data node announces now.
+        tokens: of a microbatch.
+        seed: of what SWARM's rule leaves to chance, another for each data node.
+    """
+    if rule == SWARM:
+        return SwarmPlanner(rules, membership, times, tokens, random.Random(f"{seed} {membership.own}"))
+    return GreedyPlanner(rules, membership, times, own) if rule == GREEDY else None

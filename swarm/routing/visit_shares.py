@@ -98,6 +98,7 @@ def equal_shares(rules: PathRules) -> VisitShares:
     return VisitShares((period * rules.per_path // max(1, rules.skippable),) * rules.skippable, period)
 
 
+@lru_cache(maxsize=128)
 def share_period(rules: PathRules, microbatches: int | None = None) -> int | None:
     """Microbatches over which a data node's shares are whole visits, each with a lane of its own; None where visits are
     equal: by the rules, because nothing is skipped, or because no whole numbers of visits are within the ratio.

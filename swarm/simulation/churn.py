@@ -52,6 +52,11 @@ class Throughput:
     duplicated: int
 
 
+def lifetime_of(path_s: float) -> float:
+    """Seconds that a microbatch may be without news, by what its path should take with empty queues."""
+    return min(LONGEST_LIFETIME_S, max(SHORTEST_LIFETIME_S, LIFETIME_IN_PATHS * path_s))
+
+
 def share_of_ideal(churned: Throughput, calm: Throughput) -> float:
     """Completed microbatches as a share of what the compute that was alive would have done without churn."""
     return churned.completed / max(1e-9, calm.completed * churned.alive_share)
@@ -122,7 +127,7 @@ class InstanceGround:
         return NOTICED_AFTER_S
 
     def lifetime_s(self, path_s: float) -> float:
-        return min(LONGEST_LIFETIME_S, max(SHORTEST_LIFETIME_S, LIFETIME_IN_PATHS * path_s))
+        return lifetime_of(path_s)
 
 
 class _Deaths:

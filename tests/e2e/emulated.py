@@ -23,6 +23,7 @@ from typing import Any
 
 import node.pipeline.stage_worker
 import node.runtime.stage_role
+from benchmarks.rule_planners import OURS
 from node.__main__ import main
 from node.pipeline.codec_selection import LinkCodecs
 from node.pipeline.data_worker import DataWorker
@@ -39,7 +40,7 @@ from swarm.vocabulary.errors import ConfigError
 from swarm.vocabulary.types import Codec, MicrobatchId, PeerId, Reasoned
 from swarm.workload.microbatch_sizes import Size
 from swarm.workload.visit_cost import VisitCost
-from tests.e2e.emulated_paths import OURS, emulate_data_node
+from tests.e2e.emulated_paths import emulate_data_node
 from tests.e2e.late_frames import LateFrames
 
 WRITE_EVERY_S = 0.1
@@ -62,7 +63,7 @@ class Spec:
     puts_off: bool | None = None
     """Whether it does; None for the node's own choice."""
     rule: str = OURS
-    """By which a data node chooses peers: one of `tests.e2e.emulated_paths.RULES`."""
+    """By which a data node chooses peers: one of `benchmarks.rule_planners.RULES`."""
     window: int | None = None
     """Microbatches a data node has under way; None for the node's own choice."""
     slots: int | None = None
@@ -83,6 +84,12 @@ class Spec:
     def visit_s(self) -> float:
         """Out and back."""
         return (1 + self.backward_factor) * self.forward_s
+
+    def compute_s(self, work: Work) -> float:
+        """Of one computation, by a machine that is as fast as ever."""
+        backward = self.backward_factor
+        factors = {Work.FORWARD: 1.0, Work.BACKWARD: backward, Work.REPLAY: 1.0 + backward, Work.LOSS: 1.0 + backward}
+        return factors[work] * self.forward_s
 
     def slower_by(self) -> float:
         """The factor of this moment."""
@@ -132,19 +139,13 @@ class Network:
 def slow_computing(spec: Spec) -> None:
     """Every computation takes its emulated time, unless it really takes longer; the speed that is announced is the
     emulated one, or wrong as the specification says."""
-    factors = {
-        Work.FORWARD: 1.0,
-        Work.BACKWARD: spec.backward_factor,
-        Work.REPLAY: 1.0 + spec.backward_factor,
-        Work.LOSS: 1.0 + spec.backward_factor,
-    }
     if spec.puts_off is not None:
         chosen = Reasoned(spec.puts_off, "as the specification says")
         node.pipeline.stage_worker.puts_weights_off = lambda staleness, devices: chosen
     weights_s = _slow_weights(spec)
 
     def seconds_of(job: Job, put_off: int) -> float:
-        return factors[job.work] * spec.forward_s * spec.slower_by() - put_off * weights_s()
+        return spec.compute_s(job.work) * spec.slower_by() - put_off * weights_s()
 
     for kind in (HopWorker, DataWorker):
         kind.compute = lasting(kind.compute, seconds_of)  # type: ignore[method-assign]

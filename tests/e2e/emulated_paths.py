@@ -7,15 +7,14 @@ of peers are the node's own, whatever the rule.
 
 from __future__ import annotations
 
-import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, closing
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 import node.runtime.data_role
 import node.runtime.serving
-from benchmarks.rule_planners import GreedyPlanner, RulePlanner, SwarmPlanner
+from benchmarks.rule_planners import OURS, RulePlanner, SwarmPlanner, planner_by
 from node.averaging.anchor.anchor import Anchor
 from node.context.module_context import ModuleContext
 from node.runtime.data_role import DataRole, data_role
@@ -23,13 +22,11 @@ from swarm.membership.membership import Membership
 from swarm.pipeline.custody_states import Event, Started
 from swarm.routing.measured_times import MeasuredTimes
 from swarm.routing.path_rules import PathRules
+from swarm.routing.planner import Planner
 from swarm.vocabulary.pipeline_messages import Purpose, Receipt
 from swarm.vocabulary.types import MicrobatchId, PeerId
 from swarm.vocabulary.types import Path as HopPath
 from tests.e2e.flight_record import HOME, LAUNCHED, LOST, FlightWriter
-
-OURS, SWARM, GREEDY = "ours", "swarm", "greedy"
-RULES: Final = (OURS, SWARM, GREEDY)
 
 
 class Listener(Protocol):
@@ -108,19 +105,16 @@ def emulate_data_node(rule: str, seed: int, flights: str | None) -> None:
 
     @asynccontextmanager
     async def emulated_role(given: ModuleContext, first: Anchor | None) -> AsyncIterator[DataRole]:
-        made = list[RulePlanner]()
+        tokens, own, made = given.manifest.microbatch_tokens, given.session.own.announcement, list[RulePlanner]()
 
-        def by_rule(rules: PathRules, membership: Membership, times: MeasuredTimes, *_: object) -> RulePlanner:
-            tokens, chance = given.manifest.microbatch_tokens, random.Random(f"{seed} {given.session.own.peer}")
-            made.append(
-                SwarmPlanner(rules, membership, times, tokens, chance)
-                if rule == SWARM
-                else GreedyPlanner(rules, membership, times, given.session.own.announcement)
-            )
-            return made[-1]
+        def by_rule(rules: PathRules, membership: Membership, times: MeasuredTimes, *lanes_and_costs: Any) -> Planner:
+            planner = planner_by(rule, rules, membership, times, own=own, tokens=tokens, seed=seed)
+            if planner is None:
+                return Planner(rules, membership, times, *lanes_and_costs)
+            made.append(planner)
+            return planner
 
-        if rule != OURS:
-            node.runtime.data_role.Planner = by_rule  # type: ignore[assignment, misc]
+        node.runtime.data_role.Planner = by_rule  # type: ignore[assignment, misc]
         async with data_role(given, first) as role, AsyncExitStack() as stack:
             clock, planner = given.session.own.clock.monotonic, made[0] if made else None
             measured = _Visits.so_far

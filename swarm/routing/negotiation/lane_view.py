@@ -163,9 +163,9 @@ class View:
         if len(self.versions) <= len(self.others):
             return None
         plan = {peer: self._singles_of(peer) for peer in (self.own, *self.others)}
-        return plan if self.may_be_walked(plan) else None
+        return plan if self.is_whole(plan) else None
 
-    def may_be_walked(self, plan: Plan) -> bool:
+    def is_whole(self, plan: Plan) -> bool:
         """Whether all peers of its routes are alive."""
         return all(self._may_be_walked(route) for routes in plan.values() for route in routes)
 

@@ -57,6 +57,10 @@ class _Ready:
     versions: dict[PeerId, int]
     tries: int = 0
 
+    def holds(self, view: View) -> bool:
+        """Whether all stand as they stood, and nobody has gone whom only the plan uses."""
+        return self.versions == view.versions and view.is_whole(self.plan)
+
 
 class Planning:
     """Our turns of one epoch."""
@@ -122,9 +126,8 @@ class Planning:
         view, plan = self._view, self._view.plan()
         if plan is None or not _fits(plan):
             return None
-        ready = self._ready
-        if ready is not None and not (ready.versions == view.versions and view.may_be_walked(ready.plan)):
-            self._ready = None  # nobody need have moved for it: of those that it would have used one may be gone
+        if self._ready is not None and not self._ready.holds(view):
+            self._ready = None
         if self._costs is not view.costs:
             self._changed(plan)
         if (self._turns_left <= 0 and self._ready is None) or self._decided >= self._most_offers:

@@ -98,7 +98,7 @@ def test_it_finds_the_pace_without_a_heap_that_waits(
     pace = world.pace(window, 60.0)
     assert pace >= 0.8 * world.most_pace
     usual = sorted(world.sizes)[len(world.sizes) // 2]
-    assert usual <= max(START, 4 * world.product + 6), "waiting is not what it is for"
+    assert usual <= max(START, 4 * world.product + 4), "waiting is not what it is for"
 
 
 @settings(deadline=None, max_examples=10)
