@@ -9,12 +9,17 @@ back; each link carries 100 Mbit/s each way. Rounds are real: agreement, snapsho
 A small one, to see that it runs: `--seconds 8 --inner-steps 8 --forward-ms 20 --peers 2 --parameters 40000`.
 
 A round lasts from the moment the first replica has its snapshot until the last one stands on the new anchor, and a
-visit longer, for what came home late because of it. Counted are microbatches that come home to the data node; of the
-one that is under way at a border, the share of the time since the last. `pace_ratio` is their rate during rounds over
-that between rounds, all rounds together after the first; `ratios` that of each round over the time between it and the
-next, so both were measured beside the same other work, and `median_ratio` theirs. `of_the_emulated` is the pace over
-that of devices which never wait: where it is far below 1, the machine had no time for so many nodes, and the ratio says
-little. `not_of_all` are rounds that went on without a replica that was too slow.
+visit longer, for what came home late because of it. `pace_ratio` is the rate of microbatches that come home to the data
+node during rounds over that between rounds, all rounds together after the first; of the one that is under way at a
+border, the share of the time since the last. `ratios` is that of each round over the time between it and the next, so
+both were measured beside the same other work, and `median_ratio` theirs. `of_the_emulated` is the pace over that of
+devices which never wait: where it is far below 1, the machine had no time for so many nodes, and the ratio says little.
+`not_of_all` are rounds that went on without a replica that was too slow.
+
+A round sees some 25 microbatches come home, so that one more or less at its borders is 4 % of its ratio, and what is
+half done at its end counts for the time after it. `computed_ratio` knows no borders: it is the share of the time that
+devices compute during rounds over that between them (`computed`, both). It is the pace as long as nothing is computed
+twice or in vain: `computed_of_home` is all of it over what the microbatches took that came home meanwhile.
 
 Nodes get `--starting-s` seconds to come up, and as many again until the first round. Prints one JSON object, or in a
 sentence why there is none; progress goes to stderr.
@@ -30,7 +35,6 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -45,7 +49,7 @@ from node.local_swarm.setup import LocalSwarmOptions, Place
 from node.observability.events import RoundCommitted
 from protocol.manifest.manifest import Manifest, manifest_from_table
 from swarm.vocabulary.types import ModuleId
-from tests.e2e.emulated import Network, Spec
+from tests.e2e.emulated import Network, Spec, read_computed
 from tests.e2e.flight_record import HOME, read_flights
 from tests.e2e.small_run import write_text
 
@@ -118,16 +122,29 @@ class Setting:
         )
 
 
-async def run(folder: Path, setting: Setting, seconds: float, starting_s: float) -> tuple[list[float], list[Round]]:
-    """When microbatches came home, and when rounds were, by the monotonic clock.
+class Seen(NamedTuple):
+    """What a run did, by the monotonic clock."""
+
+    homes: list[float]
+    """When microbatches came home."""
+    computed: list[tuple[float, float]]
+    """When each computation of a replica began, and its seconds."""
+    rounds: list[Round]
+
+
+async def run(folder: Path, setting: Setting, seconds: float, starting_s: float) -> Seen:
+    """Runs the swarm.
 
     Raises:
         RuntimeError: nodes do not come up or end, or no round is held; says so in a sentence.
     """
     network, flights = folder / "network.json", folder / "flights.json"
+    computed = [folder / f"computed-{index}" for index in range(1 + setting.peers)]
 
     def place(index: int) -> Place:
-        own: dict[str, Any] = {"flights": str(flights), "window": WINDOW_OF_EACH * setting.peers} if index == 0 else {}
+        own: dict[str, Any] = {"computed": str(computed[index])}
+        if index == 0:
+            own = {"flights": str(flights), "window": WINDOW_OF_EACH * setting.peers}
         spec = Spec(
             setting.forward_s if index else DATA_FORWARD_S,
             str(network),
@@ -146,7 +163,7 @@ async def run(folder: Path, setting: Setting, seconds: float, starting_s: float)
         tell(f"{1 + setting.peers} nodes serve")
         rounds = await _rounds(swarm, setting.peers, seconds, starting_s)
     homes = sorted(mark.at for mark in read_flights(flights) if mark.kind == HOME)
-    return homes, rounds
+    return Seen(homes, sorted(itertools.chain.from_iterable(map(read_computed, computed))), rounds)
 
 
 async def _rounds(swarm: LocalSwarm, replicas: int, seconds: float, first_within_s: float) -> list[Round]:
@@ -179,38 +196,47 @@ def _notes(swarm: LocalSwarm) -> str:
     return f"the nodes say: {said}"
 
 
-def compare(homes: Sequence[float], rounds: Sequence[Round], setting: Setting) -> dict[str, Any]:
+def compare(seen: Seen, setting: Setting) -> dict[str, Any]:
     """The paces. The first round is left out: until then the swarm has not found its pace.
 
     Raises:
         RuntimeError: there are too few rounds, or none with time after it.
     """
-    numbers = range(1, len(homes) + 1)
+    homes, rounds, numbers = seen.homes, seen.rounds, range(1, len(seen.homes) + 1)
 
     def count(begin: float, end: float) -> float:
         before, after = np.interp((begin, end), homes, numbers)
         return float(after - before)
 
-    pairs = []
+    def computed(begin: float, end: float) -> float:
+        return sum(max(0.0, min(end, at + lasts) - max(begin, at)) for at, lasts in seen.computed)
+
+    pairs, busy = [], []
     for this, following in itertools.pairwise(rounds[1:]):
         late = this.ended + setting.visit_s
         if following.begun > late and count(late, following.begun):
             within = count(this.begun, late), late - this.begun
             pairs.append((*within, count(late, following.begun), following.begun - late))
+            busy.append((computed(this.begun, late), computed(late, following.begun)))
     if not pairs:
         raise RuntimeError("fewer than three rounds, or no time between them: give it more --seconds or --inner-steps")
     inside, inside_s, between, between_s = (sum(column) for column in zip(*pairs, strict=True))
     ratios = [round((a / a_s) / (b / b_s), 3) for a, a_s, b, b_s in pairs]
     full = setting.peers / setting.visit_s
+    busy_inside, busy_between = (sum(column) for column in zip(*busy, strict=True))
+    shares = busy_inside / inside_s / setting.peers, busy_between / between_s / setting.peers
     return {
         "pace_ratio": round((inside / inside_s) / (between / between_s), 4),
         "median_ratio": round(statistics.median(ratios), 3),
+        "computed_ratio": round(shares[0] / shares[1], 4),
         "ratios": ratios,
         "rounds": len(pairs),
         "not_of_all": sum(each.members < setting.peers for each in rounds),
         "median_round_s": round(statistics.median(each.ended - each.begun for each in rounds), 2),
         "share_in_rounds": round(inside_s / (inside_s + between_s), 3),
         "of_the_emulated": [round(inside / inside_s / full, 3), round(between / between_s / full, 3)],
+        "computed": [round(share, 4) for share in shares],
+        "computed_of_home": round((busy_inside + busy_between) / ((inside + between) * setting.visit_s), 3),
         "microbatches": [round(inside, 1), round(between, 1)],
     }
 
@@ -228,8 +254,7 @@ def main() -> None:
     setting = Setting(chosen.peers, chosen.parameters, chosen.inner_steps, chosen.codec, chosen.forward_ms / 1e3)
     with tempfile.TemporaryDirectory() as name:
         try:
-            homes, rounds = asyncio.run(run(Path(name), setting, chosen.seconds, chosen.starting_s))
-            figures = compare(homes, rounds, setting)
+            figures = compare(asyncio.run(run(Path(name), setting, chosen.seconds, chosen.starting_s)), setting)
         except RuntimeError as error:
             raise SystemExit(f"no figures: {error}") from None
     print(json.dumps({**figures, "codec": chosen.codec, "forward_ms": chosen.forward_ms, "peers": chosen.peers}))

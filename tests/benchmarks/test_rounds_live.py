@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from benchmarks.rounds_live import Round, Setting, compare
+from benchmarks.rounds_live import Round, Seen, Setting, compare
 from node.model.shapes import parameter_shapes
 from swarm.vocabulary.types import ModuleId
 from tests.e2e.small_run import write_text
@@ -25,21 +25,38 @@ def homes(slowed: float) -> list[float]:
     return found
 
 
+def computed(home: list[float]) -> list[tuple[float, float]]:
+    """Each microbatch out and back, on one of four devices, before it comes home."""
+    return [(at - SETTING.visit_s, SETTING.visit_s) for at in home]
+
+
 @pytest.mark.parametrize("slowed", [1.0, 0.8, 0.5])
 def test_the_ratio_is_that_of_the_paces(slowed: float) -> None:
-    found = compare(homes(slowed), ROUNDS, SETTING)
+    home = homes(slowed)
+    found = compare(Seen(home, computed(home), ROUNDS), SETTING)
     assert found["pace_ratio"] == pytest.approx(slowed, abs=0.02)
     assert found["median_ratio"] == pytest.approx(slowed, abs=0.02)
     assert found["rounds"] == len(ROUNDS) - 2, "not the first, and not the last, with nothing after it"
     assert found["not_of_all"] == 0
     assert found["of_the_emulated"][1] == pytest.approx(10.0 / (4 / 0.3), abs=0.02)
+    assert found["computed_of_home"] == pytest.approx(1.0, abs=0.04)
+
+
+def test_devices_that_compute_less_during_rounds_are_seen_whatever_comes_home() -> None:
+    """Four devices that rest for a tenth of each round's time, and a data node that hears of all of it later."""
+    work = [(0.5 * n, 0.45 if 0.5 * n >= 10.0 and 0.5 * n % 10.0 < 2.0 else 0.5) for n in range(200)] * 4
+    found = compare(Seen(homes(1.0), sorted(work), ROUNDS), SETTING)
+    assert found["pace_ratio"] == pytest.approx(1.0, abs=0.02)
+    in_round = (0.9 * 2.0 + SETTING.visit_s) / (2.0 + SETTING.visit_s)
+    assert found["computed"] == pytest.approx([in_round, 1.0], abs=0.002)
+    assert found["computed_ratio"] == pytest.approx(in_round, abs=0.002)
 
 
 def test_rounds_without_time_between_them_are_no_figures() -> None:
     dense = [Round(float(n), n + 0.9, 4) for n in range(10)]
     for rounds in (ROUNDS[:2], dense):
         with pytest.raises(RuntimeError, match="fewer than three rounds, or no time between"):
-            compare(homes(1.0), rounds, SETTING)
+            compare(Seen(homes(1.0), computed(homes(1.0)), rounds), SETTING)
 
 
 @pytest.mark.parametrize("parameters", [40_000, 1_000_000, 10_000_000, 50_000_000])

@@ -43,6 +43,9 @@ from swarm.workload.visit_cost import VisitCost
 from tests.e2e.emulated_paths import emulate_data_node
 from tests.e2e.late_frames import LateFrames
 
+Written = Callable[[float, float], None]
+"""Hears of a computation: when it began, and its emulated seconds."""
+
 WRITE_EVERY_S = 0.1
 EMULATED_CHUNK_S = 0.002
 
@@ -76,6 +79,9 @@ class Spec:
     """File into which a data node writes what becomes of its microbatches (`tests/e2e/flight_record.py`)."""
     codec: str | None = None
     """Of all microbatches; None for what the node chooses for each link."""
+    computed: str | None = None
+    """File into which a stage peer writes when it began each computation, by the monotonic clock, and its emulated
+    seconds."""
     counts: str | None = None
     """File into which the bytes of all frames that were sent so far are written, several times a second."""
     seed: int = 0
@@ -147,8 +153,9 @@ def slow_computing(spec: Spec) -> None:
     def seconds_of(job: Job, put_off: int) -> float:
         return spec.compute_s(job.work) * spec.slower_by() - put_off * weights_s()
 
-    for kind in (HopWorker, DataWorker):
-        kind.compute = lasting(kind.compute, seconds_of)  # type: ignore[method-assign]
+    written = (lambda begun, seconds: None) if spec.computed is None else _writer(Path(spec.computed))
+    HopWorker.compute = lasting(HopWorker.compute, seconds_of, written)  # type: ignore[method-assign]
+    DataWorker.compute = lasting(DataWorker.compute, seconds_of)  # type: ignore[method-assign]
 
     def announced(tokens: int) -> float:
         return spec.announced_factor * tokens / (spec.slower_by() * spec.visit_s)
@@ -164,22 +171,40 @@ def slow_computing(spec: Spec) -> None:
     node.runtime.stage_role.measure_speed = measured
 
 
+def _writer(path: Path) -> Written:
+    file = path.open("a", buffering=1)
+    return lambda begun, seconds: print(begun, seconds, file=file)
+
+
+def read_computed(path: Path) -> list[tuple[float, float]]:
+    """When each computation began, by the monotonic clock, and its emulated seconds; none where nobody wrote."""
+    if not path.exists():
+        return []
+    lines = (line.split() for line in path.read_text().splitlines(keepends=True) if line.endswith("\n"))
+    return [(float(begun), float(seconds)) for begun, seconds in lines]
+
+
 def lasting(
-    honestly: Callable[[Any, Job], Output], seconds_of: Callable[[Job, int], float]
+    honestly: Callable[[Any, Job], Output],
+    seconds_of: Callable[[Job, int], float],
+    written: Written = lambda begun, seconds: None,
 ) -> Callable[[Any, Job], Output]:
     """A computation that takes as long as is said, or longer if it really does.
 
     Args:
         seconds_of: of a job, and how many visits' weight gradients were put off in it (0 or 1).
+        written: is told of each when it has ended.
     """
 
     def put_off(worker: object) -> int:
         return worker.deferred.visits if isinstance(worker, HopWorker) else 0
 
     def compute(self: object, job: Job) -> Output:
-        begun, before = time.perf_counter(), put_off(self)
+        begun, before = time.monotonic(), put_off(self)
         output = honestly(self, job)
-        time.sleep(max(0.0, begun + seconds_of(job, put_off(self) - before) - time.perf_counter()))
+        seconds = seconds_of(job, put_off(self) - before)
+        time.sleep(max(0.0, begun + seconds - time.monotonic()))
+        written(begun, seconds)
         return output
 
     return compute
