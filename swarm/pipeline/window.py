@@ -8,8 +8,8 @@ idle because the next one is late. From below that doubles the window each round
 from above it falls to the same.
 
 What a round trip takes without waiting is the shortest mean of an epoch, which is a window's worth of microbatches.
-Links change, so now and then the window is lowered for an epoch to see it anew; and where waiting is no shorter with
-fewer under way, it is not waiting: the ways have become longer.
+Links change, so now and then the window is lowered for an epoch to see it anew. Where waiting is no shorter with fewer
+under way, it may not be waiting: perhaps the ways have become longer, and that is seen at once.
 """
 
 from __future__ import annotations
@@ -143,15 +143,17 @@ class Window:
         if self._look is not None:
             self._looked(epoch, self._look)
             return
-        self._compare(epoch)
+        is_longer = self._seems_longer(epoch)
         self._unloaded_s = min(self._unloaded_s, epoch.trip_s)
         product = epoch.pace * self._unloaded_s
         few = max(float(self._least), FEW * product)
-        if self._epochs >= self._look_after and few < (1 - SAME) * self.value.value:
+        if (is_longer or self._epochs >= self._look_after) and few < (1 - SAME) * self.value.value:
             self._look, self._wanted = _Look(epoch.pace, self._unloaded_s), few
             self._why = "lowered for a moment, to see how long a round trip takes without waiting"
             return
-        self._move(epoch, GAIN * product)
+        if is_longer:  # and there are so few under way already that it can be seen without fewer
+            self._unloaded_s = epoch.trip_s
+        self._move(epoch, GAIN * epoch.pace * self._unloaded_s)
 
     def _looked(self, epoch: _Epoch, look: _Look) -> None:
         """Takes the round trip of few under way for that without waiting. Where as many came home as with more, the
@@ -166,13 +168,13 @@ class Window:
         self._epochs, self._look, self._target_before = 0, None, math.inf
         self._want(GAIN * pace * self._unloaded_s, pace)
 
-    def _compare(self, epoch: _Epoch) -> None:
-        """After the window fell: were others waited for, round trips would be shorter in proportion."""
+    def _seems_longer(self, epoch: _Epoch) -> bool:
+        """Whether the ways seem to be longer, after the window fell: were others waited for, round trips would be
+        shorter in proportion. Once in some hundred times that is chance: taken for true it doubled the window."""
         before, self._lowered_from = self._lowered_from, None
         if before is None or epoch.flying > (1 - SAME) * before.flying:
-            return
-        if epoch.trip_s > UNMOVED * before.trip_s:
-            self._unloaded_s = epoch.trip_s
+            return False
+        return epoch.trip_s > UNMOVED * before.trip_s
 
     def _move(self, epoch: _Epoch, target: float) -> None:
         """Follows the target: up at once, if what is allowed is made use of; down when it has been lower twice."""
