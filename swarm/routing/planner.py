@@ -53,6 +53,10 @@ BY_OTHERS = 0.5
 """Of the time that ours wait at a replica, what is not for our own. This and MET were the best of four pairs that were
 tried in two cells of `benchmarks/paths_virtual.py` (steps with (1, 0), (1, 1), (0.5, 0) took up to 1.06 times as long,
 (0.5, 1) as long); less than a half of MET was not tried."""
+AT_PEERS = 0.8
+"""Of the seconds at a replica, what counts beside a second on a link: how long is waited there is a guess, and of two
+ways that should take as long the shorter one leaves the links to others. Steps took as long as with 1 (0.993 and 1.004
+of it in the same two cells, six grounds), and of the hops between regions a sixteenth to a fifteenth went."""
 TRY_EVERY = 67
 """Every so many microbatches one hop goes to the replica that was not measured for longest: who was slow once may be
 fast now. A prime number above that of lanes, so that every lane has its turn."""
@@ -299,16 +303,16 @@ class Planner:
             among[hop.module.stage] = [self._times.longest_unmeasured(sorted(live))] if place == tried else asked
         stay_s = {peer: self._stay_s(costs, peer, in_flight) for peers in among for peer in peers}
         found = cheapest_in_order(costs, self._membership.own, [hop.module.stage for hop in lane], stay_s, among)
-        why = f"home in {found.price:.3f} s"
+        why = ["to measure it again" if place == tried else "home soonest" for place in range(len(lane))]
         return [
-            Reasoned(peer, f"{hop.module} by {short(peer)}, {'to measure it again' if place == tried else why}")
+            Reasoned(peer, f"{hop.module} by {short(peer)}, {why[place]}")
             for place, (hop, peer) in enumerate(zip(lane, found.route, strict=True))
         ]
 
     def _stay_s(self, costs: Costs, peer: PeerId, in_flight: Mapping[PeerId, int]) -> float:
-        """At a replica, out and back: its service, and what is waited for there."""
+        """At a replica, out and back: its service, and what is waited for there, as they count beside links."""
         queue = 1 + MET * in_flight.get(peer, 0)
-        return costs.service_s(peer) * queue + BY_OTHERS * 2 * self._times.wait_s(peer)
+        return AT_PEERS * (costs.service_s(peer) * queue + BY_OTHERS * 2 * self._times.wait_s(peer))
 
     def _on_lane(
         self, hop: Hop, in_flight: Mapping[PeerId, int], now: float, *, try_another: bool
