@@ -53,10 +53,10 @@ BY_OTHERS = 0.5
 """Of the time that ours wait at a replica, what is not for our own. This and MET were the best of four pairs that were
 tried in two cells of `benchmarks/paths_virtual.py` (steps with (1, 0), (1, 1), (0.5, 0) took up to 1.06 times as long,
 (0.5, 1) as long); less than a half of MET was not tried."""
-AT_PEERS = 0.8
+AT_PEERS = 0.9
 """Of the seconds at a replica, what counts beside a second on a link: how long is waited there is a guess, and of two
-ways that should take as long the shorter one leaves the links to others. Steps took as long as with 1 (0.993 and 1.004
-of it in the same two cells, six grounds), and of the hops between regions a sixteenth to a fifteenth went."""
+ways that should take as long the shorter one leaves the links to others. With 1 as fast, and 6 % more hops between
+regions where the swarm is full; with 0.8 slower behind long links (docs/BENCHMARKS.md, "What bounds the cells")."""
 TRY_EVERY = 67
 """Every so many microbatches one hop goes to the replica that was not measured for longest: who was slow once may be
 fast now. A prime number above that of lanes, so that every lane has its turn."""
