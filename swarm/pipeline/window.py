@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from swarm.pipeline.ledger import KEPT_FOR_OTHERS
@@ -64,6 +64,9 @@ class _Look:
 
     pace: float
     known_s: float
+    is_spread: bool = False
+    """Whether those under way have gone round once since the window was lowered. Until then they come in one row, as
+    they left a queue, and wait for each other."""
 
 
 @dataclass(slots=True)
@@ -158,6 +161,9 @@ class Window:
     def _looked(self, epoch: _Epoch, look: _Look) -> None:
         """Takes the round trip of few under way for that without waiting. Where as many came home as with more, the
         others only waited, and half as many are tried."""
+        if not look.is_spread:
+            self._look = replace(look, is_spread=True)
+            return
         pace, few = max(look.pace, epoch.pace), max(float(self._least), epoch.flying / 2)
         known_s, self._unloaded_s = look.known_s, epoch.trip_s
         if epoch.pace > HELD * look.pace and few < (1 - SAME) * epoch.flying:
