@@ -211,19 +211,17 @@ def compare(seen: Seen, setting: Setting) -> dict[str, Any]:
     def computed(begin: float, end: float) -> float:
         return sum(max(0.0, min(end, at + lasts) - max(begin, at)) for at, lasts in seen.computed)
 
-    pairs, busy = [], []
+    pairs = []
     for this, following in itertools.pairwise(rounds[1:]):
         late = this.ended + setting.visit_s
         if following.begun > late and count(late, following.begun):
-            within = count(this.begun, late), late - this.begun
-            pairs.append((*within, count(late, following.begun), following.begun - late))
-            busy.append((computed(this.begun, late), computed(late, following.begun)))
+            spans = (this.begun, late), (late, following.begun)
+            pairs.append([figure for span in spans for figure in (count(*span), computed(*span), span[1] - span[0])])
     if not pairs:
         raise RuntimeError("fewer than three rounds, or no time between them: give it more --seconds or --inner-steps")
-    inside, inside_s, between, between_s = (sum(column) for column in zip(*pairs, strict=True))
-    ratios = [round((a / a_s) / (b / b_s), 3) for a, a_s, b, b_s in pairs]
+    inside, busy_inside, inside_s, between, busy_between, between_s = map(sum, zip(*pairs, strict=True))
+    ratios = [round((a / a_s) / (b / b_s), 3) for a, _, a_s, b, _, b_s in pairs]
     full = setting.peers / setting.visit_s
-    busy_inside, busy_between = (sum(column) for column in zip(*busy, strict=True))
     shares = busy_inside / inside_s / setting.peers, busy_between / between_s / setting.peers
     return {
         "pace_ratio": round((inside / inside_s) / (between / between_s), 4),

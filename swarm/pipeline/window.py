@@ -8,8 +8,8 @@ idle because the next one is late. From below that doubles the window each round
 from above it falls to the same.
 
 What a round trip takes without waiting is the shortest mean of an epoch, which is a window's worth of microbatches.
-Links change, so now and then the window is lowered for an epoch to see it anew. Where waiting is no shorter with fewer
-under way, it may not be waiting: perhaps the ways have become longer, and that is seen at once.
+Links change, so now and then the window is lowered for two epochs to see it anew, in the second. Where waiting is no
+shorter with fewer under way, it may not be waiting: perhaps the ways have become longer, and that is seen at once.
 """
 
 from __future__ import annotations

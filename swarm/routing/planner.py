@@ -303,10 +303,10 @@ class Planner:
             among[hop.module.stage] = [self._times.longest_unmeasured(sorted(live))] if place == tried else asked
         stay_s = {peer: self._stay_s(costs, peer, in_flight) for peers in among for peer in peers}
         found = cheapest_in_order(costs, self._membership.own, [hop.module.stage for hop in lane], stay_s, among)
-        why = ["to measure it again" if place == tried else "home soonest" for place in range(len(lane))]
+        reasons = ("to measure it again" if place == tried else "home soonest" for place in range(len(lane)))
         return [
-            Reasoned(peer, f"{hop.module} by {short(peer)}, {why[place]}")
-            for place, (hop, peer) in enumerate(zip(lane, found.route, strict=True))
+            Reasoned(peer, f"{hop.module} by {short(peer)}, {why}")
+            for hop, peer, why in zip(lane, found.route, reasons, strict=True)
         ]
 
     def _stay_s(self, costs: Costs, peer: PeerId, in_flight: Mapping[PeerId, int]) -> float:

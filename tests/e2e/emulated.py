@@ -41,6 +41,7 @@ from swarm.vocabulary.types import Codec, MicrobatchId, PeerId, Reasoned
 from swarm.workload.microbatch_sizes import Size
 from swarm.workload.visit_cost import VisitCost
 from tests.e2e.emulated_paths import emulate_data_node
+from tests.e2e.flight_record import whole_lines
 from tests.e2e.late_frames import LateFrames
 
 Written = Callable[[float, float], None]
@@ -153,7 +154,7 @@ def slow_computing(spec: Spec) -> None:
     def seconds_of(job: Job, put_off: int) -> float:
         return spec.compute_s(job.work) * spec.slower_by() - put_off * weights_s()
 
-    written = (lambda begun, seconds: None) if spec.computed is None else _writer(Path(spec.computed))
+    written = _unwritten if spec.computed is None else _writer(Path(spec.computed))
     HopWorker.compute = lasting(HopWorker.compute, seconds_of, written)  # type: ignore[method-assign]
     DataWorker.compute = lasting(DataWorker.compute, seconds_of)  # type: ignore[method-assign]
 
@@ -171,6 +172,10 @@ def slow_computing(spec: Spec) -> None:
     node.runtime.stage_role.measure_speed = measured
 
 
+def _unwritten(begun: float, seconds: float) -> None:
+    """Nobody asked for it."""
+
+
 def _writer(path: Path) -> Written:
     file = path.open("a", buffering=1)
     return lambda begun, seconds: print(begun, seconds, file=file)
@@ -178,16 +183,13 @@ def _writer(path: Path) -> Written:
 
 def read_computed(path: Path) -> list[tuple[float, float]]:
     """When each computation began, by the monotonic clock, and its emulated seconds; none where nobody wrote."""
-    if not path.exists():
-        return []
-    lines = (line.split() for line in path.read_text().splitlines(keepends=True) if line.endswith("\n"))
-    return [(float(begun), float(seconds)) for begun, seconds in lines]
+    return [(float(begun), float(seconds)) for begun, seconds in map(str.split, whole_lines(path))]
 
 
 def lasting(
     honestly: Callable[[Any, Job], Output],
     seconds_of: Callable[[Job, int], float],
-    written: Written = lambda begun, seconds: None,
+    written: Written = _unwritten,
 ) -> Callable[[Any, Job], Output]:
     """A computation that takes as long as is said, or longer if it really does.
 

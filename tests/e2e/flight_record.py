@@ -42,7 +42,12 @@ class FlightWriter:
 
 def read_flights(path: Path) -> list[FlightMark]:
     """The marks that are there by now: none before the first, and not the one that is just being written."""
+    tables = map(json.loads, whole_lines(path))
+    return [FlightMark(table["at"], table["kind"], tuple(table["peers"]), table["measured"]) for table in tables]
+
+
+def whole_lines(path: Path) -> list[str]:
+    """The lines of a file that another process writes: none before it has begun, and not the one that is half there."""
     if not path.exists():
         return []
-    tables = (json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n"))
-    return [FlightMark(table["at"], table["kind"], tuple(table["peers"]), table["measured"]) for table in tables]
+    return [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
