@@ -7,7 +7,10 @@ from typing import Final
 import pytest
 import torch
 
+from node.model.document_attention import document_attention
 from node.model.moments import Allowance, MomentType
+from node.observability.events import Step
+from node.solo.trainer import train_solo
 from protocol.codecs import decode, encode
 from protocol.codecs.host_memory import buffer_for
 from protocol.manifest.manifest import Manifest
@@ -110,3 +113,38 @@ def test_a_received_tensor_is_not_waited_for_and_its_buffer_may_be_written_when_
     wire.let_go()
     message.data[:] = bytes(len(message.data))
     assert torch.allclose(received.cpu(), wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-4), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_attention_within_documents_is_that_of_the_cpu(dtype: torch.dtype, error: float, kv_heads: int) -> None:
+    documents, generator = (100, 7, 300, 105), torch.Generator().manual_seed(1)
+    tokens, heads, head = sum(documents), 4, 32
+    shapes = [(1, heads, tokens, head), (1, kv_heads, tokens, head), (1, kv_heads, tokens, head)]
+    inputs = [torch.randn(shape, generator=generator) for shape in shapes]
+    gradient = torch.randn(shapes[0], generator=generator)
+
+    def found(device: torch.device, dtype: torch.dtype) -> list[torch.Tensor]:
+        sources = [tensor.to(device, dtype).requires_grad_() for tensor in inputs]
+        result = document_attention(*sources, documents)
+        found = [result, *torch.autograd.grad(result, sources, gradient.to(device, dtype))]
+        return [tensor.detach().cpu().float() for tensor in found]
+
+    for here, there in zip(found(torch.device("cpu"), torch.float32), found(CARD, dtype), strict=True):
+        assert (there - here).norm() / here.norm() <= error
+
+
+@pytest.mark.parametrize(
+    ("inner", "moments"), [("adamw", "float32"), ("adamw", "8bit"), ("soap", "float32"), ("muon", "float32")]
+)
+def test_a_whole_model_learns_as_on_the_cpu(inner: str, moments: str) -> None:
+    manifest = small_manifest(model__hidden=64, training__inner={"name": inner, "learning_rate": 3e-3})
+
+    def losses(device: torch.device) -> list[float]:
+        events: list[object] = []
+        train_solo(manifest, steps=STEPS, device=device, on_event=events.append, moments=MomentType(moments))
+        return [event.loss for event in events if isinstance(event, Step)]
+
+    here, there = losses(torch.device("cpu")), losses(CARD)
+    assert here[-1] < here[0]
+    assert there == pytest.approx(here, rel=2e-3)
