@@ -45,23 +45,30 @@ def test_twenty_steps_are_those_of_the_cpu() -> None:
     assert (here - there).norm() / here.norm() <= 1e-4
 
 
-@pytest.mark.parametrize(("moments", "resident", "peak"), [("float32", 16.5, 17.5), ("8bit", 10.5, 12.0)])
+@pytest.mark.parametrize(("moments", "resident", "peak"), [("float32", 16.5, 17.5), ("8bit", 10.5, 12.5)])
 def test_bytes_a_parameter(moments: str, resident: float, peak: float) -> None:
     table = {"vocabulary": 257, "hidden": 1024, "heads": 8, "kv_heads": 4, "feed_forward": 2816, "sequence": 16}
     manifest = small_manifest(
         model={**table, "dtype": "bfloat16"}, stages={"blocks": [1, 8]}, training__rows=1, training__inner_tokens=16
     )
-    torch.cuda.empty_cache()
-    before = torch.cuda.memory_allocated()
+    warm_up = Hop(small_manifest(model__dtype="bfloat16"), CARD, Codec.NONE)  # cuBLAS takes 32 MiB for each thread
+    warm_up.compute(0, Work.FORWARD)
+    warm_up.compute(0, Work.BACKWARD)
+    before = requested("current")
     torch.cuda.reset_peak_memory_stats()
-    hop = Hop(manifest, torch.device("cuda"), Codec.NONE, allowance=Allowance(moments=MomentType(moments)))
+    hop = Hop(manifest, CARD, Codec.NONE, allowance=Allowance(moments=MomentType(moments)))
     for number in range(2):
         hop.compute(number, Work.FORWARD)
         hop.compute(number, Work.BACKWARD)
         assert hop.worker.step() is not None
     count = sum(parameter.numel() for parameter in hop.worker.part.parameters())
-    assert (torch.cuda.memory_allocated() - before) / count <= resident
-    assert (torch.cuda.max_memory_allocated() - before) / count <= peak
+    assert (requested("current") - before) / count <= resident
+    assert (requested("peak") - before) / count <= peak
+
+
+def requested(when: str) -> int:
+    """Bytes asked of the allocator, whose own rounding is 0.7 bytes a parameter with matrices of 11 MiB."""
+    return int(torch.cuda.memory_stats()[f"requested_bytes.all.{when}"])
 
 
 def with_outliers() -> torch.Tensor:
