@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from node.cli.options import LinkFile, link_in, with_node_options
+from node.cli.options import LinkFile, link_in, with_options
 from node.cli.views.interrupts import STOP_LIMIT_S, Interrupts, end_by, leave_at_once, stop_on_end_of_input
 from node.cli.views.output import announce, event_sink, run_loop, start_log
 from node.context.options import NodeOptions, variable
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from protocol.manifest.join_link import JoinLink
 
 
-@with_node_options
+@with_options(NodeOptions)
 def join(
     target: Annotated[
         str,

@@ -9,13 +9,14 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import logging
+import typing
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
 from node.cli.views.output import write_whole
-from node.context.options import SETTINGS, NodeOptions
 from node.observability.events import Event, EventSink, NodeStatus
 from swarm.vocabulary.types import MAX_VISIT_RATIO
 
@@ -47,18 +48,23 @@ _LONGEST_BYTES: Final = 10_000
 """Of a file that may hold a link: the longest link and some white space."""
 
 
-def with_node_options(command: Any) -> Any:
-    """The command with an option for each row of the node's table; it gets the values in `**settings`."""
-    own = inspect.signature(command, eval_str=True)
-    made = {row.name for row in dataclasses.fields(NodeOptions) if row.default is dataclasses.MISSING}
-    rows = [
-        row.replace(default=None) if name in made else row
-        for name, row in inspect.signature(NodeOptions, eval_str=True).parameters.items()
-        if name in SETTINGS
-    ]
-    given = [each for each in own.parameters.values() if each.kind is not each.VAR_KEYWORD]
-    command.__signature__ = own.replace(parameters=[*given, *rows])
-    return command
+def with_options(*tables: type) -> Callable[[Any], Any]:
+    """Adds an option to a command for each annotated field of the dataclasses; their values arrive in `**settings`."""
+
+    def added(command: Any) -> Any:
+        own = inspect.signature(command, eval_str=True)
+        rows = [
+            row.replace(default=None) if made[name] is dataclasses.MISSING else row
+            for table in tables
+            for made in ({field.name: field.default for field in dataclasses.fields(table)},)
+            for name, row in inspect.signature(table, eval_str=True).parameters.items()
+            if typing.get_origin(row.annotation) is Annotated
+        ]
+        given = [each for each in own.parameters.values() if each.kind is not each.VAR_KEYWORD]
+        command.__signature__ = own.replace(parameters=[*given, *rows])
+        return command
+
+    return added
 
 
 def link_in(text: str) -> JoinLink | None:

@@ -49,8 +49,10 @@ def from_json(kind: type[Read], table: Any, where: str, *, lenient: bool = False
         # Integers beyond 64 bits and constants such as NaN become strings, which no number field accepts.
         mended = json.loads(json.dumps(table), parse_int=_bounded, parse_constant=str)
         while True:
+            # Pydantic refuses lone surrogates, which a peer may send.
+            text = json.dumps(mended, ensure_ascii=False).encode(errors="replace")
             try:
-                return _reader(kind).validate_json(json.dumps(mended), strict=True)
+                return _reader(kind).validate_json(text, strict=True)
             except ValidationError as error:
                 _mend(mended, error, where, lenient=lenient)
     except (ValueError, RecursionError):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from node.cli.existing_model import starting_from
+from node.cli.manifests import starting_from
 from node.dial.cut import spread
 from node.local_swarm.default_manifest import default_manifest
 from node.start.cut_model import CutModel, open_start
