@@ -52,7 +52,7 @@ from node.averaging.anchor.module_vector import LocalReplica
 from node.averaging.anchor.outer_step import OuterRule, Staging
 from node.averaging.module_rounds import _put_on
 from node.averaging.replica_sync import AloneRule, ReplicaSync, Snapshot
-from node.checkpoint.replica import capture_as_written
+from node.checkpoint.saver import capture_module
 from node.checkpoint.state import Agreed
 from node.concurrency.compute_thread import ComputeThread, Priority
 from node.dial.recipe import choose_recipe
@@ -183,7 +183,7 @@ async def measure(rounds: int) -> tuple[int, dict[str, dict[str, float]]]:
             compute.begin("checkpoint")
             agreed = Agreed(store.saved(), 1, TOKENS)
             post = partial(compute.post, Priority.UPKEEP)
-            capture = partial(capture_as_written, (trained.part,), trained.optimizer, post)
+            capture = partial(capture_module, (trained.part,), trained.optimizer, post)
             state = await job(partial(capture, visits=1, tokens=TOKENS, agreed=agreed))
             assert state.copying is not None
             await asyncio.to_thread(_read, state.copying.pieces)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +27,7 @@ from node.checkpoint.snapshot import (
     state_pieces,
 )
 from node.checkpoint.state import ReplicaState
-from node.checkpoint.storage import DiskStorage, Storage, write_durably
+from node.observability.failpoints import crash_point
 from protocol.manifest.manifest import MAX_MANIFEST_BYTES
 from protocol.manifest.signing import SignedManifest, read_signed_manifest
 from swarm.vocabulary.errors import (
@@ -38,6 +39,53 @@ from swarm.vocabulary.errors import (
     StateError,
 )
 from swarm.vocabulary.types import ModuleId, PeerId, RunId
+
+
+class Storage:
+    """File operations on the disk. Each raises OSError on failure; tests replace them by ones that fail or die."""
+
+    def make_folder(self, path: Path) -> None:
+        path.mkdir(parents=True, exist_ok=True)
+
+    def write(self, path: Path, pieces: Iterable[memoryview]) -> None:
+        with path.open("wb", buffering=0) as file:
+            for piece in pieces:
+                rest = piece
+                while len(rest):  # a write may take less than it was given
+                    rest = rest[file.write(rest) :]
+
+    def sync(self, path: Path) -> None:
+        """Makes a file's contents, or a folder's names, survive a power failure."""
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def rename(self, source: Path, target: Path) -> None:
+        source.replace(target)
+
+    def remove(self, path: Path) -> None:
+        path.unlink(missing_ok=True)
+
+    def names(self, folder: Path) -> tuple[str, ...]:
+        try:
+            return tuple(os.listdir(folder))
+        except (FileNotFoundError, NotADirectoryError):
+            return ()
+
+
+def write_durably(storage: Storage, target: Path, beside: Path, pieces: Iterable[memoryview]) -> None:
+    """Writes a file durably and atomically: whatever happens, the target is the old file or the new one."""
+    crash_point("before write")
+    storage.write(beside, pieces)
+    crash_point("before sync")
+    storage.sync(beside)
+    crash_point("before rename")
+    storage.rename(beside, target)
+    crash_point("after rename")
+    storage.sync(target.parent)
+
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +109,7 @@ class CheckpointFolder:
     run: RunId
     manifest: bytes
     """The signed TOML file."""
-    storage: Storage = field(default_factory=DiskStorage)
+    storage: Storage = field(default_factory=Storage)
     router: bytes = b""
     """Of a run whose manifest names one."""
     written: dict[Path, FileRecord] = field(default_factory=dict)

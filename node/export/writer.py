@@ -1,4 +1,4 @@
-"""The export of a run's model as the folder that `node.export.file_plan` describes: written beside its place, and
+"""The export of a run's model as the folder that `node.export.hugging_face` describes: written beside its place, and
 renamed when all of it is there.
 """
 
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from node.data.tokenizers import FileTokenizer, open_tokenizer, tokenizer_bytes
 from node.experts.router_file import router_file
-from node.export import file_plan as layout
+from node.export import hugging_face as layout
 from node.export.exported_source import is_exported
 from node.export.hugging_face import (
     BYTES_END_OF_DOCUMENT,

@@ -52,15 +52,17 @@ def from_json(kind: type[Read], table: Any, where: str, *, lenient: bool = False
             # Pydantic refuses lone surrogates, which a peer may send.
             text = json.dumps(mended, ensure_ascii=False).encode(errors="replace")
             try:
-                return _reader(kind).validate_json(text, strict=True)
+                read: Read = _reader(kind).validate_json(text, strict=True)
             except ValidationError as error:
                 _mend(mended, error, where, lenient=lenient)
+            else:
+                return read
     except (ValueError, RecursionError):
         raise ProtocolViolation(f"{where} is not JSON") from None
 
 
 @cache
-def _reader(kind: type[Read]) -> TypeAdapter[Read]:
+def _reader(kind: Any) -> TypeAdapter[Any]:
     from pydantic import TypeAdapter
 
     return TypeAdapter(kind)

@@ -15,8 +15,7 @@ from node.averaging.anchor.anchor import Anchor, hash_of, initial_anchor, versio
 from node.averaging.anchor.layout import Layout, layout_of
 from node.averaging.anchor.shared_vector import Vector, empty_vector
 from node.model.shapes import Shape, parameter_shapes
-from node.start.model_config import blocks_of
-from node.start.model_folder import ModelFolder
+from node.start.model_folder import ModelFolder, blocks_of
 from protocol.manifest.manifest import Manifest
 from swarm.vocabulary.errors import ConfigError
 from swarm.vocabulary.types import AnchorVersion, ModuleId
