@@ -23,7 +23,7 @@ from node.experts.route_tables import table_shapes, trained_router, without_tabl
 from node.experts.router import Router
 from node.export.source import Parameters
 from node.model.shapes import parameter_bytes, parameter_shapes
-from node.network.router_exchange import fetch_router
+from node.network.peer_files import fetch_router
 from node.network.session import NetworkSession, visit
 from protocol.manifest.join_link import JoinLink
 from protocol.manifest.manifest import Manifest

@@ -20,7 +20,7 @@ from node.data.places import as_written
 from node.experts.router_file import router_file
 from node.model.moments import MomentType
 from protocol.identity.keys import Identity
-from protocol.libp2p.child_environment import with_packages
+from protocol.libp2p.child_process import with_packages
 from protocol.manifest.join_link import JoinLink
 from protocol.manifest.manifest import Manifest
 from protocol.manifest.signing import run_id_of, sign_manifest

@@ -6,10 +6,9 @@ import asyncio
 from contextlib import suppress
 from typing import Any
 
-from node.network.asking import parse_answer, parse_status
 from node.network.loss_report import WHOLE_MODEL, AskedPaths, loss_in, loss_report
 from node.network.session import NetworkSession, visit
-from node.observability.status import PeerStatus, SwarmStatus
+from node.observability.status import PeerStatus, SwarmStatus, parse_answer, parse_status
 from protocol.interfaces.transport import Question, QuestionAbout
 from protocol.manifest.join_link import JoinLink
 from swarm.vocabulary.announcement import Announcement

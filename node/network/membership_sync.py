@@ -7,18 +7,17 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 
 from node.concurrency.task_groups import set_or_after, task_scope
 from node.concurrency.task_tracker import TaskTracker
-from node.network.addresses import KnownPeers
-from node.network.asking import parse_status
 from node.network.dispatcher import Dispatcher
 from node.network.local_peer import LocalPeer, OwnRecord
 from node.observability.events import EventSink, PeerChange
+from node.observability.status import parse_status
 from protocol.identity.signed_records import RECORD_LIFETIME_S, decode_announced
-from protocol.interfaces.directory import Directory
+from protocol.interfaces.directory import Contact, Directory
 from protocol.interfaces.transport import Question, QuestionAbout, Transport
 from swarm.membership.membership import Change, Membership
 from swarm.vocabulary.announcement import Announcement
@@ -39,6 +38,25 @@ CLOCK_STEP_S = 5.0
 """What the wall clock gains or loses against the steady one between two looks, from which it is worth a word."""
 FEW_REPLICAS = 2
 MAX_ASKED = 64
+
+
+class KnownPeers:
+    """The contacts from the membership view: a `protocol.interfaces.directory.AddressBook`."""
+
+    def __init__(self) -> None:
+        self._contacts: dict[PeerId, Contact] = {}
+
+    def replace_all(self, announcements: Iterable[Announcement]) -> None:
+        """Replaces the contacts: from now on exactly these can be dialled."""
+        self._contacts = {a.peer: Contact(a.peer, a.addresses, a.certificate, a.via, a.relay) for a in announcements}
+
+    def contact(self, peer: PeerId) -> Contact | None:
+        return self._contacts.get(peer)
+
+    def relay_of(self, peer: PeerId) -> str:
+        """The multiaddr at which the peer serves tunnels; empty when it does not, or is not known."""
+        contact = self._contacts.get(peer)
+        return "" if contact is None else contact.relay
 
 
 class MembershipSync:

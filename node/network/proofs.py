@@ -9,8 +9,8 @@ import math
 from collections import Counter, OrderedDict, deque
 from typing import Final
 
-from node.network.asking import parse_status
 from node.network.session import NetworkSession
+from node.observability.status import parse_status
 from protocol.interfaces.transport import Question, QuestionAbout
 from swarm.membership.rebalancing import LEAST_VOUCHED, proven_by
 from swarm.vocabulary.errors import PeerError

@@ -1,27 +1,22 @@
-"""A machine's presence in the network of one run: its directory, its links, its view of the others. Nodes, `status` and
-`eval` alike have one.
-
-A short stay in a run's network, to ask or to fetch something without taking part.
-"""
+"""A machine's presence in the network of one run: its directory, its links, its view of the others."""
 
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from node.concurrency.task_groups import task_scope
-from node.network.addresses import KnownPeers, address_towards
-from node.network.asking import Answered, first_good
 from node.network.dispatcher import Dispatcher
 from node.network.local_peer import LocalPeer, OwnRecord
-from node.network.membership_sync import MembershipSync
+from node.network.membership_sync import KnownPeers, MembershipSync
 from node.observability.events import Event, EventSink
-from protocol.dht.directory import DhtDirectory, DirectorySettings
-from protocol.dht.tunnels import RelayTunnels
+from protocol.dht.directory import DhtDirectory, DirectorySettings, RelayTunnels
 from protocol.identity.certificates import make_credentials
 from protocol.identity.keys import Identity
 from protocol.identity.route_signatures import Routes
@@ -36,8 +31,8 @@ from protocol.transport.grpc_transport import GrpcTransport
 from protocol.transport.settings import TransportSettings
 from swarm.membership.membership import Membership
 from swarm.vocabulary.announcement import Announcement
-from swarm.vocabulary.errors import ProtocolViolation, Unreachable
-from swarm.vocabulary.types import PeerId, PeerState, RunId
+from swarm.vocabulary.errors import ManifestError, PeerError, ProtocolViolation, Unreachable
+from swarm.vocabulary.types import PeerId, PeerState, RunId, short
 
 Answer = TypeVar("Answer")
 
@@ -53,6 +48,41 @@ ASKED_AT_ONCE = 16
 """For the manifest: whoever has it answers at once, and who never answers holds up nobody."""
 MAX_LINK_PEERS = 4
 ANY_HOST = ("0.0.0.0", "::", "[::]")  # noqa: S104 - names of "all interfaces", not a decision to bind to them
+
+
+@dataclass(frozen=True, slots=True)
+class Answered(Generic[Answer]):
+    """A good answer, as opposed to the reason why there is none."""
+
+    answer: Answer
+
+
+async def first_good(peers: Sequence[PeerId], ask: Callable[[PeerId], Awaitable[Answer]]) -> Answered[Answer] | str:
+    """Asks all peers at once. Returns the first good answer, or the reason why the last one gave none.
+
+    Args:
+        ask: Raises PeerError or ManifestError on a missing or invalid answer.
+    """
+
+    async def attempt(peer: PeerId) -> Answered[Answer] | str:
+        try:
+            return Answered(await ask(peer))
+        except (PeerError, ManifestError) as error:
+            return f"{short(peer)}: {error}"
+
+    why = "nobody was asked"
+    async with task_scope() as tasks:
+        waiting = {tasks.create_task(attempt(peer)) for peer in peers}
+        while waiting:
+            done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                result = task.result()
+                if isinstance(result, Answered):
+                    for other in waiting:
+                        other.cancel()
+                    return result
+                why = result
+    return why
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +255,21 @@ async def present(
             )
         finally:
             running.cancel()
+
+
+def address_towards(host: str) -> str | None:
+    """This machine's address on the way to a host; None when there is no way. It is sent no packet for that; a name is
+    looked up (IPv4)."""
+    try:
+        family = socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET
+    except ValueError:
+        family = socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, 9))
+        except OSError:
+            return None
+        return str(probe.getsockname()[0])
 
 
 def address_to_reach(multiaddrs: tuple[str, ...]) -> str:

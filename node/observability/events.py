@@ -101,6 +101,8 @@ class Reach:
 
 @dataclass(frozen=True, slots=True)
 class _OfModule:
+    """Fields of all events of one replica."""
+
     peer: str
     module: str
 

@@ -6,13 +6,16 @@ JSON. Keys are never renamed or removed; new ones may come with a default, so th
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
+from typing import Any
 
 from node.observability.events import MicrobatchCounts
-from node.observability.typed_json import LEFT_OUT
+from node.observability.typed_json import LEFT_OUT, from_json
+from swarm.vocabulary.errors import ProtocolViolation
 from swarm.vocabulary.types import MAX_COUNT
 from swarm.workload.microbatch_sizes import SizeSummary
 
@@ -384,3 +387,21 @@ def _one_route(experts: tuple[int, ...], routes: Sequence[RouteStatus], complete
     weight = sum(count for _, count in known)
     loss = math.fsum(loss * count for loss, count in known) / weight if weight else None
     return RouteStatus(experts, round(visits / completed, 4), visits, rerouted, loss)
+
+
+def parse_answer(text: bytes) -> dict[str, Any]:
+    """Parses a peer's JSON answer. Raises ProtocolViolation when it is not a JSON object."""
+    try:
+        table = json.loads(text)
+    except (ValueError, RecursionError):
+        raise ProtocolViolation("the answer is not JSON") from None
+    if not isinstance(table, dict):
+        raise ProtocolViolation("the answer is not a JSON object")
+    return table
+
+
+def parse_status(text: bytes) -> Status:
+    """Parses a peer's status: malformed fields get their defaults, unknown ones are dropped. Raises ProtocolViolation
+    when it is not a JSON object.
+    """
+    return from_json(Status, parse_answer(text), "status", lenient=True)

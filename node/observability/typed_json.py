@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import typing
 from functools import cache, reduce
 from operator import getitem
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -52,7 +53,7 @@ def from_json(kind: type[Read], table: Any, where: str, *, lenient: bool = False
             # Pydantic refuses lone surrogates, which a peer may send.
             text = json.dumps(mended, ensure_ascii=False).encode(errors="replace")
             try:
-                read: Read = _reader(kind).validate_json(text, strict=True)
+                read: Read = _reader(typing.cast(Any, kind)).validate_json(text, strict=True)
             except ValidationError as error:
                 _mend(mended, error, where, lenient=lenient)
             else:

@@ -17,14 +17,11 @@ from node.network.local_peer import LocalPeer
 from node.network.reach_status import NOT_LOOKED, ReachMode, ReachStep, Standing, held_by
 from node.network.session import NetworkSession
 from node.observability.events import EventSink, Reach
-from node.reachability.held_links import Attachments
 from node.reachability.ladder import climb
-from node.reachability.nat_pmp import NatPmp
-from node.reachability.port_mapping import PortMapper, Router
+from node.reachability.port_mapping import NatPmp, PortMapper, Router, Upnp
 from node.reachability.reach_test import Witness, witnesses_of
 from node.reachability.relaying import keep_in_step, without_tunnels
-from node.reachability.reverse_calls import Switchboard
-from node.reachability.upnp import Upnp
+from node.reachability.reverse_calls import Attachments, Switchboard
 from protocol.interfaces.transport import QuestionAbout
 from swarm.vocabulary.types import PeerId
 

@@ -8,9 +8,9 @@ import logging
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
-from node.network.addresses import address_towards
+from node.network.session import address_towards
 from protocol.interfaces.clock import Clock
 from protocol.interfaces.transport import FarEnd, Question, QuestionAbout
 from protocol.nat.dial_back import (
@@ -21,6 +21,7 @@ from protocol.nat.dial_back import (
     dial_back,
     encode_dial_back,
 )
+from protocol.transport.grpc_transport import GrpcTransport
 from protocol.transport.rate_limits import Allowance
 from swarm.membership.membership import Membership
 from swarm.vocabulary.announcement import Announcement
@@ -90,18 +91,8 @@ Ask = Callable[[int], Awaitable[Sequence[Attempt]]]
 """Has a few peers try a port of ours; empty when there is nobody to ask."""
 
 
-class Links(Protocol):
-    """The part of `protocol.transport.grpc_transport.GrpcTransport` that asking needs."""
-
-    async def ask(self, peer: PeerId, question: Question, timeout_s: float) -> bytes:
-        """Asks a peer and waits for its answer. Raises PeerError."""
-        ...
-
-    def far_end(self, peer: PeerId) -> FarEnd | None: ...
-
-
 def witnesses_of(
-    membership: Membership, links: Links, choose: Callable[[list[Announcement]], None] = random.shuffle
+    membership: Membership, links: GrpcTransport, choose: Callable[[list[Announcement]], None] = random.shuffle
 ) -> Ask:
     """The function that asks up to three peers of the run to be witnesses, in different networks where there are such.
     `choose` puts the candidates into an order.
@@ -148,7 +139,7 @@ def network_of(address: str) -> str:
     return str(ipaddress.ip_network((found, 24 if found.version == 4 else 48), strict=False))
 
 
-async def _ask_one(links: Links, peer: PeerId, port: int) -> Attempt | None:
+async def _ask_one(links: GrpcTransport, peer: PeerId, port: int) -> Attempt | None:
     try:
         answer = await links.ask(peer, Question(QuestionAbout.DIAL_BACK, port=port), ASK_TIMEOUT_S)
         result = decode_dial_back(answer)

@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
-from typing import Final, Protocol
+from typing import Final
 
 from node.network.local_peer import LocalPeer
 from node.network.reach_status import ReachStep
 from node.network.session import NetworkSession
+from protocol.dht.directory import DhtDirectory, RelayTunnels
 from protocol.identity.signed_records import MAX_RELAY_LENGTH
 from protocol.interfaces.transport import FarEnd
 from protocol.manifest.join_link import multiaddr_of
@@ -29,26 +30,6 @@ _OFFERS: Final = (ReachStep.DIRECT, ReachStep.UNKNOWN)
 FarEnds = Callable[[PeerId], FarEnd | None]
 
 
-class Dht(Protocol):
-    """The part of `protocol.dht.directory.DhtDirectory` that relaying needs."""
-
-    @property
-    def port(self) -> int: ...
-
-    @property
-    def serves_tunnels(self) -> bool: ...
-
-    def take_part(self, *, client: bool) -> None: ...
-
-
-class Attaching(Protocol):
-    """The part of `protocol.dht.tunnels.RelayTunnels` that relaying needs."""
-
-    async def attach(self, relays: Sequence[str], local: str) -> None:
-        """Attaches to these relays. Raises Unreachable while the DHT is being restarted; it is done then."""
-        ...
-
-
 @dataclass(slots=True)
 class RelayPart:
     """The node's part in tunnels. `relay_of` says at which multiaddr a peer serves tunnels; `announce` tells the others
@@ -56,8 +37,8 @@ class RelayPart:
     """
 
     own: LocalPeer
-    dht: Dht
-    tunnels: Attaching
+    dht: DhtDirectory
+    tunnels: RelayTunnels
     relay_of: Callable[[PeerId], str]
     announce: Callable[[], None]
     local_address: str

@@ -22,11 +22,12 @@ from protocol.dht.guards import (
     GuardedProtocol,
     GuardedStorage,
     RecordRules,
+    RecordStore,
     SourceBudgets,
     guard_serializer,
     node_id_of,
+    owners_per_key,
 )
-from protocol.dht.record_store import RecordStore, owners_per_key
 from protocol.generated import dht_process_pb2
 from protocol.identity.signed_records import MAX_LIFETIME_S
 from protocol.libp2p.daemon import any_answers, start_daemon
