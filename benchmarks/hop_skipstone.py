@@ -33,7 +33,7 @@ from node.pipeline.worker_thread import WorkerThread
 from node.runtime.role import PlannedReplicas
 from protocol.identity.certificates import make_credentials
 from protocol.identity.keys import Identity
-from protocol.identity.route_signatures import Routes
+from protocol.identity.signatures import Routes
 from protocol.interfaces.clock import SystemClock
 from protocol.interfaces.tensor_spec import TensorSpec
 from protocol.manifest.manifest import Manifest, StagesSection

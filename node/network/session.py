@@ -19,7 +19,7 @@ from node.observability.events import Event, EventSink
 from protocol.dht.directory import DhtDirectory, DirectorySettings, RelayTunnels
 from protocol.identity.certificates import make_credentials
 from protocol.identity.keys import Identity
-from protocol.identity.route_signatures import Routes
+from protocol.identity.signatures import Routes
 from protocol.interfaces.clock import Clock, SystemClock
 from protocol.interfaces.transport import Question, QuestionAbout
 from protocol.manifest.join_link import JoinLink

@@ -14,8 +14,7 @@ from protocol.interfaces.clock import Clock
 from protocol.interfaces.transport import Question, QuestionAbout
 from protocol.transport.grpc_transport import GrpcTransport
 from protocol.transport.rate_limits import Allowance
-from swarm.membership.contact_selection import by_worth, relays_first
-from swarm.membership.membership import Membership
+from swarm.membership.membership import Membership, by_worth, relays_first
 from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.errors import Busy, PeerError, Rejected, Unreachable
 from swarm.vocabulary.types import PeerId, RunId, short

@@ -21,8 +21,9 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import re
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from itertools import pairwise
 from operator import attrgetter
 from types import NoneType, UnionType
@@ -30,7 +31,6 @@ from typing import Annotated, Any, Final, NamedTuple, TypeVar, Union, get_args, 
 
 from google.protobuf.descriptor import FieldDescriptor
 
-from protocol.frames.fields import checked_peer, packed, parts_of_a_second, printable
 from protocol.generated import link_pb2 as wire
 from swarm.vocabulary.averaging_messages import LinkRate
 from swarm.vocabulary.bounds import Distinct, Inherits, Length, Range, Rising
@@ -303,3 +303,52 @@ def _peer_at(place: int, peers: Sequence[PeerId]) -> PeerId:
 
 
 _PLACE: Final = Converter(lambda peer, places: places.setdefault(peer, len(places)), _peer_at)
+
+
+_LARGEST: Final = 2**32 - 1
+_PEER_ID: Final = re.compile(r"12D3Koo[1-9A-HJ-NP-Za-km-z]{45}")
+
+EnumT = TypeVar("EnumT", bound=enum.Enum)
+
+
+def parts_of_a_second(seconds: float, parts: int) -> int:
+    """Seconds as a whole number of such parts of a second, clamped to 0..2^32 - 1."""
+    return min(max(round(seconds * parts), 0), _LARGEST)
+
+
+def milliseconds(seconds: float) -> int:
+    """Seconds as whole milliseconds, as in what is signed."""
+    return parts_of_a_second(seconds, 1000)
+
+
+def packed(measured: LinkRate) -> int:
+    """A measured rate with its mark as 32 bits: 24 of the mark, 8 of the rate."""
+    return measured.mark << 8 | measured.rate
+
+
+@lru_cache(maxsize=4096)
+def checked_peer(text: str) -> PeerId:
+    """A peer id of the right form: a name proves nothing, the certificate does. The same peers are named all the time,
+    so the latest are remembered.
+
+    Raises:
+        ProtocolViolation: not the form of an Ed25519 key's libp2p id.
+    """
+    if not _PEER_ID.fullmatch(text):
+        raise ProtocolViolation("a peer id is not of the form 12D3Koo... with 52 characters")
+    return PeerId(text)
+
+
+def read_enum(kind: type[EnumT], number: int, what: str) -> EnumT:
+    """The enum member of a number. Raises ProtocolViolation for a number that stands for nothing; 0 does only where the
+    enum has it.
+    """
+    try:
+        return kind(number)
+    except ValueError:
+        raise ProtocolViolation(f"{what} {number} is unknown") from None
+
+
+def printable(text: str) -> str:
+    """The text without characters that could drive the reader's terminal."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else "?" for c in text)

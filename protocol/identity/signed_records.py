@@ -16,8 +16,7 @@ from typing import Final, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
-from protocol.frames.codec import checked_version
-from protocol.frames.fields import checked_peer
+from protocol.frames.codec import checked_peer, checked_version
 from protocol.generated import records_pb2
 from protocol.identity.certificates import peer_of_certificate
 from protocol.identity.keys import Identity, peer_id_of, verify

@@ -64,7 +64,7 @@ class QuestionAbout(enum.Enum):
     STATUS = "status"
     EVALUATE = "evaluate"
     STATE = "state"
-    """Which hash list belongs to a digest; the answer is `protocol.frames.hash_list`'s."""
+    """Which hash list belongs to a digest; the answer is `protocol.frames.rpc`'s."""
     DIAL_BACK = "dial_back"
     """Whether the asker can be connected to; the answer is `protocol.nat.dial_back`'s."""
     CALL = "call"

@@ -17,7 +17,7 @@ from urllib.parse import unquote
 
 import grpc
 
-from protocol.frames.chunks import MAX_CHUNK_FRAME_BYTES
+from protocol.frames.tensors import MAX_CHUNK_FRAME_BYTES
 from protocol.identity.certificates import TlsCredentials, pem_of
 from protocol.interfaces.directory import Contact
 from protocol.interfaces.transport import FarEnd

@@ -35,9 +35,9 @@ from protocol.transport.handshake import Door, SameKey, expect_hello, objection_
 from protocol.transport.link import Link, LinkSurroundings
 from protocol.transport.rate_limits import CommonPatience
 from protocol.transport.settings import TransportSettings
-from swarm.vocabulary.backoff import Exclusions, ExponentialBackoff
 from swarm.vocabulary.errors import ConfigError, PeerError, ProtocolViolation, Unreachable
 from swarm.vocabulary.pipeline_messages import ControlMessage, TensorMessage
+from swarm.vocabulary.statistics import Exclusions, ExponentialBackoff
 from swarm.vocabulary.types import PROTOCOL_VERSIONS, PeerId, short
 
 _SPARE_STREAMS: Final = 16

@@ -9,10 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from protocol.frames.chunks import Chunk
-from protocol.frames.fields import TensorFrame
 from protocol.frames.frames import Cancel, SmallFrame
-from protocol.frames.tensor_transfer import Arrival, Assembly
+from protocol.frames.tensors import Arrival, Assembly, Chunk, TensorFrame
 from protocol.interfaces.clock import Clock
 from protocol.interfaces.transport import LinkHandler, Refusal
 from swarm.vocabulary.errors import PeerError, ProtocolViolation, SkipstoneError, Stalled, Unreachable

@@ -16,7 +16,7 @@ from typing import Final
 
 from protocol.interfaces.clock import Clock
 from protocol.interfaces.transport import LinkFigures
-from swarm.vocabulary.ewma import Ewma
+from swarm.vocabulary.statistics import Ewma
 
 ROUND_TRIP_WEIGHT: Final = 1 / 8
 """Of RFC 6298, section 2."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from protocol.frames.chunks import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
+from protocol.frames.tensors import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
 from protocol.transport.inbox import MAX_OPEN_TRANSFERS
 from swarm.vocabulary.errors import ConfigError
 
@@ -27,7 +27,7 @@ class TransportSettings:
     """0 takes any free port."""
     chunk_bytes: int = 512 * 1024
     """Of a microbatch's tensor in one frame, at most; 4 KiB to 1 MiB. Fastest at 512 KiB (benchmarks/transport.py).
-    Slow links take less (`protocol.frames.tensor_transfer.chunk_bytes_for`)."""
+    Slow links take less (`protocol.frames.tensors.chunk_bytes_for`)."""
     bulk_chunk_bytes: int = 1024 * 1024
     """Likewise of a piece of a round or of state: nobody waits for its beginning, and fewer frames cost less."""
     send_budget_bytes: int = 64 * 1024 * 1024

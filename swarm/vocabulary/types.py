@@ -107,7 +107,7 @@ class Hop:
 @dataclass(frozen=True, slots=True)
 class SignedRoute:
     """The part of a path that a data node fixes at a microbatch's start, and signs together with its run, number and
-    purpose (`protocol.identity.route_signatures`). Peers are not in it: repair may replace them.
+    purpose (`protocol.identity.signatures`). Peers are not in it: repair may replace them.
     """
 
     modules: tuple[ModuleId, ...]
