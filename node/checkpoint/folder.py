@@ -232,11 +232,8 @@ def whole_snapshots(
 
 
 def read_manifest(path: Path) -> SignedManifest:
-    """The signed manifest of a checkpoint.
-
-    Raises:
-        ConfigError: there is no checkpoint in this folder.
-        ManifestError: the manifest is damaged.
+    """The signed manifest of a checkpoint. Raises ConfigError: there is no checkpoint in this folder; ManifestError:
+    the manifest is damaged.
     """
     try:
         with (path / MANIFEST_NAME).open("rb") as file:
@@ -247,10 +244,8 @@ def read_manifest(path: Path) -> SignedManifest:
 
 
 def check_run(folder: CheckpointFolder) -> None:
-    """Checks that the folder is this run's, or nobody's yet.
-
-    Raises:
-        StateError: it holds another run's checkpoint, or its manifest is damaged.
+    """Checks that the folder is this run's, or nobody's yet. Raises StateError: it holds another run's checkpoint, or
+    its manifest is damaged.
     """
     if not (folder.path / MANIFEST_NAME).exists():
         return

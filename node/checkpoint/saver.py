@@ -58,10 +58,8 @@ def capture_module(
 
 @torch.no_grad()
 def restore_module(parts: tuple[nn.Module, ...], optimizer: InnerOptimizer, state: ReplicaState) -> None:
-    """Restores parameters and optimizer in place.
-
-    Raises:
-        StateError: The state is of another model; nothing has been changed.
+    """Restores parameters and optimizer in place. Raises StateError: the state is of another model; nothing has been
+    changed.
     """
     parameters = parameters_of(*parts)
     saved, own = ({name: t.shape for name, t in tensors.items()} for tensors in (state.local, parameters))
@@ -146,10 +144,8 @@ class Saver:
                 self._events.emit(Note("warning", f"{error}. {error.hint}"))
 
     async def save_at_the_end(self) -> None:
-        """Writes the last snapshot of a node that stops; after the one being written, if there is one.
-
-        Raises:
-            StateError, ResourceExhausted: it could not be written.
+        """Writes the last snapshot of a node that stops; after the one being written, if there is one. Raises
+        StateError, ResourceExhausted: it could not be written.
         """
         await self._save("the node stops")
 

@@ -135,10 +135,8 @@ def _table_of_tensors(shapes: Mapping[str, tuple[int, ...]]) -> memoryview:
 
 
 def check_file(folder: Path, record: FileRecord) -> None:
-    """Reads the whole file and compares it with the record.
-
-    Raises:
-        CorruptSnapshot: it is missing, cannot be read, or is not what was written.
+    """Reads the whole file and compares it with the record. Raises CorruptSnapshot: it is missing, cannot be read, or
+    is not what was written.
     """
     path, hasher, size = folder / record.name, blake3(), 0
     try:
@@ -163,10 +161,8 @@ def has_size(path: Path, size: int) -> bool:
 
 
 def read_tensors(path: Path, group: str) -> dict[str, Tensor]:
-    """The tensors of one group by parameter name, from a file that `check_file` has found whole.
-
-    Raises:
-        CorruptSnapshot: it is not a safetensors file.
+    """The tensors of one group by parameter name, from a file that `check_file` has found whole. Raises
+    CorruptSnapshot: it is not a safetensors file.
     """
     prefix = f"{group}/"
     with _opened(path) as opened:
@@ -190,10 +186,8 @@ def _opened(path: Path) -> Iterator[Any]:
 
 
 def read_state(folder: Path, header: Header) -> ReplicaState:
-    """The state that a header describes, from a file that `check_file` has found whole.
-
-    Raises:
-        CorruptSnapshot: it is not a safetensors file.
+    """The state that a header describes, from a file that `check_file` has found whole. Raises CorruptSnapshot: it is
+    not a safetensors file.
     """
     path = folder / header.file.name
     anchor = None
@@ -218,11 +212,7 @@ def header_bytes(header: Header) -> bytes:
 
 
 def parse_header(text: bytes) -> Header:
-    """Parses what `header_bytes` wrote.
-
-    Raises:
-        CorruptSnapshot: it is anything else, down to a byte.
-    """
+    """Parses what `header_bytes` wrote. Raises CorruptSnapshot: it is anything else, down to a byte."""
     try:
         table = json.loads(text)
         stated = table.pop("blake3")

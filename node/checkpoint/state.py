@@ -79,10 +79,8 @@ class StateCopy:
             self._copy_next()
 
     def pieces(self) -> Iterator[memoryview]:
-        """The bytes of all the tensors, one after the other. To be read once.
-
-        Raises:
-            StateError: the compute thread has stopped before all was copied.
+        """The bytes of all the tensors, one after the other. To be read once. Raises StateError: the compute thread has
+        stopped before all was copied.
         """
         asked: Future[None] | None = None
         while True:

@@ -161,10 +161,8 @@ def starting_from(path: Path, base: Manifest, *, is_default: bool, keeps_blocks:
 
 
 def router_of(path: Path | None, manifest: Manifest) -> Router | None:
-    """The router beside the manifest's file; None when the manifest names none.
-
-    Raises:
-        ConfigError, StateError: The router is missing, or another one.
+    """The router beside the manifest's file; None when the manifest names none. Raises ConfigError, StateError: the
+    router is missing, or another one.
     """
     from node.experts.router_file import load_router
 

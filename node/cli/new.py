@@ -115,11 +115,8 @@ def _largest_need(manifest: Manifest) -> str:
 
 
 def _resharding(manifest: Manifest, share: float) -> Manifest:
-    """The manifest with so many documents scored.
-
-    Raises:
-        ConfigError: it has no router that could learn from them.
-        ManifestError: it is no share, or the run starts from an existing model.
+    """The manifest with so many documents scored. Raises ConfigError: it has no router that could learn from them;
+    ManifestError: it is no share, or the run starts from an existing model.
     """
     from protocol.manifest.manifest import manifest_from_table
 

@@ -68,10 +68,8 @@ def with_options(*tables: type) -> Callable[[Any], Any]:
 
 
 def link_in(text: str) -> JoinLink | None:
-    """Parses the join link that `text` is, or that is in the file it names; None when it is neither.
-
-    Raises:
-        ConfigError: it is meant to be a link, and malformed.
+    """Parses the join link that `text` is, or that is in the file it names; None when it is neither. Raises
+    ConfigError: it is meant to be a link, and malformed.
     """
     from protocol.manifest.join_link import is_link, parse_link
 

@@ -251,10 +251,8 @@ VARIABLES: Final = frozenset([variable("link"), *(option.envvar for option, *_ i
 
 
 def parse_size(text: str) -> int:
-    """The bytes in a text such as `1024`, `512MiB` or `2GB`; case does not matter.
-
-    Raises:
-        ConfigError: not a whole or decimal number with one of the known units.
+    """The bytes in a text such as `1024`, `512MiB` or `2GB`; case does not matter. Raises ConfigError: not a whole or
+    decimal number with one of the known units.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text.lower())
     if match is None or match[2] not in _UNITS:
@@ -263,11 +261,7 @@ def parse_size(text: str) -> int:
 
 
 def memory_limit_of(text: str | None) -> Reasoned[int] | None:
-    """The bytes of `--memory-limit`, with their reason; None where nothing was said.
-
-    Raises:
-        ConfigError: it is no size.
-    """
+    """The bytes of `--memory-limit`, with their reason; None where nothing was said. Raises ConfigError: it is no size."""
     return None if text is None else Reasoned(parse_size(text), f"under --memory-limit {text}")
 
 

@@ -40,10 +40,8 @@ def spread(blocks: int, stages: int) -> tuple[int, ...]:
 
 
 def choose_blocks(uncut: Manifest, peers: Peers) -> Reasoned[tuple[int, ...]]:
-    """Chooses the blocks of each stage of a model that has all of them in stage 1.
-
-    Raises:
-        ConfigError: the card is too small for one block or for stage 0, or the peers are too few.
+    """Chooses the blocks of each stage of a model that has all of them in stage 1. Raises ConfigError: the card is too
+    small for one block or for stage 0, or the peers are too few.
     """
     blocks = uncut.stages.blocks[1]
     if peers.number is not None and peers.number < 2:

@@ -36,11 +36,7 @@ class Turned:
 
 
 def turn(wish: Wish, name: str) -> Turned:
-    """Makes all choices for a wish.
-
-    Raises:
-        ConfigError: no run can be made of it; says what would help.
-    """
+    """Makes all choices for a wish. Raises ConfigError: no run can be made of it; says what would help."""
     vocabulary = -(-wish.tokens.value // GRID) * GRID
     shape = choose_shape(wish.parameters, vocabulary)
     sizes = shape.shape

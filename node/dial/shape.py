@@ -72,10 +72,8 @@ class ShapeChoices:
 
 
 def choose_shape(parameters: int, vocabulary: int) -> ShapeChoices:
-    """Chooses the shape of a model of about so many parameters with a vocabulary of so many tokens.
-
-    Raises:
-        ConfigError: the size is out of bounds, or the vocabulary leaves nothing of it.
+    """Chooses the shape of a model of about so many parameters with a vocabulary of so many tokens. Raises ConfigError:
+    the size is out of bounds, or the vocabulary leaves nothing of it.
     """
     if not SMALLEST <= parameters <= LARGEST:
         raise ConfigError(

@@ -29,21 +29,14 @@ from swarm.vocabulary.types import ModuleId, RunId
 
 
 def names_in(file: Path) -> list[str]:
-    """The names of the tensors in a file.
-
-    Raises:
-        CorruptSnapshot, StateError: the file is damaged, or not there.
-    """
+    """The names of the tensors in a file. Raises CorruptSnapshot, StateError: the file is damaged, or not there."""
     with _opened(file) as opened:
         return list(opened.keys())
 
 
 def check_header(file: Path, wanted: Mapping[str, Shape]) -> None:
-    """Compares the file's header with the shapes that are wanted; other tensors may be in it too.
-
-    Raises:
-        CorruptSnapshot: the file is damaged.
-        StateError: it is not there, or lacks a tensor of this name, shape and type.
+    """Compares the file's header with the shapes that are wanted; other tensors may be in it too. Raises
+    CorruptSnapshot: the file is damaged; StateError: it is not there, or lacks a tensor of this name, shape and type.
     """
     with _opened(file) as opened:
         there = set(opened.keys())
@@ -59,10 +52,8 @@ def check_header(file: Path, wanted: Mapping[str, Shape]) -> None:
 
 
 def read_tensors(file: Path, names: Iterable[str]) -> dict[str, Tensor]:
-    """Reads the named tensors into memory of their own.
-
-    Raises:
-        CorruptSnapshot, StateError: the file is damaged, or not there.
+    """Reads the named tensors into memory of their own. Raises CorruptSnapshot, StateError: the file is damaged, or not
+    there.
     """
     with _opened(file) as opened:
         return {name: opened.get_tensor(name) for name in names}

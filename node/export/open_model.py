@@ -37,10 +37,8 @@ log = logging.getLogger(__name__)
 
 
 class CheckpointSource:
-    """A source of the newest state of each module that the folder has; implements `ModuleSource`.
-
-    Raises:
-        ConfigError, ManifestError, CorruptSnapshot, StateError: as `gather_modules`.
+    """A source of the newest state of each module that the folder has; implements `ModuleSource`. Raises ConfigError,
+    ManifestError, CorruptSnapshot, StateError: as `gather_modules`.
     """
 
     def __init__(self, path: Path) -> None:

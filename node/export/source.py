@@ -39,28 +39,21 @@ class ModuleSource(Protocol):
         ...
 
     async def router(self) -> Router | None:
-        """The router of the run's documents; None where the manifest names none.
-
-        Raises:
-            SkipstoneError: it names one that cannot be had, or is another one.
+        """The router of the run's documents; None where the manifest names none. Raises SkipstoneError: it names one
+        that cannot be had, or is another one.
         """
         ...
 
     async def module(self, module: ModuleId) -> Parameters:
-        """The module's parameters, float32, on the CPU; read them through `checked_module`.
-
-        Raises:
-            SkipstoneError: it cannot be had; the message says why.
+        """The module's parameters, float32, on the CPU; read them through `checked_module`. Raises SkipstoneError: it
+        cannot be had; the message says why.
         """
         ...
 
 
 async def checked_module(source: ModuleSource, module: ModuleId) -> Parameters:
-    """Reads the module's parameters, which are those that the manifest asks for and no others.
-
-    Raises:
-        StateError: a parameter is missing, unknown, of another shape or type, or not finite; also as
-            `ModuleSource.module`.
+    """Reads the module's parameters, which are those that the manifest asks for and no others. Raises StateError: a
+    parameter is missing, unknown, of another shape or type, or not finite; also as `ModuleSource.module`.
     """
     parameters = await source.module(module)
     await asyncio.to_thread(_check, source.signed.manifest, module, parameters)
@@ -149,10 +142,8 @@ def _check(manifest: Manifest, module: ModuleId, parameters: Parameters) -> None
 
 
 def require_memory(manifest: Manifest, modules: Sequence[ModuleId]) -> None:
-    """Refuses what cannot work before trying takes the machine down. Says nothing of a GPU's memory.
-
-    Raises:
-        ResourceExhausted: these modules are larger than this machine's memory.
+    """Refuses what cannot work before trying takes the machine down. Says nothing of a GPU's memory. Raises
+    ResourceExhausted: these modules are larger than this machine's memory.
     """
     shapes = (parameter_shapes(manifest, module) for module in modules)
     needed = sum(map(parameter_bytes, shapes)) + decoder_bytes(manifest)
@@ -208,10 +199,8 @@ class RoutedModel:
         return None if self._router is None else route
 
     async def decoder(self, route: Route | None) -> Decoder:
-        """The decoder of one path.
-
-        Raises:
-            ConfigError, ResourceExhausted, StateError: as `node.export.source.read_decoder`.
+        """The decoder of one path. Raises ConfigError, ResourceExhausted, StateError: as
+        `node.export.source.read_decoder`.
         """
         manifest, modules = self._source.signed.manifest, path_modules(self._source, route)
         require_memory(manifest, tuple({*self._read, *modules}))
@@ -224,10 +213,8 @@ class RoutedModel:
 
 
 async def routed_model(source: ModuleSource, device: torch.device) -> RoutedModel:
-    """Opens the model of a source, with the run's router where there are several paths.
-
-    Raises:
-        SkipstoneError: the router cannot be had.
+    """Opens the model of a source, with the run's router where there are several paths. Raises SkipstoneError: the
+    router cannot be had.
     """
     manifest = source.signed.manifest
     several = len(source.modules) > manifest.stages.count

@@ -128,10 +128,8 @@ async def _finish(
 
 
 def require_free(target: Path, *, replace: bool) -> None:
-    """Checks that the target is free, or an older export that may be replaced.
-
-    Raises:
-        ConfigError: the target is in use.
+    """Checks that the target is free, or an older export that may be replaced. Raises ConfigError: the target is in
+    use.
     """
     if not target.exists() and not target.is_symlink():
         return

@@ -57,11 +57,7 @@ class SpawnedProcess:
     """A process that this one has started itself (`StartedProcess`)."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Starts the process.
-
-        Raises:
-            ResourceExhausted: the operating system could not start a process.
-        """
+        """Starts the process. Raises ResourceExhausted: the operating system could not start a process."""
         try:
             self._process = subprocess.Popen(  # noqa: S603 - the command is our own, and no shell reads it
                 command,

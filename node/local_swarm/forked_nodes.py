@@ -172,10 +172,8 @@ class ForkServer:
     """A running fork server. `close` must be called; nodes outlive it."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
-        """Starts the server, which all its nodes have the environment of.
-
-        Raises:
-            ResourceExhausted: the operating system could not start a process.
+        """Starts the server, which all its nodes have the environment of. Raises ResourceExhausted: the operating
+        system could not start a process.
         """
         self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._requests.setblocking(False)

@@ -73,11 +73,8 @@ class LocalSwarm:
         """How each node that has ended did so, by index."""
 
     async def __aenter__(self) -> Self:
-        """Starts the nodes.
-
-        Raises:
-            ConfigError: fewer peers than stages.
-            ResourceExhausted: no temporary folder or port could be had.
+        """Starts the nodes. Raises ConfigError: fewer peers than stages; ResourceExhausted: no temporary folder or port
+        could be had.
         """
         self._setup = LocalSetup(self._manifest, self._options, self._places)
         if self._may_fork:
@@ -128,11 +125,8 @@ class LocalSwarm:
             await self._news.wait()
 
     def start_peer(self, stage: int, command: Sequence[str] | None = None, expert: int = 0) -> int:
-        """Starts one more node for a module, with a command of its own if there is one, and returns its index.
-
-        Raises:
-            ConfigError: there is no such module.
-            SkipstoneError: the swarm is stopping already.
+        """Starts one more node for a module, with a command of its own if there is one, and returns its index. Raises
+        ConfigError: there is no such module; SkipstoneError: the swarm is stopping already.
         """
         if not 0 <= stage < self._manifest.stages.count:
             raise ConfigError(f"stage {stage} is not one of 0 to {self._manifest.stages.count - 1}")
@@ -146,9 +140,7 @@ class LocalSwarm:
 
     def restart_peer(self, index: int) -> None:
         """Starts a node that has ended again: with its identity, its ports and, where there are any, its checkpoints.
-
-        Raises:
-            SkipstoneError: it runs, or the swarm is stopping already.
+        Raises SkipstoneError: it runs, or the swarm is stopping already.
         """
         if index in self._nodes or self._stopping.is_set():
             raise SkipstoneError(f"peer {index} cannot be started again: it runs, or the swarm is stopping")

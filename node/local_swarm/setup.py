@@ -150,10 +150,8 @@ def assign_modules(peers: int, blocks: Sequence[int], experts: Sequence[int] | N
 
 
 def match_limits(manifest: Manifest, modules: Sequence[ModuleId], limits: Sequence[int]) -> list[int | None]:
-    """The memory limit of the peer of each module: the largest for the one that needs most, and so on.
-
-    Raises:
-        ConfigError: there are neither none, nor one, nor as many as peers.
+    """The memory limit of the peer of each module: the largest for the one that needs most, and so on. Raises
+    ConfigError: there are neither none, nor one, nor as many as peers.
     """
     if len(limits) <= 1:
         return [limits[0] if limits else None] * len(modules)

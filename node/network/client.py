@@ -21,9 +21,7 @@ EVALUATION_TIMEOUT_S = 600.0
 
 async def query_status(link: JoinLink, patience_s: float = 30.0) -> SwarmStatus:
     """Queries the swarm's status as its peers tell it: stages, replicas, speeds, and each data node's loss and counts.
-
-    Raises:
-        Unreachable: no peer of the run answered within `patience_s` seconds.
+    Raises Unreachable: no peer of the run answered within `patience_s` seconds.
     """
     async with visit(link) as session:
         signed = await session.fetch_manifest(patience_s)

@@ -29,11 +29,7 @@ class AskedPaths:
     """The whole ring of evenly spread choices, and not only the first."""
 
     def of(self, manifest: Manifest) -> tuple[tuple[int, ...], ...]:
-        """The paths through the stages after stage 0 of each.
-
-        Raises:
-            ConfigError: the run has not so many stages.
-        """
+        """The paths through the stages after stage 0 of each. Raises ConfigError: the run has not so many stages."""
         return chosen_subsets(manifest.stages.count, self.stages_per_path, every=self.every_subset)
 
 
@@ -115,11 +111,7 @@ def _mean_of_routes(measured: Sequence[HeldOutLoss]) -> dict[str, Any]:
 
 
 def loss_in(answer: Mapping[str, Any]) -> HeldOutLoss:
-    """Parses the loss in a data node's answer.
-
-    Raises:
-        ProtocolViolation: it is none.
-    """
+    """Parses the loss in a data node's answer. Raises ProtocolViolation: it is none."""
     loss, tokens, microbatches = (answer.get(key) for key in ("loss", "tokens", "microbatches"))
     if not (isinstance(loss, float) and type(tokens) is int and type(microbatches) is int):
         raise ProtocolViolation("the answer is not that of an evaluation")

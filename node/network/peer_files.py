@@ -28,10 +28,8 @@ WHOLE_S: Final = 300.0
 
 
 async def fetch_router(session: NetworkSession, manifest: Manifest, patience_s: float) -> Router | None:
-    """Asks the visible peers for the router, several at once; None when the run has none.
-
-    Raises:
-        Unreachable: No peer gave it within `patience_s` seconds.
+    """Asks the visible peers for the router, several at once; None when the run has none. Raises Unreachable: no peer
+    gave it within `patience_s` seconds.
     """
     if manifest.routing is None:
         return None
@@ -47,10 +45,8 @@ async def fetch_router(session: NetworkSession, manifest: Manifest, patience_s: 
 
 
 async def fetch_tokenizer(session: NetworkSession, sha256: str, patience_s: float) -> bytes:
-    """Asks the visible peers for the tokenizer's file. A peer that gave another file is not asked again.
-
-    Raises:
-        Unreachable: No peer gave it within `patience_s` seconds (and the time that the last ones asked took).
+    """Asks the visible peers for the tokenizer's file. A peer that gave another file is not asked again. Raises
+    Unreachable: no peer gave it within `patience_s` seconds (and the time that the last ones asked took).
     """
     liars = set[PeerId]()
 

@@ -158,10 +158,7 @@ class NetworkSession:
 
     async def fetch_manifest(self, patience_s: float) -> SignedManifest:
         """Asks the peers that are seen, several at once and those in the link first, until one gives the run's
-        manifest.
-
-        Raises:
-            Unreachable: none did within `patience_s` seconds.
+        manifest. Raises Unreachable: none did within `patience_s` seconds.
         """
 
         async def ask(peer: PeerId) -> SignedManifest:
@@ -179,10 +176,8 @@ class NetworkSession:
         what: str,
         at_once: int = 1,
     ) -> Answer:
-        """The first good answer of any wanted peer; `what` completes "no peer ..." for a person.
-
-        Raises:
-            Unreachable: there was none within `patience_s` seconds (and the time that the last ones asked took).
+        """The first good answer of any wanted peer; `what` completes "no peer ..." for a person. Raises Unreachable:
+        there was none within `patience_s` seconds (and the time that the last ones asked took).
         """
         last = "none was found in the directory"
         loop = asyncio.get_running_loop()
@@ -208,10 +203,8 @@ class NetworkSession:
 async def present(
     identity: Identity, run: RunId, where: Whereabouts, settings: DirectorySettings, clock: Clock, events: EventSink
 ) -> AsyncIterator[NetworkSession]:
-    """Enters the network of a run as a visitor; leaving it closes every link and stops the directory.
-
-    Raises:
-        ConfigError: a port is taken, or an address cannot be bound.
+    """Enters the network of a run as a visitor; leaving it closes every link and stops the directory. Raises
+    ConfigError: a port is taken, or an address cannot be bound.
     """
     credentials = make_credentials(identity, run)
     own = LocalPeer(run, identity.peer, credentials.certificate_der, clock)

@@ -59,10 +59,8 @@ def ms_of(line: bytes) -> int:
 
 
 def event_from_json(line: str | bytes) -> Event | None:
-    """Parses one line; None for a kind of event that this version does not know.
-
-    Raises:
-        ProtocolViolation: the line is too long, not JSON, or a known event lacks a field or has one of a wrong type.
+    """Parses one line; None for a kind of event that this version does not know. Raises ProtocolViolation: the line is
+    too long, not JSON, or a known event lacks a field or has one of a wrong type.
     """
     if len(line) > MAX_LINE_BYTES:
         raise ProtocolViolation(f"event: a line of more than {MAX_LINE_BYTES} bytes")

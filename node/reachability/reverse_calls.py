@@ -112,11 +112,8 @@ class Switchboard:
         self._following: set[PeerId] = set()
 
     async def pass_on(self, asker: PeerId, question: Question) -> bytes:
-        """Tells a linked peer that the asker wants a link to it, and waits for what it says.
-
-        Raises:
-            PeerError: Busy when there were too many calls, Rejected when it cannot be passed on, or what the called
-                peer said.
+        """Tells a linked peer that the asker wants a link to it, and waits for what it says. Raises PeerError: busy
+        when there were too many calls, Rejected when it cannot be passed on, or what the called peer said.
         """
         end = self._links.far_end(asker)
         if end is None or not self._passed_on.take(end.host, self._clock.monotonic()):

@@ -44,11 +44,8 @@ class FirstAnchor:
     _folder: ModelFolder
 
     def chunk(self, number: int) -> memoryview:
-        """The bytes of a chunk, as `node.averaging.anchor.anchor.Anchor.chunk`. Reads the disk.
-
-        Raises:
-            IndexError: there is no such chunk.
-            ConfigError: the file cannot be read any more.
+        """The bytes of a chunk, as `node.averaging.anchor.anchor.Anchor.chunk`. Reads the disk. Raises IndexError:
+        there is no such chunk; ConfigError: the file cannot be read any more.
         """
         if not 0 <= number < 2 * self.layout.chunks:
             raise IndexError(f"chunk {number} of {2 * self.layout.chunks}")
@@ -60,10 +57,8 @@ class FirstAnchor:
 
 
 class CutModel:
-    """A model's folder cut as a manifest says. Any thread may use it.
-
-    Raises:
-        ConfigError: the folder has not just the parameters of the manifest's model.
+    """A model's folder cut as a manifest says. Any thread may use it. Raises ConfigError: the folder has not just the
+    parameters of the manifest's model.
     """
 
     def __init__(self, manifest: Manifest, folder: ModelFolder) -> None:
@@ -102,11 +97,8 @@ class CutModel:
         return found if found is not None and found.version.digest == digest else None
 
     def anchor(self, module: ModuleId) -> Anchor:
-        """A module's first anchor in memory.
-
-        Raises:
-            ConfigError: the folder is not the one from which the run was made.
-            OutOfMemory: there is no memory for it.
+        """A module's first anchor in memory. Raises ConfigError: the folder is not the one from which the run was made;
+        OutOfMemory: there is no memory for it.
         """
         layout = module_layout(self._manifest, module)
         parameters = empty_vector(layout)
@@ -132,10 +124,8 @@ class CutModel:
 
 
 def open_start(manifest: Manifest, path: Path | None) -> CutModel | None:
-    """Opens the folder from which a run starts, where a person has named one; None where nobody has.
-
-    Raises:
-        ConfigError: the run does not start from a model, or the folder is not of the run's model.
+    """Opens the folder from which a run starts, where a person has named one; None where nobody has. Raises
+    ConfigError: the run does not start from a model, or the folder is not of the run's model.
     """
     if path is None:
         return None

@@ -32,11 +32,7 @@ Config = Mapping[str, Any]
 
 
 def parse_config(text: bytes) -> Config:
-    """The JSON object of a `config.json`.
-
-    Raises:
-        ConfigError: it is none.
-    """
+    """The JSON object of a `config.json`. Raises ConfigError: it is none."""
     try:
         config = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -168,10 +164,8 @@ _ROTARY_CONSTANT: Final = "rotary_emb.inv_freq"
 
 
 class ModelFolder:
-    """The folder of an existing model, open for reading by any thread.
-
-    Raises:
-        ConfigError: it is none, or a file of it is damaged, missing, of another kind, or lies elsewhere.
+    """The folder of an existing model, open for reading by any thread. Raises ConfigError: it is none, or a file of it
+    is damaged, missing, of another kind, or lies elsewhere.
     """
 
     def __init__(self, path: Path) -> None:
@@ -188,10 +182,7 @@ class ModelFolder:
 
     def require(self, wanted: Mapping[str, Shape]) -> None:
         """Compares all headers with the parameters of a model: the folder must have these, in a type that is read, and
-        no others.
-
-        Raises:
-            ConfigError: says which parameter is missing, unknown, or another one.
+        no others. Raises ConfigError: says which parameter is missing, unknown, or another one.
         """
         for name, shape in wanted.items():
             if name not in self._files:
@@ -208,9 +199,7 @@ class ModelFolder:
 
     def read(self, name: str, first: int, out: Vector) -> None:
         """Reads the elements of a parameter from number `first` on into `out`, as many as that is long, as float32.
-
-        Raises:
-            ConfigError: the file cannot be read any more, or an element is not finite.
+        Raises ConfigError: the file cannot be read any more, or an element is not finite.
         """
         last = first + len(out)
         try:
@@ -227,11 +216,7 @@ class ModelFolder:
             raise ConfigError(f"{self.path} is of no use: {name} has values that are not finite")
 
     def tokenizer(self) -> Path:
-        """The place of the model's tokenizer file.
-
-        Raises:
-            ConfigError: there is none.
-        """
+        """The place of the model's tokenizer file. Raises ConfigError: there is none."""
         try:
             return self._place(TOKENIZER)
         except FileNotFoundError:
@@ -283,11 +268,8 @@ class ModelFolder:
             self._files[tensor] = opened
 
     def _place(self, name: str) -> Path:
-        """Where a file really lies: in the folder, or, in a cache of the Hugging Face hub, among its blobs.
-
-        Raises:
-            ConfigError: elsewhere.
-            FileNotFoundError: nowhere.
+        """Where a file really lies: in the folder, or, in a cache of the Hugging Face hub, among its blobs. Raises
+        ConfigError: elsewhere; FileNotFoundError: nowhere.
         """
         real = (self._root / name).resolve(strict=True)
         homes = [self._root]

@@ -39,11 +39,7 @@ Received = TypeVar("Received", bound=Message)
 
 
 def pack(message: Message) -> bytes:
-    """The message with its length before it.
-
-    Raises:
-        ResourceExhausted: longer than MAX_MESSAGE_BYTES.
-    """
+    """The message with its length before it. Raises ResourceExhausted: longer than MAX_MESSAGE_BYTES."""
     data: bytes = message.SerializeToString()
     if len(data) > MAX_MESSAGE_BYTES:
         raise ResourceExhausted(f"dht: a message of {len(data)} bytes is longer than {MAX_MESSAGE_BYTES}")
@@ -51,10 +47,8 @@ def pack(message: Message) -> bytes:
 
 
 async def receive(reader: asyncio.StreamReader, into: type[Received]) -> Received | None:
-    """The next message, or None when the other side has closed the pipe, also in the middle of a message.
-
-    Raises:
-        ProtocolViolation: too long, or not such a message. Nothing more can be read after that.
+    """The next message, or None when the other side has closed the pipe, also in the middle of a message. Raises
+    ProtocolViolation: too long, or not such a message. Nothing more can be read after that.
     """
     try:
         length = int.from_bytes(await reader.readexactly(_LENGTH_BYTES), "big")
@@ -97,10 +91,8 @@ class DhtChild:
         return self._process.pid
 
     async def ask(self, request: dht_process_pb2.DhtRequest, timeout_s: float) -> dht_process_pb2.DhtReply:
-        """Sends a request (without number) and waits for its reply.
-
-        Raises:
-            Unreachable: the child is gone, is silent past the timeout, has too much to do, or says that it failed.
+        """Sends a request (without number) and waits for its reply. Raises Unreachable: the child is gone, is silent
+        past the timeout, has too much to do, or says that it failed.
         """
         if self.ended.is_set():
             raise Unreachable("the DHT process has ended")

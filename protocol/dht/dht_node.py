@@ -115,10 +115,8 @@ class DhtService:
                 await self._tried.wait()
 
     async def store(self, request: dht_process_pb2.DhtStore) -> None:
-        """Stores our record at the nodes nearest to its key.
-
-        Raises:
-            Unreachable: no other node has it now, though there should be some. (A swarm's first node keeps it itself.)
+        """Stores our record at the nodes nearest to its key. Raises Unreachable: no other node has it now, though there
+        should be some. (A swarm's first node keeps it itself.).
         """
         stored = await self._node.store(
             request.key, request.record, request.expires_at, subkey=request.owner, exclude_self=self._client

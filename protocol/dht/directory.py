@@ -145,10 +145,8 @@ class DhtDirectory:
         self._sequences = LatestSequences()
 
     async def __aenter__(self) -> Self:
-        """Returns when the DHT runs and has tried once to reach its initial peers (it goes on trying).
-
-        Raises:
-            ConfigError: it cannot be started here, most often because the port is taken.
+        """Returns when the DHT runs and has tried once to reach its initial peers (it goes on trying). Raises
+        ConfigError: it cannot be started here, most often because the port is taken.
         """
         await self._tasks.__aenter__()
         started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -187,10 +185,8 @@ class DhtDirectory:
         await self.keep("record", dht_process_pb2.DhtRequest(store=store))
 
     async def look_up(self, modules: Sequence[ModuleId]) -> list[Announcement]:
-        """The newest valid record of every peer under these modules or among the visitors.
-
-        Raises:
-            Unreachable: the DHT did not answer.
+        """The newest valid record of every peer under these modules or among the visitors. Raises Unreachable: the DHT
+        did not answer.
         """
         child = self._running()
         keys = [directory_key(self._run, module) for module in (None, *dict.fromkeys(modules))]
@@ -205,10 +201,8 @@ class DhtDirectory:
         return list(newest.values())
 
     async def ask(self, request: dht_process_pb2.DhtRequest, timeout_s: float) -> dht_process_pb2.DhtReply:
-        """Sends the DHT process another request (`proto/dht_process.proto`) and waits for the reply.
-
-        Raises:
-            Unreachable: it could not, or there is none just now.
+        """Sends the DHT process another request (`proto/dht_process.proto`) and waits for the reply. Raises
+        Unreachable: it could not, or there is none just now.
         """
         return await self._running().ask(request, timeout_s)
 
@@ -291,11 +285,8 @@ class DhtDirectory:
             pause_s = min(longest_s, pause_s * 2)
 
     async def _live_once(self, started: asyncio.Future[None]) -> None:
-        """From the start of a child to its end.
-
-        Raises:
-            ConfigError: it did not start.
-            Unreachable: it ended or fell silent, or is not to go on like this.
+        """From the start of a child to its end. Raises ConfigError: it did not start; Unreachable: it ended or fell
+        silent, or is not to go on like this.
         """
         start = self._start_message()
         async with running_child(start, self._identity) as (child, situation):

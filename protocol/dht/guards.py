@@ -179,10 +179,8 @@ def _key_id(run: RunId, module: ModuleId | None) -> bytes:
 
 
 def unpack_bytes(packed: bytes) -> bytes:
-    """The content of one msgpack `bin 8` or `bin 16` value, which is how hivemind wraps a record.
-
-    Raises:
-        ProtocolViolation: anything else, also another encoding of the same bytes.
+    """The content of one msgpack `bin 8` or `bin 16` value, which is how hivemind wraps a record. Raises
+    ProtocolViolation: anything else, also another encoding of the same bytes.
     """
     if len(packed) >= 2 and packed[0] == 0xC4 and packed[1] == len(packed) - 2:
         return packed[2:]

@@ -77,10 +77,8 @@ class ChildTunnels:
         return await self._opened.open(wish.relay, PeerId(wish.target))
 
     def attach(self, wish: dht_process_pb2.DhtAttach) -> None:
-        """Attaches to these relays and no others; tunnels through the others end.
-
-        Raises:
-            ProtocolViolation: too many relays, or `local` is not host:port.
+        """Attaches to these relays and no others; tunnels through the others end. Raises ProtocolViolation: too many
+        relays, or `local` is not host:port.
         """
         host, _, port = wish.local.rpartition(":")
         if len(wish.relays) > MAX_RELAYS or (wish.relays and not (host and port.isdecimal())):

@@ -329,10 +329,7 @@ def packed(measured: LinkRate) -> int:
 @lru_cache(maxsize=4096)
 def checked_peer(text: str) -> PeerId:
     """A peer id of the right form: a name proves nothing, the certificate does. The same peers are named all the time,
-    so the latest are remembered.
-
-    Raises:
-        ProtocolViolation: not the form of an Ed25519 key's libp2p id.
+    so the latest are remembered. Raises ProtocolViolation: not the form of an Ed25519 key's libp2p id.
     """
     if not _PEER_ID.fullmatch(text):
         raise ProtocolViolation("a peer id is not of the form 12D3Koo... with 52 characters")

@@ -248,19 +248,13 @@ def is_chunk(data: bytes) -> bool:
 
 def topic_of(data: bytes) -> Topic | None:
     """The topic of a small frame, by its first bytes; None when that concerns everybody, or when it announces a tensor.
-
-    Raises:
-        ProtocolViolation: it is too long, or not exactly one field of a known kind.
+    Raises ProtocolViolation: it is too long, or not exactly one field of a known kind.
     """
     return _KINDS[_name_of(data)].topic
 
 
 def decode(data: bytes) -> Frame:
-    """Decodes and checks a frame from a peer.
-
-    Raises:
-        ProtocolViolation: says what is wrong with it.
-    """
+    """Decodes and checks a frame from a peer. Raises ProtocolViolation: says what is wrong with it."""
     if is_chunk(data):
         return decode_chunk(data)
     name = _name_of(data)

@@ -66,10 +66,8 @@ def encode_chunk(transfer: int, index: int, data: memoryview) -> bytes:
 
 
 def decode_chunk(frame: bytes) -> Chunk:
-    """Parses a frame that begins with CHUNK_TAG; the checksum is not compared yet.
-
-    Raises:
-        ProtocolViolation: not exactly one chunk with 1 byte to 1 MiB of data and its fields in ascending order.
+    """Parses a frame that begins with CHUNK_TAG; the checksum is not compared yet. Raises ProtocolViolation: not
+    exactly one chunk with 1 byte to 1 MiB of data and its fields in ascending order.
     """
     if len(frame) > MAX_CHUNK_FRAME_BYTES:
         raise ProtocolViolation(f"a chunk frame of {len(frame)} bytes is longer than {MAX_CHUNK_FRAME_BYTES}")
@@ -268,11 +266,7 @@ class Arrival:
         return Arrival(self.frame, self._received, self._chunk_bytes)
 
     def add(self, chunk: Chunk) -> None:
-        """Takes the next chunk.
-
-        Raises:
-            ProtocolViolation: out of order, or not of the size it must have.
-        """
+        """Takes the next chunk. Raises ProtocolViolation: out of order, or not of the size it must have."""
         if chunk.index != self._received:
             raise ProtocolViolation(
                 f"transfer {chunk.transfer}: chunk {chunk.index} came where {self._received} was due"

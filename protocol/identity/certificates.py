@@ -128,10 +128,8 @@ def make_credentials(identity: Identity, run: RunId) -> TlsCredentials:
 
 
 def peer_of_certificate(der: bytes, run: RunId) -> PeerId:
-    """The peer that a certificate made for `run` proves to belong to. Dates are left to TLS.
-
-    Raises:
-        ProtocolViolation: says what is wrong with it.
+    """The peer that a certificate made for `run` proves to belong to. Dates are left to TLS. Raises ProtocolViolation:
+    says what is wrong with it.
     """
     if len(der) > MAX_CERTIFICATE_BYTES:
         raise ProtocolViolation(f"certificate: {len(der)} bytes are more than the {MAX_CERTIFICATE_BYTES} allowed")

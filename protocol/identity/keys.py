@@ -56,10 +56,8 @@ class Identity:
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Reads the key file.
-
-        Raises:
-            IdentityError: the file is missing, a symbolic link, open to group or others, damaged, or no Ed25519 key.
+        """Reads the key file. Raises IdentityError: the file is missing, a symbolic link, open to group or others,
+        damaged, or no Ed25519 key.
         """
         try:
             return cls(_parse_key(_read_private_file(path), path))
@@ -70,10 +68,8 @@ class Identity:
 
     @classmethod
     def create(cls, path: Path) -> Self:
-        """Generates an identity and saves it; missing folders are made for the owner alone.
-
-        Raises:
-            IdentityError: something exists at `path` already, or it cannot be written.
+        """Generates an identity and saves it; missing folders are made for the owner alone. Raises IdentityError:
+        something exists at `path` already, or it cannot be written.
         """
         identity = cls.generate()
         pem = identity._key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
@@ -123,11 +119,7 @@ class Identity:
 
 
 def peer_id_of(public_key: bytes) -> PeerId:
-    """The peer id of a raw Ed25519 public key.
-
-    Raises:
-        ProtocolViolation: not 32 bytes.
-    """
+    """The peer id of a raw Ed25519 public key. Raises ProtocolViolation: not 32 bytes."""
     if len(public_key) != KEY_BYTES:
         raise ProtocolViolation(f"an Ed25519 public key has {KEY_BYTES} bytes, not {len(public_key)}")
     return PeerId(base58.b58encode(_IDENTITY_MULTIHASH_PREFIX + LIBP2P_PUBLIC_KEY_PREFIX + public_key).decode())
@@ -135,10 +127,8 @@ def peer_id_of(public_key: bytes) -> PeerId:
 
 @lru_cache(KEYS_KEPT)
 def public_key_of(peer: PeerId) -> bytes:
-    """The raw Ed25519 public key that a peer id contains.
-
-    Raises:
-        ProtocolViolation: not the libp2p id of an Ed25519 key, or written in another way than `peer_id_of` does.
+    """The raw Ed25519 public key that a peer id contains. Raises ProtocolViolation: not the libp2p id of an Ed25519
+    key, or written in another way than `peer_id_of` does.
     """
     prefix = _IDENTITY_MULTIHASH_PREFIX + LIBP2P_PUBLIC_KEY_PREFIX
     # The length is checked first: decoding base58 takes quadratic time.
@@ -165,11 +155,8 @@ def verify(public_key: bytes, signature: bytes, data: bytes) -> bool:
 
 
 def _read_private_file(path: Path) -> bytes:
-    """Checks the opened file, not the name, so that nobody can swap it between check and use.
-
-    Raises:
-        FileNotFoundError: nothing is there.
-        IdentityError: it cannot be used as a secret.
+    """Checks the opened file, not the name, so that nobody can swap it between check and use. Raises FileNotFoundError:
+    nothing is there; IdentityError: it cannot be used as a secret.
     """
     try:
         # O_NONBLOCK: a named pipe in place of the file must not hang the start.
@@ -232,10 +219,8 @@ def _make_private_folders(folder: Path) -> None:
 
 
 def _write_private_file(path: Path, data: bytes) -> None:
-    """Puts a whole file at `path` or none: other processes never see a part of it, nor a mode other than 0600.
-
-    Raises:
-        FileExistsError: something is at `path` already, be it a dangling link.
+    """Puts a whole file at `path` or none: other processes never see a part of it, nor a mode other than 0600. Raises
+    FileExistsError: something is at `path` already, be it a dangling link.
     """
     partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     descriptor = os.open(partial, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)

@@ -59,11 +59,8 @@ def directory_key(run: RunId, module: ModuleId | None) -> str:
 
 
 def encode_record(announcement: Announcement, identity: Identity) -> bytes:
-    """Encodes and signs our own announcement.
-
-    Raises:
-        ProtocolViolation: no peer would accept it: it is not `identity`'s, or a field is outside the bounds of the
-            protocol.
+    """Encodes and signs our own announcement. Raises ProtocolViolation: no peer would accept it: it is not
+    `identity`'s, or a field is outside the bounds of the protocol.
     """
     if announcement.peer != identity.peer:
         raise ProtocolViolation(f"record: peer {announcement.peer} cannot be announced with the key of {identity.peer}")

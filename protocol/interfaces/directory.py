@@ -39,17 +39,13 @@ class Directory(Protocol):
     """The DHT's interface to the node."""
 
     async def publish(self, announcement: Announcement) -> None:
-        """Signs and stores our record under its module's key (visitors under the visitors' key).
-
-        Raises:
-            Unreachable: the DHT could not store it just now; call again later.
+        """Signs and stores our record under its module's key (visitors under the visitors' key). Raises Unreachable:
+        the DHT could not store it just now; call again later.
         """
         ...
 
     async def look_up(self, modules: Sequence[ModuleId]) -> list[Announcement]:
-        """All valid, unexpired records of these modules and of visitors; forged or malformed ones are left out.
-
-        Raises:
-            Unreachable: the DHT did not answer.
+        """All valid, unexpired records of these modules and of visitors; forged or malformed ones are left out. Raises
+        Unreachable: the DHT did not answer.
         """
         ...

@@ -91,10 +91,8 @@ class Caller(Protocol):
         ...
 
     async def call(self, contact: Contact, ask: Ask, patience_s: float) -> None:
-        """Calls the peer; returns when it says that it has opened a link, which may arrive before or after that.
-
-        Raises:
-            Unreachable: nobody could pass the call on within `patience_s` seconds, or the peer could not follow it.
+        """Calls the peer; returns when it says that it has opened a link, which may arrive before or after that. Raises
+        Unreachable: nobody could pass the call on within `patience_s` seconds, or the peer could not follow it.
         """
         ...
 
@@ -104,9 +102,7 @@ class Tunnels(Protocol):
 
     async def way_to(self, contact: Contact) -> str:
         """Opens a tunnel. Returns the local `host:port` at which the peer then answers as if it had been dialled.
-
-        Raises:
-            Unreachable: there is none.
+        Raises Unreachable: there is none.
         """
         ...
 
@@ -171,11 +167,7 @@ class LinkHandler(Protocol):
         ...
 
     async def answer(self, sender: PeerId, question: Question) -> bytes:
-        """Answers a question.
-
-        Raises:
-            PeerError: refused; its message becomes `Answer.refused`.
-        """
+        """Answers a question. Raises PeerError: refused; its message becomes `Answer.refused`."""
         ...
 
     def link_up(self, peer: PeerId) -> None: ...

@@ -34,9 +34,7 @@ _GATHERED_BY_UTILS = {
 
 def install() -> None:
     """Makes `hivemind.dht.node` and what it needs importable cheaply. Does nothing when hivemind is imported already.
-
-    Raises:
-        ConfigError: hivemind is not installed.
+    Raises ConfigError: hivemind is not installed.
     """
     if "hivemind" in sys.modules:
         return

@@ -30,11 +30,7 @@ class RelayStream:
     writer: asyncio.StreamWriter
 
     async def say(self, message: relay_pb2.RelayMessage) -> None:
-        """Sends a message; waits while the other side does not read.
-
-        Raises:
-            Unreachable: the stream broke.
-        """
+        """Sends a message; waits while the other side does not read. Raises Unreachable: the stream broke."""
         data = message.SerializeToString()
         assert len(data) <= MAX_MESSAGE_BYTES
         try:
@@ -44,11 +40,8 @@ class RelayStream:
             raise Unreachable("the stream broke") from error
 
     async def hear(self) -> relay_pb2.RelayMessage:
-        """The next message.
-
-        Raises:
-            Unreachable: the stream ended.
-            ProtocolViolation: too long, or no message of a kind that we know.
+        """The next message. Raises Unreachable: the stream ended; ProtocolViolation: too long, or no message of a kind
+        that we know.
         """
         try:
             length = int.from_bytes(await self.reader.readexactly(_LENGTH_BYTES), "big")
@@ -87,12 +80,8 @@ Dial = Callable[[str], Awaitable[RelayStream]]
 
 
 async def ask(stream: RelayStream, message: relay_pb2.RelayMessage, timeout_s: float) -> None:
-    """Sends the first message of a stream, and returns when it was answered with success.
-
-    Raises:
-        Rejected: the relay refused.
-        Unreachable: the stream ended, or no answer came in time.
-        ProtocolViolation: what came is no answer.
+    """Sends the first message of a stream, and returns when it was answered with success. Raises Rejected: the relay
+    refused; Unreachable: the stream ended, or no answer came in time; ProtocolViolation: what came is no answer.
     """
     try:
         async with asyncio.timeout(timeout_s):

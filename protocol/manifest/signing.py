@@ -114,10 +114,8 @@ def run_id_of(manifest: Manifest) -> RunId:
 
 
 def sign_manifest(manifest: Manifest, identity: Identity) -> SignedManifest:
-    """Signs the manifest with the identity as its author. The result has been read back from its own text.
-
-    Raises:
-        ManifestError: a value cannot be written to a file and read back, which is a bug of the schema.
+    """Signs the manifest with the identity as its author. The result has been read back from its own text. Raises
+    ManifestError: a value cannot be written to a file and read back, which is a bug of the schema.
     """
     signature = identity.sign(_PURPOSE + canonical(manifest))
     return read_signed_manifest(render(manifest, identity.peer, signature), run_id_of(manifest))

@@ -85,11 +85,7 @@ def encode_dial_back(result: DialBackResult) -> bytes:
 
 
 def decode_dial_back(data: bytes) -> DialBackResult:
-    """Decodes a peer's answer.
-
-    Raises:
-        ProtocolViolation: it is none, or its host is no IP address.
-    """
+    """Decodes a peer's answer. Raises ProtocolViolation: it is none, or its host is no IP address."""
     if len(data) > MAX_RESULT_BYTES:
         raise ProtocolViolation(f"dial-back: {len(data)} bytes are more than {MAX_RESULT_BYTES}")
     try:
@@ -112,10 +108,8 @@ def _read_host(host: str, outcome: DialBackOutcome) -> str:
 
 
 async def _certificate_at(host: str, port: int) -> bytes:
-    """DER of what the server shows, whose key it has: TLS 1.3 proves that before the handshake is done.
-
-    Raises:
-        OSError: no connection, or no handshake (ssl.SSLError is one).
+    """DER of what the server shows, whose key it has: TLS 1.3 proves that before the handshake is done. Raises OSError:
+    no connection, or no handshake (ssl.SSLError is one).
     """
     _, writer = await asyncio.open_connection(host, port, ssl=_context())
     try:

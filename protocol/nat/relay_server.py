@@ -275,10 +275,8 @@ class RelayService:
 
     @asynccontextmanager
     async def _far_end(self, attached: RelayStream, opener: PeerId) -> AsyncIterator[RelayStream]:
-        """Has the attached peer accept; its stream stands within the block.
-
-        Raises:
-            Rejected: it declined, or did nothing in time.
+        """Has the attached peer accept; its stream stands within the block. Raises Rejected: it declined, or did
+        nothing in time.
         """
         number = next(self._numbers)
         waiting = _Waiting(attached.peer, asyncio.get_running_loop().create_future())

@@ -28,10 +28,8 @@ class BufferPool:
         self._free: list[memoryview] = []
 
     def take(self) -> memoryview:
-        """A writable buffer of `size_bytes` bytes with whatever it held before.
-
-        Raises:
-            ResourceExhausted: `limit` buffers are in use, or this machine has no memory for another.
+        """A writable buffer of `size_bytes` bytes with whatever it held before. Raises ResourceExhausted: `limit`
+        buffers are in use, or this machine has no memory for another.
         """
         if self.in_use >= self.limit:
             raise ResourceExhausted(f"all {self.limit} receive buffers of {self.size_bytes} bytes are in use")

@@ -90,10 +90,7 @@ class Dialler:
 
     async def stream_to(self, contact: Contact) -> tuple[DialledStream, Hello]:
         """Opens a stream, as `dial`. A peer that has to be called opens the stream itself: whoever gets it cancels
-        this.
-
-        Raises:
-            PeerError: as `dial`; Unreachable also when no way is open.
+        this. Raises PeerError: as `dial`; Unreachable also when no way is open.
         """
         if contact.addresses:
             return await self._dialled(contact)

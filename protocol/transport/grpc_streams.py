@@ -77,11 +77,7 @@ class Stream(Protocol):
     """A bidirectional stream of frames as bytes, in order. One reader and one writer at a time."""
 
     async def read(self) -> bytes | None:
-        """The next frame; None when the other side ended the stream.
-
-        Raises:
-            PeerError: the stream broke.
-        """
+        """The next frame; None when the other side ended the stream. Raises PeerError: the stream broke."""
         ...
 
     async def write(self, frame: bytes) -> None:
@@ -150,11 +146,7 @@ class AcceptedStream:
         return FarEnd(_host_of_caller(self._context.peer()), self.certificate())
 
     def certificate(self) -> bytes:
-        """DER of the leaf that the caller proved to own in the TLS handshake.
-
-        Raises:
-            Rejected: there is none.
-        """
+        """DER of the leaf that the caller proved to own in the TLS handshake. Raises Rejected: there is none."""
         pem = self._context.auth_context().get("x509_pem_cert")
         if not pem:
             raise Rejected("the caller showed no certificate")
@@ -226,10 +218,8 @@ def _limits(max_frame_bytes: int) -> tuple[tuple[str, int], ...]:
 def open_channel(
     contact: Contact, address: str, credentials: TlsCredentials, *, max_frame_bytes: int = MAX_CHUNK_FRAME_BYTES
 ) -> grpc.aio.Channel:
-    """A channel that trusts the contact's certificate and nothing else, and shows ours.
-
-    Raises:
-        Unreachable: not an address of the form host:port.
+    """A channel that trusts the contact's certificate and nothing else, and shows ours. Raises Unreachable: not an
+    address of the form host:port.
     """
     return grpc.aio.secure_channel(
         target_of(address),
@@ -244,10 +234,7 @@ def open_channel(
 
 def target_of(address: str) -> str:
     """The gRPC target of an address. Peers announce addresses, and gRPC knows schemes (unix:, xds:) that are not theirs
-    to use.
-
-    Raises:
-        Unreachable: not an address of the form host:port.
+    to use. Raises Unreachable: not an address of the form host:port.
     """
     match = _ADDRESS.fullmatch(address)
     if match is None or not 0 < int(match["port"]) < 65536:

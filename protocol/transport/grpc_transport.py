@@ -106,11 +106,7 @@ class GrpcTransport:
         return self._port
 
     async def __aenter__(self) -> Self:
-        """Starts to listen.
-
-        Raises:
-            ConfigError: the address cannot be bound.
-        """
+        """Starts to listen. Raises ConfigError: the address cannot be bound."""
         address = f"{self._settings.listen_host}:{self._settings.listen_port}"
         most = self._settings.max_links + _SPARE_STREAMS
         try:

@@ -82,10 +82,8 @@ def objection_to(hello: Hello, own_run: RunId, expected: PeerId) -> Farewell | N
 
 
 def expect_hello(frame: Frame, peer: PeerId) -> Hello:
-    """Reads the Hello that a stream has to begin with.
-
-    Raises:
-        PeerError: it is a Farewell, and then the error is its meaning; or something else, a ProtocolViolation.
+    """Reads the Hello that a stream has to begin with. Raises PeerError: it is a Farewell, and then the error is its
+    meaning; or something else, a ProtocolViolation.
     """
     if isinstance(frame, Hello):
         return frame

@@ -49,10 +49,8 @@ class Inbox:
         return (transfer % 2 == 1) == self._odd_numbers
 
     def open(self, frame: TensorFrame) -> None:
-        """Takes the header of a transfer, and admits or refuses it.
-
-        Raises:
-            ProtocolViolation: a number in use or not the peer's, too many at once, or the handler says so.
+        """Takes the header of a transfer, and admits or refuses it. Raises ProtocolViolation: a number in use or not
+        the peer's, too many at once, or the handler says so.
         """
         number = frame.transfer
         if not self.owns(number) or number in self._arrivals:
@@ -74,10 +72,7 @@ class Inbox:
 
     def add(self, chunk: Chunk) -> TensorFrame | None:
         """Takes a chunk. When it was the last of a tensor that was wanted, that is handed over, and its header
-        returned.
-
-        Raises:
-            ProtocolViolation: of no open transfer, out of order, of a wrong size, or damaged.
+        returned. Raises ProtocolViolation: of no open transfer, out of order, of a wrong size, or damaged.
         """
         arrival = self._arrivals.get(chunk.transfer)
         if arrival is None:

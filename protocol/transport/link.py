@@ -66,10 +66,8 @@ class Asking:
             ) from None
 
     def answered(self, answer: AnswerFrame) -> None:
-        """Takes an answer; one that came too late is dropped.
-
-        Raises:
-            ProtocolViolation: it answers another kind of question.
+        """Takes an answer; one that came too late is dropped. Raises ProtocolViolation: it answers another kind of
+        question.
         """
         about, result = self._open.get(answer.id, (None, None))
         if result is None or result.done():

@@ -38,11 +38,7 @@ class ByteBudget:
 
     @asynccontextmanager
     async def share(self, size_bytes: int) -> AsyncIterator[None]:
-        """Waits for room, and holds it within the block.
-
-        Raises:
-            PeerError: the one given to `close`.
-        """
+        """Waits for room, and holds it within the block. Raises PeerError: the one given to `close`."""
         await self._acquire(size_bytes)
         try:
             yield
@@ -135,10 +131,8 @@ class Turns(Generic[Item]):
         return next((queue[0] for _, queue in self._queues if queue), None)
 
     def take(self) -> Item:
-        """Removes and returns the next in turn; its lane's next turn comes after the others'.
-
-        Raises:
-            IndexError: nobody's.
+        """Removes and returns the next in turn; its lane's next turn comes after the others'. Raises IndexError:
+        nobody's.
         """
         for lane, queue in self._queues:
             if queue:
@@ -201,11 +195,8 @@ class Outbox:
         return self._small_bytes
 
     def post(self, frame: bytes) -> None:
-        """Queues a small frame at once.
-
-        Raises:
-            Stalled: the peer has left too much unread.
-            PeerError: the outbox is closed.
+        """Queues a small frame at once. Raises Stalled: the peer has left too much unread; PeerError: the outbox is
+        closed.
         """
         if self._closed is not None:
             raise self._closed

@@ -15,10 +15,8 @@ MAX_OPEN_QUESTIONS: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class TransportSettings:
-    """Settings of a transport; impossible values are refused when it is made.
-
-    Raises:
-        ConfigError: names the setting and what is allowed.
+    """Settings of a transport; impossible values are refused when it is made. Raises ConfigError: names the setting and
+    what is allowed.
     """
 
     listen_host: str = "127.0.0.1"

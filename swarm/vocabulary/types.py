@@ -160,10 +160,8 @@ class Path:
         return 0 if self.route is None else self.route.labels
 
     def peer_at(self, position: int) -> PeerId:
-        """The peer at a position; both ends are the data node.
-
-        Raises:
-            IndexError: `position` is not from -1 to `len(hops)`.
+        """The peer at a position; both ends are the data node. Raises IndexError: `position` is not from -1 to
+        `len(hops)`.
         """
         if position in (-1, len(self.hops)):
             return self.data_node
