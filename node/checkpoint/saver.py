@@ -58,9 +58,7 @@ def capture_module(
 
 @torch.no_grad()
 def restore_module(parts: tuple[nn.Module, ...], optimizer: InnerOptimizer, state: ReplicaState) -> None:
-    """Restores parameters and optimizer in place. Raises StateError: the state is of another model; nothing has been
-    changed.
-    """
+    """Restores parameters and optimizer in place. Raises StateError for another model, before any change."""
     parameters = parameters_of(*parts)
     saved, own = ({name: t.shape for name, t in tensors.items()} for tensors in (state.local, parameters))
     if saved != own:
@@ -87,23 +85,18 @@ class SaveRequests:
         self.reason = ""
 
     def request_save(self, reason: str) -> None:
-        """Asks for a snapshot soon; returns at once. Call it on the event loop; does nothing where no checkpoints are
-        kept.
-        """
+        """Requests a snapshot, on the event loop; returns at once. No effect without checkpoints."""
         self.reason = reason
         self.wanted.set()
 
 
 class Saver:
-    """Captures the replica on the compute thread, then hashes and writes it on a thread of its own: one write at a
-    time, in order.
-
-    Used as `with`: leaving it waits for a write that is under way.
+    """Captures the replica on the compute thread, then hashes and writes it on its own thread, one at a time.
 
     Args:
-        capture: the replica as it is, copied or to be copied as it is written; called on the compute thread.
-        write: puts it where it belongs (`node.checkpoint.folder.save_state`); called on the saver's own thread.
-        every_s: seconds between two saves that nobody has asked for; those are left out while no step has been taken.
+        capture: Called on the compute thread.
+        write: Called on the saver's thread (see `save_state`).
+        every_s: Interval of unrequested saves, in seconds; skipped while no step has been taken.
     """
 
     def __init__(
@@ -133,8 +126,7 @@ class Saver:
         self._writer.shutdown(wait=True, cancel_futures=True)
 
     async def run(self) -> None:
-        """Saves at every request and interval, until cancelled. A save that fails is a warning, and training goes
-        on."""
+        """Saves at every request and interval until cancelled. A failed save is a warning."""
         while True:
             await set_or_after(self._requests.wanted, self._every_s)
             reason, self._requests.reason = self._requests.reason, ""
@@ -144,9 +136,7 @@ class Saver:
                 self._events.emit(Note("warning", f"{error}. {error.hint}"))
 
     async def save_at_the_end(self) -> None:
-        """Writes the last snapshot of a node that stops; after the one being written, if there is one. Raises
-        StateError, ResourceExhausted: it could not be written.
-        """
+        """Writes the last snapshot of a node that stops. Raises StateError, ResourceExhausted."""
         await self._save("the node stops")
 
     def _written(self, state: ReplicaState) -> Header:

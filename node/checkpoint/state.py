@@ -79,9 +79,7 @@ class StateCopy:
             self._copy_next()
 
     def pieces(self) -> Iterator[memoryview]:
-        """The bytes of all the tensors, one after the other. To be read once. Raises StateError: the compute thread has
-        stopped before all was copied.
-        """
+        """The bytes of all tensors in order, read once. Raises StateError if the compute thread stops early."""
         asked: Future[None] | None = None
         while True:
             piece = self._take()

@@ -261,7 +261,7 @@ def parse_size(text: str) -> int:
 
 
 def memory_limit_of(text: str | None) -> Reasoned[int] | None:
-    """The bytes of `--memory-limit`, with their reason; None where nothing was said. Raises ConfigError: it is no size."""
+    """The bytes of `--memory-limit` with their reason; None without one. Raises ConfigError."""
     return None if text is None else Reasoned(parse_size(text), f"under --memory-limit {text}")
 
 

@@ -1,8 +1,4 @@
-"""An exported folder as a source of modules: `transformers` is not needed to read one back.
-
-Everything is compared with the signed manifest before memory is spent: `config.json`, and the headers of the
-parameters' files. Names of files are ours, never those that a file in the folder gives.
-"""
+"""An exported folder as a source of modules, checked against the signed manifest before memory is spent."""
 
 from __future__ import annotations
 
@@ -35,9 +31,7 @@ def names_in(file: Path) -> list[str]:
 
 
 def check_header(file: Path, wanted: Mapping[str, Shape]) -> None:
-    """Compares the file's header with the shapes that are wanted; other tensors may be in it too. Raises
-    CorruptSnapshot: the file is damaged; StateError: it is not there, or lacks a tensor of this name, shape and type.
-    """
+    """Compares the file's header with the wanted shapes. Raises CorruptSnapshot, StateError."""
     with _opened(file) as opened:
         there = set(opened.keys())
         for name, shape in wanted.items():
@@ -52,9 +46,7 @@ def check_header(file: Path, wanted: Mapping[str, Shape]) -> None:
 
 
 def read_tensors(file: Path, names: Iterable[str]) -> dict[str, Tensor]:
-    """Reads the named tensors into memory of their own. Raises CorruptSnapshot, StateError: the file is damaged, or not
-    there.
-    """
+    """Reads the named tensors into memory of their own. Raises CorruptSnapshot, StateError."""
     with _opened(file) as opened:
         return {name: opened.get_tensor(name) for name in names}
 
@@ -76,14 +68,7 @@ _LEFT_TO_THE_TOKENIZER: Final = {"bos_token_id", "eos_token_id"}
 
 
 class ExportedSource:
-    """A source of the modules in an exported folder; implements `ModuleSource`.
-
-    Raises:
-        ConfigError: the folder is no export.
-        ManifestError: its manifest is damaged, or the signature is not its author's.
-        StateError: a file is missing, or is not of the manifest's model.
-        CorruptSnapshot: a file is damaged.
-    """
+    """`ModuleSource` of an exported folder. Raises ConfigError, ManifestError, StateError, CorruptSnapshot."""
 
     def __init__(self, path: Path) -> None:
         origin = _read_json(path / ORIGIN)

@@ -51,9 +51,7 @@ class Shard:
 
 
 def plan_shards(manifest: Manifest, modules: Sequence[ModuleId], limit_bytes: int = SHARD_BYTES) -> tuple[Shard, ...]:
-    """The shards of the parameters in the order of these modules, of which each stage has one, cut so that a module is
-    read once and a shard never waits for a later module's end.
-    """
+    """The shards of these modules' parameters, in order, so that each module is read once."""
     pieces: list[dict[str, Shape]] = [{}]
     size = 0
     for module in modules:
@@ -75,11 +73,7 @@ def index_json(shards: tuple[Shard, ...]) -> dict[str, Any]:
 
 
 def origin_json(signed: SignedManifest, digests: Mapping[ModuleId, bytes], shards: tuple[Shard, ...]) -> dict[str, Any]:
-    """The content of `skipstone.json`; without shards each module has a file of its own.
-
-    Args:
-        digests: those of `node.model.initialization.digest_of_tensors`.
-    """
+    """The content of `skipstone.json`. Without shards each module has a file of its own."""
     stages = signed.manifest.stages
     return {
         "format": FORMAT,
@@ -126,9 +120,7 @@ _ARCHITECTURES: Final = {
 
 
 def model_config(manifest: Manifest, end_of_document: int) -> Json:
-    """The content of `config.json`. The weights' type is float32, in which a swarm keeps its parameters, whatever it
-    multiplies in.
-    """
+    """The content of `config.json`. A swarm keeps its parameters in float32."""
     model = manifest.model
     return {
         "architectures": [_ARCHITECTURES[model.family]],
@@ -174,16 +166,12 @@ def _rope_scaling(model: ModelSection) -> Json | None:
 
 
 def generation_config(end_of_document: int) -> Json:
-    """The content of `generation_config.json`: an empty prompt begins where a document has ended, and a text ends with
-    its document.
-    """
+    """The content of `generation_config.json`: texts begin and end at an end of document."""
     return {"bos_token_id": end_of_document, "eos_token_id": end_of_document}
 
 
 def tokenizer_config(manifest: Manifest, end_of_document: str) -> Json:
-    """The content of `tokenizer_config.json`. A text that spells out the end of a document is text like any other in
-    the byte tokenizer.
-    """
+    """The content of `tokenizer_config.json`. The byte tokenizer never reads an end of document from text."""
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": end_of_document,
@@ -195,9 +183,7 @@ def tokenizer_config(manifest: Manifest, end_of_document: str) -> Json:
 
 
 def byte_tokenizer() -> Json:
-    """The content of `tokenizer.json` in which a byte's token is its value and 256 ends a document: byte-level BPE
-    without any merge.
-    """
+    """The content of `tokenizer.json` for bytes and the end of a document (256): byte-level BPE without merges."""
     special = {
         "id": 256,
         "content": BYTES_END_OF_DOCUMENT,

@@ -37,9 +37,7 @@ log = logging.getLogger(__name__)
 
 
 class CheckpointSource:
-    """A source of the newest state of each module that the folder has; implements `ModuleSource`. Raises ConfigError,
-    ManifestError, CorruptSnapshot, StateError: as `gather_modules`.
-    """
+    """`ModuleSource` of the newest state of each module in a checkpoint. Errors as `gather_modules`."""
 
     def __init__(self, path: Path) -> None:
         gathered = gather_modules(path)
@@ -91,9 +89,7 @@ class OpenedModel:
         return open_tokenizer(self.source.signed.manifest, self.tokenizer_file())
 
     async def documents(self) -> Documents:
-        """Opens the run's text on this machine. Errors as `node.data.feed.open_documents`; ConfigError when it may not
-        be opened.
-        """
+        """Opens the run's text. Errors as `open_documents`; ConfigError if it may not be opened."""
         manifest = self.source.signed.manifest
         where = _granted(places(manifest.data, self.told, own=self._own))
         return await asyncio.to_thread(open_documents, manifest, where, await self.source.router())
@@ -107,16 +103,16 @@ def unwatched(module: ModuleId, done: int, total: int) -> None:
 async def open_model(
     target: str, on_progress: Callable[[ModuleId, int, int], None] = unwatched, told: ToldPlaces = NOTHING_TOLD
 ) -> AsyncIterator[OpenedModel]:
-    """Opens the model that `target` names; what is behind it is closed again at the end.
+    """Opens the model that `target` names, and closes it after the block.
 
     Args:
-        target: a folder, or the link of a running swarm.
-        on_progress: told of downloads: the module, bytes here of all modules, bytes in all.
-        told: where the person says that text and tokenizer are.
+        target: A folder, or the link of a running swarm.
+        on_progress: Receives the module, downloaded bytes and all bytes.
+        told: Places of text and tokenizer that the person named.
 
     Raises:
-        ConfigError: it names no model.
-        SkipstoneError: it does, and it cannot be used; as `CheckpointSource`, `ExportedSource` and `open_swarm`.
+        ConfigError: `target` is not a model.
+        SkipstoneError: The model cannot be used.
     """
     if is_link(target):
         from node.export.swarm_source import open_swarm  # brings in all of the network, which folders do without
@@ -159,11 +155,11 @@ async def evaluate_model(
     paths: AskedPaths = WHOLE_MODEL,
     told: ToldPlaces = NOTHING_TOLD,
 ) -> dict[str, Any]:
-    """Mean loss over held-out text: see `node.network.loss_report.loss_report`.
+    """Mean loss over held-out text as a `loss_report`.
 
     Raises:
-        ConfigError: `target` names no model, the run's data is not here, or it has not so many stages.
-        ManifestError, CorruptSnapshot, StateError: the model is damaged or incomplete.
+        ConfigError: There is no model or text, or the run has fewer stages.
+        ManifestError, CorruptSnapshot, StateError: The model is damaged or incomplete.
     """
     async with open_model(target, told=told) as opened:
         manifest, model = opened.source.signed.manifest, await routed_model(opened.source, device)

@@ -39,37 +39,28 @@ class ModuleSource(Protocol):
         ...
 
     async def router(self) -> Router | None:
-        """The router of the run's documents; None where the manifest names none. Raises SkipstoneError: it names one
-        that cannot be had, or is another one.
-        """
+        """The run's router; None if the manifest names none. Raises SkipstoneError."""
         ...
 
     async def module(self, module: ModuleId) -> Parameters:
-        """The module's parameters, float32, on the CPU; read them through `checked_module`. Raises SkipstoneError: it
-        cannot be had; the message says why.
-        """
+        """The module's parameters, float32, on the CPU. Use `checked_module`. Raises SkipstoneError."""
         ...
 
 
 async def checked_module(source: ModuleSource, module: ModuleId) -> Parameters:
-    """Reads the module's parameters, which are those that the manifest asks for and no others. Raises StateError: a
-    parameter is missing, unknown, of another shape or type, or not finite; also as `ModuleSource.module`.
-    """
+    """Reads the module's parameters and compares them with the manifest. Raises StateError; others as `module`."""
     parameters = await source.module(module)
     await asyncio.to_thread(_check, source.signed.manifest, module, parameters)
     return parameters
 
 
 async def read_decoder(source: ModuleSource, device: torch.device, route: Route | None = None) -> Decoder:
-    """Reads the whole model onto the device, in a run with experts one path of it.
-
-    Args:
-        route: of the path; None for the only one that there is.
+    """Reads the whole model, or one path of a run with experts (None: the only one), onto the device.
 
     Raises:
-        ConfigError: the run has several experts a stage, and no route was given; or the source has not this path.
-        ResourceExhausted: the model is larger than this machine's memory.
-        StateError: as `checked_module`.
+        ConfigError: The path is ambiguous or missing.
+        ResourceExhausted: The model is larger than this machine's memory.
+        StateError: See `checked_module`.
     """
     manifest, modules = source.signed.manifest, path_modules(source, route)
     require_memory(manifest, modules)
@@ -80,14 +71,7 @@ async def read_decoder(source: ModuleSource, device: torch.device, route: Route 
 
 
 def path_modules(source: ModuleSource, route: Route | None) -> tuple[ModuleId, ...]:
-    """The modules of one path through the model, in order of stage.
-
-    Args:
-        route: None for the only one that there is.
-
-    Raises:
-        ConfigError: there are several, one for each choice of experts; or the source has not this one.
-    """
+    """The modules of one path, by stage; None is the only path. Raises ConfigError if ambiguous or missing."""
     manifest, there = source.signed.manifest, source.modules
     if route is None:
         if len(there) > manifest.stages.count:
@@ -106,14 +90,7 @@ def path_modules(source: ModuleSource, route: Route | None) -> tuple[ModuleId, .
 
 
 def parse_path(text: str, stages: int) -> Route:
-    """The route that `1.0,2.1` names.
-
-    Args:
-        stages: of the run.
-
-    Raises:
-        ConfigError: it is not one module of each stage after stage 0, in order.
-    """
+    """The route that `1.0,2.1` names. Raises ConfigError unless it has one module of each stage after stage 0."""
     found = [re.fullmatch(r"([0-9]{1,4})\.([0-9]{1,4})", word.strip()) for word in text.split(",")]
     if [int(word[1]) for word in found if word is not None] != list(range(1, stages)) or None in found:
         example = ",".join(f"{stage}.0" for stage in range(1, stages))
@@ -142,9 +119,7 @@ def _check(manifest: Manifest, module: ModuleId, parameters: Parameters) -> None
 
 
 def require_memory(manifest: Manifest, modules: Sequence[ModuleId]) -> None:
-    """Refuses what cannot work before trying takes the machine down. Says nothing of a GPU's memory. Raises
-    ResourceExhausted: these modules are larger than this machine's memory.
-    """
+    """Raises ResourceExhausted if the modules exceed this machine's memory. Ignores GPU memory."""
     shapes = (parameter_shapes(manifest, module) for module in modules)
     needed = sum(map(parameter_bytes, shapes)) + decoder_bytes(manifest)
     there = memory_bytes()
@@ -165,11 +140,7 @@ def memory_bytes() -> int | None:
 
 
 class RoutedModel:
-    """The model of a source, as decoders of one path each. Made by `routed_model`.
-
-    Args:
-        router: None where there is only one path.
-    """
+    """The model of a source as decoders of single paths; without a `router` there is one path."""
 
     def __init__(self, source: ModuleSource, device: torch.device, router: DocumentRouter | None) -> None:
         self._source, self._device, self._router = source, device, router
@@ -199,9 +170,7 @@ class RoutedModel:
         return None if self._router is None else route
 
     async def decoder(self, route: Route | None) -> Decoder:
-        """The decoder of one path. Raises ConfigError, ResourceExhausted, StateError: as
-        `node.export.source.read_decoder`.
-        """
+        """The decoder of one path. Errors as `read_decoder`."""
         manifest, modules = self._source.signed.manifest, path_modules(self._source, route)
         require_memory(manifest, tuple({*self._read, *modules}))
         for module in modules:
@@ -213,9 +182,7 @@ class RoutedModel:
 
 
 async def routed_model(source: ModuleSource, device: torch.device) -> RoutedModel:
-    """Opens the model of a source, with the run's router where there are several paths. Raises SkipstoneError: the
-    router cannot be had.
-    """
+    """Opens the model of a source, with the router if there are several paths. Raises SkipstoneError."""
     manifest = source.signed.manifest
     several = len(source.modules) > manifest.stages.count
     return RoutedModel(source, device, document_router(manifest, await source.router()) if several else None)
@@ -224,15 +191,7 @@ async def routed_model(source: ModuleSource, device: torch.device) -> RoutedMode
 async def model_on_path(
     source: ModuleSource, device: torch.device, path: str | None, prompt: Sequence[int]
 ) -> tuple[RoutedModel, Route | None]:
-    """Opens the model of a source for one text, and says on which path it begins.
-
-    Args:
-        path: the one that was asked for, such as `1.0,2.1`, which stays; None for the prompt's.
-
-    Raises:
-        ConfigError: it is no path of this run.
-        SkipstoneError: the router cannot be had.
-    """
+    """Opens the model for one text on `path`, else on the prompt's route. Raises ConfigError."""
     if path is not None:
         return RoutedModel(source, device, None), parse_path(path, source.signed.manifest.stages.count)
     model = await routed_model(source, device)

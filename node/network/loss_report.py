@@ -80,11 +80,7 @@ def held_out_loss(
 
 
 def loss_report(measured: Sequence[tuple[tuple[int, ...], HeldOutLoss]]) -> dict[str, Any]:
-    """The report that `eval --json` prints: loss (nats per token, the mean over the paths), tokens and microbatches of
-    the text, what these are (`sizes`, as in a node's status), and of each path in `subsets` its stages after stage 0
-    and its loss; in a run with experts in `routes` the same figures for the text of each route. All paths have been
-    measured on the same text.
-    """
+    """The report of `eval --json`: loss in nats per token, sizes of the text, and the loss of each path and route."""
     _, first = measured[0]
     return {
         "loss": math.fsum(each.loss for _, each in measured) / len(measured),

@@ -1,6 +1,4 @@
-"""Proofs of work: which replicas have really worked, by the rounds this node shared with them, and by what the data
-nodes it works for say.
-"""
+"""Proofs of work: replicas confirmed by shared rounds and by the data nodes that this node works for."""
 
 from __future__ import annotations
 

@@ -99,8 +99,7 @@ class Whereabouts:
         return f"{'127.0.0.1' if self.listen in ANY_HOST else self.listen}:{port}"
 
     def told_host(self, initial_peers: tuple[str, ...]) -> str:
-        """The host that others are told: as wished, else the address bound to, else the one that leads to the first
-        initial peer."""
+        """The advertised host: as wished, else the bound address, else the one that leads to the first initial peer."""
         if self.advertise:
             return self.advertise
         return address_to_reach(initial_peers) if self.listen in ANY_HOST else self.listen
@@ -145,9 +144,7 @@ class NetworkSession:
         return self.others()
 
     async def withdraw(self, limit_s: float) -> None:
-        """Announces that this node, which leaves, hosts nothing. Linked peers hear it at once, the directory if
-        it can.
-        """
+        """Announces to linked peers and to the directory that this node hosts nothing any more."""
         self.own.state, self.own.module = PeerState.VISITING, None
         self.transport.announce(self.membership_sync.record.fresh())
         try:
@@ -157,9 +154,8 @@ class NetworkSession:
             log.info("the directory learns of our leaving by silence: %s", error)
 
     async def fetch_manifest(self, patience_s: float) -> SignedManifest:
-        """Asks the peers that are seen, several at once and those in the link first, until one gives the run's
-        manifest. Raises Unreachable: none did within `patience_s` seconds.
-        """
+        """Asks visible peers for the run's manifest, those in the link first. Raises Unreachable after `patience_s`
+        seconds."""
 
         async def ask(peer: PeerId) -> SignedManifest:
             text = await self.transport.ask(peer, Question(QuestionAbout.MANIFEST), ASK_TIMEOUT_S)
@@ -176,9 +172,8 @@ class NetworkSession:
         what: str,
         at_once: int = 1,
     ) -> Answer:
-        """The first good answer of any wanted peer; `what` completes "no peer ..." for a person. Raises Unreachable:
-        there was none within `patience_s` seconds (and the time that the last ones asked took).
-        """
+        """The first good answer of a wanted peer; `what` completes "no peer ...". Raises Unreachable after
+        `patience_s`."""
         last = "none was found in the directory"
         loop = asyncio.get_running_loop()
         deadline = loop.time() + patience_s
@@ -203,9 +198,7 @@ class NetworkSession:
 async def present(
     identity: Identity, run: RunId, where: Whereabouts, settings: DirectorySettings, clock: Clock, events: EventSink
 ) -> AsyncIterator[NetworkSession]:
-    """Enters the network of a run as a visitor; leaving it closes every link and stops the directory. Raises
-    ConfigError: a port is taken, or an address cannot be bound.
-    """
+    """Enters a run's network as a visitor and leaves it after the block. Raises ConfigError if a port is taken."""
     credentials = make_credentials(identity, run)
     own = LocalPeer(run, identity.peer, credentials.certificate_der, clock)
     membership, book = Membership(run, identity.peer), KnownPeers()
@@ -251,8 +244,7 @@ async def present(
 
 
 def address_towards(host: str) -> str | None:
-    """This machine's address on the way to a host; None when there is no way. It is sent no packet for that; a name is
-    looked up (IPv4)."""
+    """This machine's address towards a host; None without a route. Sends no packet; names are looked up (IPv4)."""
     try:
         family = socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET
     except ValueError:
@@ -283,12 +275,8 @@ class _Silent:
 
 @asynccontextmanager
 async def visit(link: JoinLink, listen: str | None = None, port: int = 0) -> AsyncIterator[NetworkSession]:
-    """Enters a run as a visitor: any port unless one is given, a key of its own, and nothing kept for others in the
-    DHT.
-
-    Its DHT listens nowhere. For links it listens where the first peer of `link` is reached from, and on no other
-    interface: a peer that nobody can dial has to be called, and dials whoever calls it.
-    """
+    """Enters a run as a visitor, with a new key and a DHT client that listens nowhere."""
+    # Links listen only where the first peer is reached from: a peer that nobody can dial has to call back.
     if listen is None:
         listen = await asyncio.to_thread(address_to_reach, link.peers)  # names may have to be looked up
     settings = DirectorySettings("", 0, (), link.peers, client=True)

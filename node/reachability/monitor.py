@@ -1,6 +1,4 @@
-"""The monitor of a running node's reachability: found out when it starts and now and then, announced when it changes,
-given back when it leaves.
-"""
+"""Monitor of a running node's reachability: tests it, announces changes, and gives mappings back."""
 
 from __future__ import annotations
 
@@ -37,8 +35,7 @@ FIRST_PAUSE_S: Final = 2.0
 LONGEST_PAUSE_S: Final = 60.0
 """While nobody could be asked, the pause grows from the one to the other."""
 CONFIRM_S: Final = 5.0
-"""Addresses are given up only when the ladder led nowhere twice, so far apart: peers that are busy for a moment look
-like a firewall."""
+"""Pause before a second test, in seconds. Busy peers look like a firewall, so one failure does not count."""
 HOLD_S: Final = 2.0
 """How often a node that cannot be dialled sees to the links through which it is called."""
 
@@ -66,9 +63,7 @@ class Adoption:
     """What the ladder said last."""
 
     def adopt(self, standing: Standing, via: tuple[PeerId, ...] = ()) -> None:
-        """Adopts a standing of the ladder. `via`: whom an unreachable node holds on to; then it announces them in place
-        of addresses.
-        """
+        """Adopts a standing. An unreachable node announces the peers in `via` in place of addresses."""
         self.climbed = standing
         known, known_via = self.own.reach, self.own.via
         self.own.reach, self.own.via = held_by(standing, via), via
@@ -92,9 +87,7 @@ class Adoption:
 async def reachable(
     mode: ReachMode, told_host: str | None, session: NetworkSession, events: EventSink
 ) -> AsyncIterator[None]:
-    """Keeps the node's reachability up to date within the block: it climbs the ladder, follows what it finds, and does
-    its part in what others find and in their calls.
-    """
+    """Keeps the node's reachability up to date within the block, and serves others' tests and calls."""
     transport, own, membership_sync = session.transport, session.own, session.membership_sync
     router = Router(ways_to_map()) if mode is ReachMode.AUTO else None
     ask = witnesses_of(session.membership, transport)

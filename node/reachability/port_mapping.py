@@ -1,10 +1,4 @@
-"""Port mappings of the router: the seam behind which UPnP and NAT-PMP stand, and one mapping kept alive.
-
-Everything that goes wrong here is to be expected (most routers cannot or will not), so it is a value with a reason and
-not an error.
-
-The default gateway: the router of a home. Nobody else is asked for a port.
-"""
+"""Port mappings of the router by NAT-PMP and UPnP. Failures are expected, so they are values with a reason."""
 
 from __future__ import annotations
 
@@ -55,16 +49,13 @@ class NotMapped:
 
 
 class PortMapper(Protocol):
-    """A protocol for port mappings. The methods block, for seconds at most, and raise nothing: they are called in a
-    thread of their own.
-    """
+    """A protocol for port mappings. Methods block for seconds at most, raise only OSError, and run in a thread."""
 
     @property
     def how(self) -> str: ...
 
     def map(self, port: int, external_port: int, lease_s: int) -> Mapping | NotMapped:
-        """Maps this machine's TCP port, or renews that; the router may choose another port outside than
-        `external_port`."""
+        """Maps this machine's TCP port or renews the mapping; the router may choose another external port."""
         ...
 
     def unmap(self, mapping: Mapping) -> NotMapped | None:
@@ -73,11 +64,7 @@ class PortMapper(Protocol):
 
 
 class Router:
-    """The mapping of one port, asked for in the given ways one after the other. Used by one task at a time; `close` at
-    the end.
-
-    `sleep` waits for so many seconds, `now` is in monotonic ones.
-    """
+    """The mapping of one port, requested in the given ways in turn. Used by one task at a time; `close` at the end."""
 
     def __init__(
         self,
@@ -107,11 +94,7 @@ class Router:
         return NotMapped("; ".join(reasons) or "no way of asking the router is known")
 
     async def keep(self) -> NotMapped:
-        """Renews the mapping at half its lease, and once more at three quarters where that fails. Returns when it is
-        lost.
-
-        May be cancelled and called again: it goes on where it was.
-        """
+        """Renews the mapping at half and at three quarters of its lease. Returns when it is lost."""
         while (held := self.mapping) is not None and (mapper := self._used) is not None:
             lease_s = min(held.lease_s, self._lease_s)  # what has no end is asked for again too: routers restart
             await self._sleep(max(0.0, self._asked_at + lease_s / 2 - self._now()))
@@ -164,9 +147,7 @@ ROUTES: Final = Path("/proc/net/route")
 
 
 def default_gateway(routes: Path = ROUTES) -> str | None:
-    """The gateway's IPv4 address by Linux's table of routes, the one with the lowest metric; None elsewhere, and where
-    there is none.
-    """
+    """The gateway's IPv4 address with the lowest metric, by Linux's table of routes; None elsewhere."""
     try:
         lines = routes.read_text().splitlines()[1:]
     except OSError:
@@ -280,11 +261,7 @@ Connect = Callable[[str], tuple[Any, str]]
 
 
 class Upnp:
-    """A `node.reachability.port_mapping.PortMapper` by UPnP.
-
-    `gateway` finds the router, `search` its description's URL; `connect` reads that and gives miniupnpc's device and
-    its control URL.
-    """
+    """A `PortMapper` by UPnP with miniupnpc. `connect` reads a description's URL and gives device and control URL."""
 
     how = "UPnP"
 
@@ -363,12 +340,8 @@ def location_in(answer: bytes, gateway: str) -> str | None:
 
 
 def description_of(gateway: str, targets: Sequence[tuple[str, int]] | None = None) -> str | None:
-    """Searches for the gateway's description (UPnP Device Architecture 1.1, section 1.3) and takes the gateway's own
-    answer.
-
-    The question goes to the gateway and to the group that it has to listen to, because many answer only the latter; or
-    to `targets`.
-    """
+    """Searches for the gateway's description (UPnP Device Architecture 1.1, section 1.3), or at `targets`."""
+    # Many gateways answer only at the multicast group.
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as searching:
         searching.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_TTL, 2)
         for device in _DEVICES:

@@ -44,12 +44,9 @@ DialBack = Callable[[str, int, bytes], Awaitable[DialBackResult]]
 
 
 class Witness:
-    """Answers DIAL_BACK questions. What is dialled is the asker's own address: where its link leads, as TLS has proved
-    it.
+    """Answers DIAL_BACK questions by dialling the asker's own address, as TLS has proved it."""
 
-    The host is not the asker's to choose, so nobody else can be made a target; one at a time for each asker, a few a
-    minute for each address, and a few at once for all of them together.
-    """
+    # The asker cannot choose the host, so nobody else can be made a target.
 
     def __init__(self, far_end: Callable[[PeerId], FarEnd | None], clock: Clock, dial: DialBack = dial_back) -> None:
         self._far_end = far_end
@@ -59,9 +56,7 @@ class Witness:
         self._under_way: set[PeerId] = set()
 
     async def answer(self, asker: PeerId, question: Question) -> bytes:
-        """Dials the asker back. Raises Busy when the asker, its address, or all askers together have had enough for
-        now.
-        """
+        """Dials the asker back. Raises Busy beyond the limits of the asker, of its address, or of all askers."""
         end = self._far_end(asker)
         if end is None:
             return encode_dial_back(DialBackResult("", DialBackOutcome.NOT_TRIED, "your link has just ended"))
@@ -83,8 +78,7 @@ class Attempt:
     witness: PeerId
     result: DialBackResult
     local_host: str | None
-    """This machine's own address on the way to the witness; another one than the witness sees means address
-    translation."""
+    """This machine's own address towards the witness. Another one than the witness sees means address translation."""
 
 
 Ask = Callable[[int], Awaitable[Sequence[Attempt]]]
@@ -94,9 +88,7 @@ Ask = Callable[[int], Awaitable[Sequence[Attempt]]]
 def witnesses_of(
     membership: Membership, links: GrpcTransport, choose: Callable[[list[Announcement]], None] = random.shuffle
 ) -> Ask:
-    """The function that asks up to three peers of the run to be witnesses, in different networks where there are such.
-    `choose` puts the candidates into an order.
-    """
+    """A function that asks up to three peers, in different networks if possible; `choose` orders the candidates."""
 
     async def ask(port: int) -> list[Attempt]:
         candidates = [a for a in membership.peers() if a.is_reachable and a.state is not PeerState.VISITING]
@@ -114,10 +106,8 @@ def witnesses_of(
 
 
 def scattered(candidates: Sequence[Announcement]) -> list[Announcement]:
-    """The peers in an order in which networks that have had no turn come first, and peers last that have to be called
-    before they can be asked: nobody knows their networks, and while this node does not know its own address, calling is
-    in vain.
-    """
+    """The peers ordered so that new networks come first and peers without addresses last."""
+    # Calling is in vain while this node does not know its own address.
     first: list[Announcement] = []
     later: list[Announcement] = []
     seen: set[str] = set()

@@ -1,6 +1,4 @@
-"""The node's part in tunnels, in step with how others reach it: to whom it is attached, what it offers, how it takes
-part in the DHT.
-"""
+"""The node's part in tunnels, which follows its reachability."""
 
 from __future__ import annotations
 
@@ -32,9 +30,7 @@ FarEnds = Callable[[PeerId], FarEnd | None]
 
 @dataclass(slots=True)
 class RelayPart:
-    """The node's part in tunnels. `relay_of` says at which multiaddr a peer serves tunnels; `announce` tells the others
-    when our own is another.
-    """
+    """The node's part in tunnels. `relay_of` gives a peer's relay multiaddr; `announce` publishes a change of ours."""
 
     own: LocalPeer
     dht: DhtDirectory
@@ -93,9 +89,8 @@ async def keep_in_step(session: NetworkSession, sleep: Callable[[float], Awaitab
 
 
 def without_tunnels(own: LocalPeer, far_end: FarEnds) -> FarEnds:
-    """The far end, but with no host while the node cannot be dialled: a caller may then have come through a tunnel,
-    whose local end is on this machine, and must not have us look into our own ports.
-    """
+    """The far end, without a host while the node cannot be dialled."""
+    # The caller may have come through a tunnel: dialling its local end would probe our own ports.
 
     def found(peer: PeerId) -> FarEnd | None:
         end = far_end(peer)

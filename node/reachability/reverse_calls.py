@@ -26,8 +26,7 @@ MAX_TRIED: Final = 9
 """Peers that are tried at most until so many links stand."""
 CONNECT_S: Final = 6.0
 AVOIDED_S: Final = 60.0
-"""A peer that could not be connected to is tried after all others for so long; by then its record has been renewed or
-has expired."""
+"""Seconds for which a peer that could not be connected to is tried last."""
 
 
 class Attachments:
@@ -91,14 +90,9 @@ Learn = Callable[[PeerId, bytes], None]
 
 
 class Switchboard:
-    """Answers CALL and CALLED questions.
+    """Answers CALL and CALLED questions. `learn` makes the caller's record known, so that it can be dialled."""
 
-    A caller names nobody but itself: its own signed record says whom the called peer dials, so nobody can have a third
-    one called up. Both sides bound how often.
-
-    Args:
-        learn: takes a caller's record into what this node knows, so that it can be dialled.
-    """
+    # A caller names only itself: its own signed record says whom to dial. Both sides limit the rate.
 
     def __init__(self, run: RunId, own: PeerId, links: GrpcTransport, learn: Learn, clock: Clock) -> None:
         self._run = run
@@ -112,9 +106,8 @@ class Switchboard:
         self._following: set[PeerId] = set()
 
     async def pass_on(self, asker: PeerId, question: Question) -> bytes:
-        """Tells a linked peer that the asker wants a link to it, and waits for what it says. Raises PeerError: busy
-        when there were too many calls, Rejected when it cannot be passed on, or what the called peer said.
-        """
+        """Tells a linked peer that the asker wants a link, and waits. Raises Busy, Rejected, or the called peer's
+        error."""
         end = self._links.far_end(asker)
         if end is None or not self._passed_on.take(end.host, self._clock.monotonic()):
             raise Busy("enough calls from your address were passed on; call again in a few seconds")
@@ -134,12 +127,7 @@ class Switchboard:
                 del self._open[called]
 
     async def follow(self, _sender: PeerId, question: Question) -> bytes:
-        """Opens a link to the owner of the record, unless there is one. Who has passed the call on does not matter.
-
-        Raises:
-            PeerError: Busy when it was dialled often enough, Rejected when its record is of no use, or what became of
-                the dialling.
-        """
+        """Opens a link to the owner of the record unless there is one. Raises Busy, Rejected, or the dial's error."""
         caller = self._read(question.record).peer
         if self._links.is_linked(caller):
             return b""

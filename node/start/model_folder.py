@@ -1,7 +1,7 @@
-"""A Hugging Face model folder: its files are found and their headers checked before any parameter is read.
+"""A Hugging Face model folder: `config.json` as the manifest's model, checked headers, and parameters by the piece.
 
-Only `safetensors` files are opened, which hold numbers and nothing else; pickles (`.bin`, `.pt`) can run whatever their
-maker wanted. Parameters are read a piece at a time, so that a model need not fit into memory to be cut.
+Only `safetensors` files are opened; pickles (`.bin`, `.pt`) can run code. Unsupported configs are refused with a
+sentence. Keys and defaults are those of LlamaConfig and its kin of transformers 4 and 5.
 """
 
 from __future__ import annotations
@@ -48,13 +48,10 @@ def blocks_of(config: Config) -> int:
 
 
 def model_table(config: Config, sequence: int | None = None) -> dict[str, Any]:
-    """The keys of the manifest's `[model]` that follow from the folder; `dtype` and `attention` are the run's.
-
-    Args:
-        sequence: tokens of a row; None for 1024, or as many as the model takes.
+    """The keys of the manifest's `[model]` that follow from the folder. `sequence` None: 1024, or the model's most.
 
     Raises:
-        ConfigError: the model is of another family, or has what is not computed here.
+        ConfigError: The model is of another family, or has what is not computed here.
     """
     family = config.get("model_type")
     if family not in FAMILIES:
@@ -164,9 +161,7 @@ _ROTARY_CONSTANT: Final = "rotary_emb.inv_freq"
 
 
 class ModelFolder:
-    """The folder of an existing model, open for reading by any thread. Raises ConfigError: it is none, or a file of it
-    is damaged, missing, of another kind, or lies elsewhere.
-    """
+    """The folder of an existing model, open for reading by any thread. Raises ConfigError."""
 
     def __init__(self, path: Path) -> None:
         if not path.is_dir():
@@ -181,9 +176,7 @@ class ModelFolder:
             self._open(name)
 
     def require(self, wanted: Mapping[str, Shape]) -> None:
-        """Compares all headers with the parameters of a model: the folder must have these, in a type that is read, and
-        no others. Raises ConfigError: says which parameter is missing, unknown, or another one.
-        """
+        """Raises ConfigError unless the folder has exactly these parameters, in readable types."""
         for name, shape in wanted.items():
             if name not in self._files:
                 raise ConfigError(f"{self.path} has no parameter {name}, which its config.json asks for")
@@ -198,9 +191,7 @@ class ModelFolder:
                 raise ConfigError(f"{self.path} has a parameter {name}, which models of its config.json do not have")
 
     def read(self, name: str, first: int, out: Vector) -> None:
-        """Reads the elements of a parameter from number `first` on into `out`, as many as that is long, as float32.
-        Raises ConfigError: the file cannot be read any more, or an element is not finite.
-        """
+        """Reads elements of a parameter from `first` on into `out` as float32. Raises ConfigError."""
         last = first + len(out)
         try:
             with self._lock:
@@ -268,9 +259,8 @@ class ModelFolder:
             self._files[tensor] = opened
 
     def _place(self, name: str) -> Path:
-        """Where a file really lies: in the folder, or, in a cache of the Hugging Face hub, among its blobs. Raises
-        ConfigError: elsewhere; FileNotFoundError: nowhere.
-        """
+        """The real path of a file in the folder or among its hub blobs. Raises ConfigError elsewhere,
+        FileNotFoundError."""
         real = (self._root / name).resolve(strict=True)
         homes = [self._root]
         if self._root.parent.name == "snapshots":
