@@ -64,8 +64,7 @@ class RecordStore:
     owners_of_key: int = MAX_OWNERS_OF_KEY
     max_records: int = MAX_RECORDS
     longest_s: float = math.inf
-    """What expires later than so many seconds from now is not kept any more: this machine's clock was ahead when it
-    came."""
+    """Longest time to expiry that is kept, in seconds: an older clock of this machine was ahead."""
     _rooms: dict[Any, dict[str, Kept]] = field(default_factory=dict)
     _keys_of: dict[str, dict[Any, None]] = field(default_factory=dict)
     _count: int = 0
@@ -138,8 +137,7 @@ LOOKUP_COST_BYTES = 4096
 
 
 def guard_serializer() -> None:
-    """Bounds what hivemind's msgpack decoder does with bytes from outside. May be called again; it acts once a
-    process."""
+    """Bounds hivemind's msgpack decoder for foreign bytes, once a process."""
     if getattr(MSGPackSerializer, "is_guarded", False):
         return
     decode_extension = MSGPackSerializer._decode_ext_types.__func__
@@ -167,8 +165,7 @@ def guard_serializer() -> None:
 
 
 def node_id_of(peer: PeerID) -> Any:
-    """The place of a peer in the DHT: the hash of its peer id, so that nobody can sit down next to a key it wants to
-    hide without searching for a key pair that hashes there, and nobody can have more than one place."""
+    """The place of a peer in the DHT: the hash of its peer id, so that it cannot choose its neighbours."""
     return DHTID.generate(peer.to_bytes())
 
 
@@ -179,9 +176,7 @@ def _key_id(run: RunId, module: ModuleId | None) -> bytes:
 
 
 def unpack_bytes(packed: bytes) -> bytes:
-    """The content of one msgpack `bin 8` or `bin 16` value, which is how hivemind wraps a record. Raises
-    ProtocolViolation: anything else, also another encoding of the same bytes.
-    """
+    """The content of one msgpack `bin 8` or `bin 16` value. Raises ProtocolViolation for any other encoding."""
     if len(packed) >= 2 and packed[0] == 0xC4 and packed[1] == len(packed) - 2:
         return packed[2:]
     if len(packed) >= 3 + 256 and packed[0] == 0xC5 and int.from_bytes(packed[1:3], "big") == len(packed) - 3:
@@ -190,11 +185,9 @@ def unpack_bytes(packed: bytes) -> bytes:
 
 
 class RecordRules(RecordValidatorBase):  # type: ignore[misc]  # hivemind has no types
-    """Accepts this run's signed records under their own key and owner, and nothing else.
+    """Accepts this run's signed records under their own key and owner, and nothing else."""
 
-    hivemind asks before it stores and before it believes an answer. Values without a subkey are refused too, because
-    their "subkey" is the packed None, which is nobody's peer id.
-    """
+    # A value without subkey has the packed None there, which is no peer id.
 
     priority = 1000
 
@@ -240,10 +233,9 @@ class RecordRules(RecordValidatorBase):  # type: ignore[misc]  # hivemind has no
 
 
 class GuardedStorage:
-    """A `RecordStore` behind hivemind's storage interface: keys of dictionaries of packed records.
+    """A `RecordStore` behind hivemind's storage interface."""
 
-    Every answer is a new dictionary, because hivemind merges what other nodes say into the one it was given.
-    """
+    # Every answer is a new dictionary: hivemind merges into the one it was given.
 
     def __init__(self, store: RecordStore) -> None:
         self._records = store
@@ -338,8 +330,7 @@ class GuardedProtocol(DHTProtocol):  # type: ignore[misc]  # hivemind has no typ
         return {key: (recomputed(item), plausible(nearest, self.bucket_size)) for key, (item, nearest) in found.items()}
 
     def _validate_dictionary(self, key_bytes: bytes, dictionary: DictionaryDHTValue) -> bool:
-        """Drops what is not valid instead of refusing the rest with it: one record that has just expired by our clock
-        must not hide its neighbours."""
+    """Drops invalid records instead of the whole answer: an expired one must not hide its neighbours."""
         with dictionary.freeze():
             for subkey, (value, expires_at) in tuple(dictionary.items()):
                 record = DHTRecord(key_bytes, self.serializer.dumps(subkey), value, expires_at)

@@ -1,11 +1,8 @@
-"""The DHT's own process: `python -m protocol.dht.process`, started and supervised by `protocol.dht.directory`.
+"""The DHT's own process: `python -m protocol.dht.process`, supervised by `protocol.dht.directory`.
 
-hivemind's DHT and its p2pd live here, away from the node: a crash of theirs costs a restart of this process and nothing
-else, and gRPC's threads are never forked. hivemind's own way of doing that (`hivemind.DHT`) forks the node and hangs on
-long values, so its `DHTNode` is run on this process's event loop instead, and spoken to over stdin and stdout
-(`proto/dht_process.proto`).
-
-The process ends when its stdin does, and takes p2pd with it.
+A crash of hivemind or p2pd costs a restart of this process only. hivemind's own `hivemind.DHT` forks the node and
+hangs on long values, so its `DHTNode` runs on this event loop, controlled over stdin and stdout
+(`proto/dht_process.proto`). The process ends with its stdin.
 """
 
 from __future__ import annotations
@@ -77,9 +74,7 @@ class ChildTunnels:
         return await self._opened.open(wish.relay, PeerId(wish.target))
 
     def attach(self, wish: dht_process_pb2.DhtAttach) -> None:
-        """Attaches to these relays and no others; tunnels through the others end. Raises ProtocolViolation: too many
-        relays, or `local` is not host:port.
-        """
+        """Attaches to exactly these relays; tunnels through others end. Raises ProtocolViolation."""
         host, _, port = wish.local.rpartition(":")
         if len(wish.relays) > MAX_RELAYS or (wish.relays and not (host and port.isdecimal())):
             raise ProtocolViolation(f"dht: {len(wish.relays)} relays and {wish.local!r} cannot be attached")
@@ -208,8 +203,7 @@ async def _start_and_serve(desk: _Desk, request: dht_process_pb2.DhtRequest) -> 
 
 
 async def _start_unless_left(desk: _Desk, start: dht_process_pb2.DhtStart) -> DhtService:
-    """Starts the service, or raises _Finished when the node goes away meanwhile: it sends nothing before we have
-    answered."""
+    """Starts the service, or raises _Finished if the node goes away meanwhile."""
     starting = asyncio.ensure_future(DhtService.start(start))
     leaving = asyncio.ensure_future(desk.next())
     try:

@@ -39,8 +39,8 @@ from swarm.vocabulary.routing_messages import MAX_PEERS
 from swarm.vocabulary.types import AnchorVersion, PeerId
 
 Around = Any
-"""What the message around says once for all its parts: by name what they inherit; or its peers, a dict from peer to
-place that grows where it is written, a sequence where it is read. None for all other messages."""
+"""Values that the surrounding message gives to all its parts, or its peers: a dict while writing, a sequence while
+reading."""
 MessageType = Any
 """The descriptor of a message of link.proto."""
 Convert = Callable[[Any, Around], Any]
@@ -60,9 +60,7 @@ class Converter(NamedTuple):
 
 @cache
 def converter(kind: Any, message: MessageType, inherited: tuple[str, ...] = ()) -> Converter:
-    """The converter of a dataclass, over those of its fields that `message` has; the message's other fields are the
-    caller's.
-    """
+    """The converter of a dataclass, over those of its fields that `message` has."""
     hints = get_type_hints(kind, include_extras=True)
     fields = {ours.name: _wire_field(message, ours.name) for ours in dataclasses.fields(kind)}
     parts = {name: field_converter(hints[name], field, f"{kind.__name__}.{name}") for name, field in fields.items()}
@@ -127,9 +125,7 @@ def _reader(kind: Any, reads: list[Convert], values: Callable[[Any], Sequence[An
 
 
 def faultless(made: Made) -> Made:
-    """The decoded message itself. Raises ProtocolViolation when its own `fault` says that its fields do not go
-    together.
-    """
+    """The decoded message. Raises ProtocolViolation if its `fault` reports one."""
     fault = made.fault()  # type: ignore[attr-defined]
     if fault is not None:
         raise ProtocolViolation(f"{type(made).__name__}: {fault}")
@@ -328,18 +324,14 @@ def packed(measured: LinkRate) -> int:
 
 @lru_cache(maxsize=4096)
 def checked_peer(text: str) -> PeerId:
-    """A peer id of the right form: a name proves nothing, the certificate does. The same peers are named all the time,
-    so the latest are remembered. Raises ProtocolViolation: not the form of an Ed25519 key's libp2p id.
-    """
+    """A peer id of the right form; only the certificate proves it. Raises ProtocolViolation."""
     if not _PEER_ID.fullmatch(text):
         raise ProtocolViolation("a peer id is not of the form 12D3Koo... with 52 characters")
     return PeerId(text)
 
 
 def read_enum(kind: type[EnumT], number: int, what: str) -> EnumT:
-    """The enum member of a number. Raises ProtocolViolation for a number that stands for nothing; 0 does only where the
-    enum has it.
-    """
+    """The enum member of a number. Raises ProtocolViolation for an unknown one."""
     try:
         return kind(number)
     except ValueError:

@@ -1,13 +1,8 @@
 """Frames of a link: their plain data, and their encoding as link.proto defines it.
 
-`decode` trusts nothing: every length, number, name and enum is checked where it is read, and whatever is wrong with the
-bytes, the only error is ProtocolViolation. What needs the manifest or the state of the link to be checked is checked by
-those who have them.
-
-Most messages are converted as they are declared (`protocol.frames.codec`): a new one is a message in link.proto, a
-field of its Frame, and a class of the same name in a union of the vocabulary. Chunks have a module of their own
-(`protocol.frames.tensors`), and so have what goes along a path, which link.proto words in its own way
-(`protocol.frames.frames`), and questions and answers (`protocol.frames.rpc`).
+`decode` trusts nothing and raises only ProtocolViolation. Most messages are converted as they are declared
+(`protocol.frames.codec`): a new one is a message in link.proto, a field of its Frame, and a class of the same name in
+a union of the vocabulary. Routes differ from link.proto and have converters here.
 """
 
 from __future__ import annotations
@@ -247,9 +242,7 @@ def is_chunk(data: bytes) -> bool:
 
 
 def topic_of(data: bytes) -> Topic | None:
-    """The topic of a small frame, by its first bytes; None when that concerns everybody, or when it announces a tensor.
-    Raises ProtocolViolation: it is too long, or not exactly one field of a known kind.
-    """
+    """The topic of a small frame by its first bytes; None if it concerns everybody. Raises ProtocolViolation."""
     return _KINDS[_name_of(data)].topic
 
 
@@ -271,8 +264,7 @@ def decode(data: bytes) -> Frame:
 
 
 def _name_of(data: bytes) -> str:
-    """Of one field the whole frame consists of: its tag, its length, and so many bytes. protobuf would take several,
-    and believe the last."""
+    """The name of the one field that the frame consists of. protobuf would take several and believe the last."""
     if len(data) > MAX_SMALL_FRAME_BYTES:
         raise ProtocolViolation(f"a frame of {len(data)} bytes that is no chunk is longer than {MAX_SMALL_FRAME_BYTES}")
     tag, at = _varint(data, 0) if data else (_BYTES, 0)

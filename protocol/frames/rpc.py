@@ -32,9 +32,7 @@ class QuestionFrame:
 
 @dataclass(frozen=True, slots=True)
 class AnswerFrame:
-    """An answer as a frame. `about` is None exactly when the question was refused; then `content` is the refusal's text
-    in UTF-8.
-    """
+    """An answer as a frame. A refusal has `about` None and its text in `content`."""
 
     id: int
     about: QuestionAbout | None
@@ -111,9 +109,7 @@ class HashList:
 
 
 def encode_hash_list(hash_list: HashList) -> bytes:
-    """Serialises a hash list. At most 64 KiB for a layout whose chunks are as large as `node.averaging.anchor.layout`
-    makes them, up to 10^9 elements.
-    """
+    """Serialises a hash list, at most 64 KiB for up to 10^9 elements."""
     version = hash_list.version
     data: bytes = wire.HashList(
         round=version.round,
@@ -128,16 +124,10 @@ def encode_hash_list(hash_list: HashList) -> bytes:
 
 
 def decode_hash_list(data: bytes, *, digest: bytes, elements: int, chunk_elements: int) -> HashList:
-    """Parses a peer's answer to the question for `digest`, which the version takes over.
-
-    Whether the list leads to that digest is not checked here: the caller hashes it
-    (`node.averaging.anchor.anchor.version_of`).
-
-    Args:
-        elements: what the module has, and `chunk_elements` what its chunks have; another cut is none of ours.
+    """Parses a peer's hash list for `digest`; the caller checks by hashing that it leads there.
 
     Raises:
-        ProtocolViolation: not a hash list, or not of such a module.
+        ProtocolViolation: Malformed, or not of a module with `elements` in chunks of `chunk_elements`.
     """
     if len(data) > MAX_ANSWER_BYTES:
         raise ProtocolViolation(f"hash list: {len(data)} bytes are more than {MAX_ANSWER_BYTES}")

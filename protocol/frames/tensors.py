@@ -66,9 +66,7 @@ def encode_chunk(transfer: int, index: int, data: memoryview) -> bytes:
 
 
 def decode_chunk(frame: bytes) -> Chunk:
-    """Parses a frame that begins with CHUNK_TAG; the checksum is not compared yet. Raises ProtocolViolation: not
-    exactly one chunk with 1 byte to 1 MiB of data and its fields in ascending order.
-    """
+    """Parses a chunk frame without comparing its checksum. Raises ProtocolViolation."""
     if len(frame) > MAX_CHUNK_FRAME_BYTES:
         raise ProtocolViolation(f"a chunk frame of {len(frame)} bytes is longer than {MAX_CHUNK_FRAME_BYTES}")
     try:
@@ -184,9 +182,7 @@ LEAST_CHUNK_BYTES: Final = 64 * 1024
 
 
 def chunk_bytes_for(goodput_bytes_per_s: float, most: int) -> int:
-    """The chunk size of the next transfer: what the link carries in CHUNK_S, as a power of two, within the limits;
-    `most` as long as nothing was measured.
-    """
+    """The chunk size of the next transfer: what the link carries in CHUNK_S, as a power of two within the limits."""
     if goodput_bytes_per_s <= 0:
         return most
     carried = int(min(goodput_bytes_per_s * CHUNK_S, most))

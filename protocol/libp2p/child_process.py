@@ -35,8 +35,7 @@ PREFIXES: Final = (
     *("CUDA_", "NVIDIA_", "CUBLAS_", "CUDNN_", "NCCL_", "HIP_", "ROCR_", "HSA_"),
 )
 PATHS: Final = frozenset({"PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH"})
-"""Lists of folders that programs, code or libraries come from: handed on, for whoever set them decided about this
-process too, but without relative and empty entries, which mean the folder that the user happens to stand in."""
+"""Search paths, handed on without relative and empty entries, which would mean the current folder."""
 
 
 def child_environment(inherited: Mapping[str, str], **more: str) -> dict[str, str]:
@@ -49,9 +48,7 @@ def child_environment(inherited: Mapping[str, str], **more: str) -> dict[str, st
 
 
 def with_packages(inherited: Mapping[str, str], packages: str, **more: str) -> dict[str, str]:
-    """The environment, as `child_environment`, for a child that is to import from the folder `packages` before any
-    other of PYTHONPATH.
-    """
+    """`child_environment` for a child that imports from `packages` first."""
     kept = child_environment(inherited, **more)
     return kept | {"PYTHONPATH": os.pathsep.join(filter(None, (packages, kept.get("PYTHONPATH"))))}
 

@@ -1,7 +1,4 @@
-"""The start of hivemind's libp2p daemon (`p2pd`, a Go program) with a node's settings.
-
-This module imports hivemind, so it belongs into the DHT's process.
-"""
+"""hivemind's libp2p daemon (`p2pd`, a Go program) with a node's settings, and its streams. Imports hivemind."""
 
 from __future__ import annotations
 
@@ -29,9 +26,7 @@ from swarm.vocabulary.types import PeerId
 _MEMORY_GOAL = "512MiB"
 """For Go's garbage collector: p2pd itself limits nothing."""
 _CONNECTIONS = {"connLo": 160, "connHi": 256, "connGrace": "20s"}
-"""p2pd's connection manager: above `connHi` connections it closes those that are least worth to it and older than
-`connGrace`, until `connLo` are left. Its own defaults (256, 512, two minutes) let a flood of idle connections stay too
-long beside a node's other files."""
+"""p2pd's connection manager. Its defaults (256, 512, two minutes) keep a flood of idle connections too long."""
 
 
 class _Daemon(P2P):  # type: ignore[misc]  # hivemind has no types
@@ -44,17 +39,9 @@ class _Daemon(P2P):  # type: ignore[misc]  # hivemind has no types
 
 
 async def start_daemon(start: dht_process_pb2.DhtStart) -> P2P:
-    """Starts p2pd and connects to it. It is not given the initial peers: it would refuse to start while they are away.
-
-    Relaying for others is left off: p2pd's relay service gives away up to 4 GiB per circuit without asking its owner.
-    It never asks a router for a port either, whatever the node does for its own (`node.reachability`): whoever answers
-    its call on the local network would be listened to. Nor does it dial back for others (AutoNAT). Without `start.host`
-    it listens nowhere.
-
-    Raises:
-        ConfigError: it does not start; most often because the port is taken.
-        IdentityError: it came up under another peer id.
-    """
+    """Starts p2pd and connects to it. Raises ConfigError if it does not start, IdentityError for another peer id."""
+    # Off: relaying (p2pd's gives away 4 GiB a circuit), port mapping (it believes anybody in the local network),
+    # AutoNAT. Initial peers are not passed: p2pd would refuse to start while they are away.
     os.environ.setdefault("GOMEMLIMIT", _MEMORY_GOAL)
     folder = Path(start.folder)
     _Daemon._UNIX_SOCKET_PREFIX = f"/unix{folder}/"
@@ -89,9 +76,8 @@ async def start_daemon(start: dht_process_pb2.DhtStart) -> P2P:
 
 
 async def any_answers(addresses: list[Multiaddr]) -> bool:
-    """Whether somebody listens at one of the addresses. p2pd is only asked to dial then: after a dial that failed it
-    refuses to try again for 5 s and more, too long for a swarm whose nodes all start at once.
-    """
+    """Whether somebody listens at one of the addresses."""
+    # After a failed dial p2pd refuses to retry for 5 s, too long for a swarm that starts at once.
     answers = await asyncio.gather(*(_answers(address) for address in addresses))
     return any(answers)
 
@@ -109,8 +95,7 @@ async def _answers(address: Multiaddr) -> bool:
 
 
 def _check_port(address: ipaddress.IPv4Address | ipaddress.IPv6Address, port: int) -> None:
-    """Raises OSError when somebody listens there: p2pd would share the port with them (SO_REUSEPORT) and get half the
-    calls."""
+    """Raises OSError if the port is taken: p2pd would share it (SO_REUSEPORT) and get half the calls."""
     family = socket.AF_INET if address.version == 4 else socket.AF_INET6
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of a former life may linger

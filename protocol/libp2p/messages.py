@@ -40,9 +40,7 @@ class RelayStream:
             raise Unreachable("the stream broke") from error
 
     async def hear(self) -> relay_pb2.RelayMessage:
-        """The next message. Raises Unreachable: the stream ended; ProtocolViolation: too long, or no message of a kind
-        that we know.
-        """
+        """The next message. Raises Unreachable at the end, ProtocolViolation for unknown or long ones."""
         try:
             length = int.from_bytes(await self.reader.readexactly(_LENGTH_BYTES), "big")
             if length > MAX_MESSAGE_BYTES:
@@ -60,8 +58,7 @@ class RelayStream:
         return message
 
     async def close(self) -> None:
-        """Ends the stream, after what is written has gone out if the other side takes it soon. Never raises but
-        CancelledError."""
+        """Ends the stream after what is written, if the other side takes it soon. Raises only CancelledError."""
         self.writer.close()
         try:
             with contextlib.suppress(OSError, TimeoutError):
@@ -80,9 +77,7 @@ Dial = Callable[[str], Awaitable[RelayStream]]
 
 
 async def ask(stream: RelayStream, message: relay_pb2.RelayMessage, timeout_s: float) -> None:
-    """Sends the first message of a stream, and returns when it was answered with success. Raises Rejected: the relay
-    refused; Unreachable: the stream ended, or no answer came in time; ProtocolViolation: what came is no answer.
-    """
+    """Sends the first message of a stream and waits for success. Raises Rejected, Unreachable, ProtocolViolation."""
     try:
         async with asyncio.timeout(timeout_s):
             await stream.say(message)
@@ -126,13 +121,8 @@ async def splice(
     spend: Spend,
     idle_s: float,
 ) -> str:
-    """Carries bytes until one of the streams ends, `spend` objects, or nothing has moved for `idle_s` seconds.
-
-    Back-pressure: nothing is read while the other side does not take what was read before. A stream that one side has
-    ended is over for both (p2pd knows no half-closed streams). The streams are left open, for their owners to close.
-
-    Returns: why it ended.
-    """
+    """Carries bytes both ways until a stream ends, `spend` objects, or nothing moves for `idle_s`. Returns why."""
+    # Nothing is read while the other side does not take what was read before. The owners close the streams.
     loop = asyncio.get_running_loop()
     try:
         async with asyncio.timeout(idle_s) as limit:

@@ -32,8 +32,7 @@ MAX_INCOMING: Final = 32
 """Tunnels to this peer at once, through all relays."""
 TAKEN_BURST: Final = 64
 TAKEN_REFILL_S: Final = 0.5
-"""Those that are taken through one relay at once, and after how long one more: each is work that the relay can make us
-do."""
+"""Tunnels taken at once through one relay, and seconds until one more: each is work that the relay can cause."""
 
 
 @dataclass(slots=True)
@@ -184,16 +183,9 @@ class OpenTunnels:
         self._opened = 0
 
     async def open(self, relay: str, target: PeerId) -> int:
-        """Opens a tunnel and returns the port on 127.0.0.1 that leads into it. The port takes one connection, within 10
-        s.
-
-        Any program of this machine could be the one that connects: it would speak to the target's TLS, which the node's
-        own connection finds out by failing.
-
-        Raises:
-            PeerError: the relay cannot be reached, or does not carry it.
-            ResourceExhausted: too many are open, or there is no port.
-        """
+        """Opens a tunnel and returns a port on 127.0.0.1 for one connection within 10 s. Raises PeerError,
+        ResourceExhausted."""
+        # Another local program that connects only speaks to the target's TLS; the node's own connection then fails.
         if self._opening >= MAX_OPENING or self._opened >= MAX_OPENED:
             raise ResourceExhausted(f"{self._opening} tunnels are being opened and {self._opened} are open already")
         self._opening += 1

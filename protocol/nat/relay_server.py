@@ -1,8 +1,7 @@
 """The relay: other peers attach to it, and it carries tunnels to them, within its limits.
 
-It needs no trust. What passes is the TLS of the tunnel's two ends, so it can drop and count, and sees who talks to
-whom, and can neither read nor change anything. It believes nobody: who speaks is whom libp2p has proved, everything has
-a limit, and what is over a limit is refused with a reason or ended.
+It needs no trust: the tunnel's ends speak TLS, so it can only drop and count. It trusts nobody: libp2p proves who
+speaks, and everything has a limit.
 """
 
 from __future__ import annotations
@@ -31,9 +30,7 @@ MIN_OPEN_BYTES: Final = 64 * 1024
 
 @dataclass(frozen=True, slots=True)
 class RelayLimits:
-    """The most that a relaying peer gives. The bytes are the volunteer's figure; the rest bounds memory, files and
-    time.
-    """
+    """Limits of a relaying peer: the volunteer's bytes, and bounds on memory, files and time."""
 
     bytes_per_hour: int
     """Carried for all tunnels and both ways together. Each byte comes in once and goes out once."""
@@ -56,9 +53,7 @@ class RelayLimits:
 
 
 class RelayBudget:
-    """The byte budget of the hour. In no hour are more than `bytes_per_hour` carried: half may go at once, the other
-    half comes back in its course.
-    """
+    """The byte budget of the hour: half may go at once, the other half comes back in its course."""
 
     def __init__(self, limits: RelayLimits, now: Callable[[], float] = time.monotonic, left: int | None = None) -> None:
         """`left`: of the burst, when somebody before us has used up some of it."""
@@ -95,9 +90,7 @@ def _pair(one: PeerId, other: PeerId) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RelayFigures:
-    """The relay's account: what was given, and what is left. The names are those of `DhtRelayFigures`
-    (proto/dht_process.proto).
-    """
+    """The relay's account, with the names of `DhtRelayFigures` (proto/dht_process.proto)."""
 
     carried_bytes: int = 0
     left_bytes: int = 0
@@ -275,9 +268,7 @@ class RelayService:
 
     @asynccontextmanager
     async def _far_end(self, attached: RelayStream, opener: PeerId) -> AsyncIterator[RelayStream]:
-        """Has the attached peer accept; its stream stands within the block. Raises Rejected: it declined, or did
-        nothing in time.
-        """
+        """Has the attached peer accept; its stream is open within the block. Raises Rejected."""
         number = next(self._numbers)
         waiting = _Waiting(attached.peer, asyncio.get_running_loop().create_future())
         self._waiting[number] = waiting

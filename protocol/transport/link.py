@@ -1,8 +1,7 @@
-"""A link: one stream between two peers after the handshake, until it ends.
+"""A link: one stream between two peers from the handshake to its end.
 
-Three tasks: one reads and dispatches, one writes what the outbox holds, one pings. None of them waits for another, so
-the two directions cannot block each other. `end` closes a link at once and for good; `run` then lets the last words
-out.
+Three tasks read, write and ping without waiting for each other, so the directions cannot block each other. `end`
+closes a link for good; `run` then lets the last words out.
 """
 
 from __future__ import annotations
@@ -54,9 +53,7 @@ class Asking:
         self._closed: PeerError | None = None
 
     async def ask(self, question: Question, timeout_s: float, say: Callable[[SmallFrame], None]) -> bytes:
-        """Asks and waits for the answer. Errors as `Transport.ask`; the time limit includes waiting for one of the
-        places.
-        """
+        """Asks and waits for the answer, and for a place before. Errors as `Transport.ask`."""
         try:
             async with asyncio.timeout(timeout_s), self._places:
                 return await self._ask(question, say)
@@ -66,9 +63,7 @@ class Asking:
             ) from None
 
     def answered(self, answer: AnswerFrame) -> None:
-        """Takes an answer; one that came too late is dropped. Raises ProtocolViolation: it answers another kind of
-        question.
-        """
+        """Takes an answer, or drops a late one. Raises ProtocolViolation for another kind of answer."""
         about, result = self._open.get(answer.id, (None, None))
         if result is None or result.done():
             return

@@ -1,7 +1,4 @@
-"""Shared send capacity: a byte budget given out first come, first served, and the turns of the lanes.
-
-Whose chunk goes next on a link: the lanes take turns, and in each lane its transfers.
-"""
+"""Send capacity of a link: a byte budget, the turns of the lanes, and the queue of frames."""
 
 from __future__ import annotations
 
@@ -19,10 +16,7 @@ from swarm.vocabulary.errors import PeerError, Stalled
 
 
 class ByteBudget:
-    """A budget of bytes under way; senders wait until there is room for theirs.
-
-    Something larger than the whole budget goes when it is alone: it could never go otherwise.
-    """
+    """A byte budget that senders wait for. A tensor larger than the whole budget goes alone."""
 
     def __init__(self, budget_bytes: int, places: int) -> None:
         self._budget_bytes = budget_bytes
@@ -103,10 +97,7 @@ Item = TypeVar("Item")
 
 
 class Lane(enum.Enum):
-    """A class of tensors on a link, with a budget and turns of its own. Each lane waits for itself only, so that a
-    round of hundreds of megabytes does not stand before a microbatch that others wait for; and when both have something
-    to send, each gets half of the chunks, so that a busy pipeline does not stop a round either.
-    """
+    """A traffic class with a budget and turns of its own: a round cannot delay microbatches, nor they a round."""
 
     MICROBATCHES = 0
     BULK = 1
@@ -131,9 +122,7 @@ class Turns(Generic[Item]):
         return next((queue[0] for _, queue in self._queues if queue), None)
 
     def take(self) -> Item:
-        """Removes and returns the next in turn; its lane's next turn comes after the others'. Raises IndexError:
-        nobody's.
-        """
+        """Removes and returns the next transfer in turn. Raises IndexError if there is none."""
         for lane, queue in self._queues:
             if queue:
                 self._queues.remove((lane, queue))
@@ -195,9 +184,7 @@ class Outbox:
         return self._small_bytes
 
     def post(self, frame: bytes) -> None:
-        """Queues a small frame at once. Raises Stalled: the peer has left too much unread; PeerError: the outbox is
-        closed.
-        """
+        """Queues a small frame. Raises Stalled if the peer reads too little, PeerError if closed."""
         if self._closed is not None:
             raise self._closed
         if self._small_bytes + len(frame) > MAX_WAITING_BYTES:
@@ -212,13 +199,9 @@ class Outbox:
             self.post(frame)
 
     async def send(self, lane: Lane, size_bytes: int, make: Callable[[], OutgoingTransfer]) -> bool:
-        """Sends a tensor: waits for its share of the lane's budget, then until its last chunk is handed to the stream.
-        Says whether all of it was; the receiver may not have wanted the rest.
+        """Sends a tensor when its turn has come; whether all of it was sent, as the receiver may not want the rest.
 
-        `make` is called when the transfer's turn has come. Cancelling tells the receiver to expect no more.
-
-        Raises:
-            PeerError: the outbox was closed before the end.
+        `make` is called at the transfer's turn. Raises PeerError if the outbox closes before the end.
         """
         async with self._budgets[lane].share(size_bytes):
             if self._closed is not None:
