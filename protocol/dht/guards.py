@@ -330,7 +330,7 @@ class GuardedProtocol(DHTProtocol):  # type: ignore[misc]  # hivemind has no typ
         return {key: (recomputed(item), plausible(nearest, self.bucket_size)) for key, (item, nearest) in found.items()}
 
     def _validate_dictionary(self, key_bytes: bytes, dictionary: DictionaryDHTValue) -> bool:
-    """Drops invalid records instead of the whole answer: an expired one must not hide its neighbours."""
+        """Drops invalid records instead of the whole answer: an expired one must not hide its neighbours."""
         with dictionary.freeze():
             for subkey, (value, expires_at) in tuple(dictionary.items()):
                 record = DHTRecord(key_bytes, self.serializer.dumps(subkey), value, expires_at)
