@@ -1,6 +1,4 @@
-"""The description of a run and of what joining it means for this machine, and the question whether to join where
-somebody is there to answer.
-"""
+"""The description of what joining a run means for this machine, and the question whether to join."""
 
 from __future__ import annotations
 
@@ -26,12 +24,10 @@ _LONGEST_ANSWER: Final = 4096
 
 
 class Consent:
-    """The question at a terminal; implements `node.runtime.node.Consent`.
+    """The question at a terminal, unless --yes was given or the run is this machine's own.
 
-    It asks when standard input and what it writes to are a terminal, unless --yes was given or the run is this
-    machine's own. Without one there is nobody to ask, and it goes on: services, containers and scripts have been told
-    what to join by whoever set them up, and what could be read of this machine needs an option of its own
-    (`node.data.places`), which no default and no silence gives.
+    Services and scripts have no terminal and go on: their owner chose the run, and reading of this machine needs an
+    option of its own (`node.data.places`).
     """
 
     def __init__(self, options: NodeOptions) -> None:
@@ -132,8 +128,7 @@ def _number(number: int, thing: str) -> str:
 
 
 async def _line_typed() -> str:
-    """What is typed up to the end of the line or of the input. On a thread that nobody waits for, because reading
-    cannot be called off."""
+    """Reads a typed line on a daemon thread, because reading cannot be cancelled."""
     loop = asyncio.get_running_loop()
     typed: asyncio.Future[str] = loop.create_future()
 

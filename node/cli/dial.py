@@ -50,9 +50,7 @@ class DialOptions:
 
 
 def turned_by(dial: DialOptions, changes: ManifestChanges, name: str) -> Turned:
-    """The run that the dial chooses. Raises ConfigError: A size or the tokenizer's file is wrong, or no such run can be
-    made; ManifestError: the result is not a valid manifest.
-    """
+    """The run that the dial chooses. Raises ConfigError, ManifestError."""
     from node.dial.dial import BYTES, Wish, turn
     from node.dial.dial import Turned as Made
 
@@ -108,9 +106,7 @@ def _time(seconds: float) -> str:
 
 
 def parse_parameters(text: str) -> int:
-    """The number of parameters in `10m`, `160m`, `1.5b` or `7B`. Raises ConfigError: the text is not a number of
-    parameters.
-    """
+    """The number of parameters in `10m`, `160m`, `1.5b` or `7B`. Raises ConfigError."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmb]?)", text.strip().lower())
     if match is None:
         raise ConfigError(f"--size {text!r} is no number of parameters", hint="Write it as 10m, 160m, 1.5b or 7b.")

@@ -1,7 +1,4 @@
-"""`skipstone leave`: the request to this machine's node to leave its swarm in good order.
-
-It stands alone because each command is a module of its own.
-"""
+"""`skipstone leave`: the request to this machine's node to leave its swarm in good order."""
 
 from __future__ import annotations
 

@@ -90,12 +90,7 @@ class ManifestChanges:
 
 
 def chosen_manifest(path: Path | None, changes: ManifestChanges) -> Manifest:
-    """The file's manifest, signed or not, or the default one; checked again after the changes.
-
-    Raises:
-        ConfigError: The manifest or the text that it names cannot be read.
-        ManifestError: A value is wrong, or the signature is not the author's.
-    """
+    """The file's manifest or the default one, with the changes. Raises ConfigError, ManifestError."""
     if path is None:
         from node.local_swarm.default_manifest import default_manifest
 
@@ -161,9 +156,7 @@ def starting_from(path: Path, base: Manifest, *, is_default: bool, keeps_blocks:
 
 
 def router_of(path: Path | None, manifest: Manifest) -> Router | None:
-    """The router beside the manifest's file; None when the manifest names none. Raises ConfigError, StateError: the
-    router is missing, or another one.
-    """
+    """The router beside the manifest's file; None without one. Raises ConfigError, StateError."""
     from node.experts.router_file import load_router
 
     return None if path is None else load_router(path, manifest)

@@ -1,8 +1,4 @@
-"""Options that several commands have, and those of a node.
-
-Join links on the command line: given as they are or in a file, and written to a file for whoever starts the other
-nodes.
-"""
+"""Options that several commands have, and join links on the command line."""
 
 from __future__ import annotations
 
@@ -68,9 +64,7 @@ def with_options(*tables: type) -> Callable[[Any], Any]:
 
 
 def link_in(text: str) -> JoinLink | None:
-    """Parses the join link that `text` is, or that is in the file it names; None when it is neither. Raises
-    ConfigError: it is meant to be a link, and malformed.
-    """
+    """Parses the join link in `text` or in the file it names; None if it is neither. Raises ConfigError."""
     from protocol.manifest.join_link import is_link, parse_link
 
     if is_link(text):
@@ -84,10 +78,9 @@ def link_in(text: str) -> JoinLink | None:
 
 
 class LinkFile:
-    """Keeps the node's newest join link in a file: `EventSink` in front of another.
+    """`EventSink` that keeps the newest join link in a file, and passes events on.
 
-    The file appears whole, or is replaced whole, so that whoever waits for it never reads half a link. One that cannot
-    be written is warned of, and the node goes on: those that have joined need the file no more.
+    The file is replaced whole. One that cannot be written is a warning: nodes that have joined do not need it.
     """
 
     def __init__(self, path: Path, behind: EventSink) -> None:

@@ -1,7 +1,4 @@
-"""The forecast of a run: memory a peer, bytes a token and a round, tokens a second over slow and fast links.
-
-Estimated from the manifest and from what is assumed of cards, and told as such: nothing here was measured.
-"""
+"""The forecast of a run: memory, bytes and speed, estimated from the manifest and assumed cards."""
 
 from __future__ import annotations
 
@@ -20,11 +17,9 @@ from swarm.vocabulary.types import Codec, ModuleId
 LINKS_MBIT_S: Final = (20, 100, 1000)
 LARGE_CARD: Final = 24 * 10**9
 ASSUMED_FLOPS: Final = (20e12, 55e12)
-"""bfloat16 operations a second that a card below and from `LARGE_CARD` on reaches: four fifths of the peak of an RTX
-3060 and of an RTX 3090."""
+"""Assumed bfloat16 operations per second below and from `LARGE_CARD`: 4/5 of an RTX 3060's and 3090's peak."""
 OPERATIONS: Final = 8
-"""For each parameter and token: two forward, four backward, and two for the forward pass again where its graph was not
-kept."""
+"""Operations per parameter and token: two forward, four backward, two for recomputing the forward pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +64,7 @@ def forecast(manifest: Manifest, card: int) -> Forecast:
 
 
 def _token_bytes(manifest: Manifest) -> float:
-    """A hidden state one way and a gradient the other leave each peer for each token: at a data node the first hop's
-    and the last one's."""
+    """Bytes that each peer sends for a token: a hidden state one way and a gradient the other."""
     dtype = DType.BFLOAT16 if manifest.model.dtype == "bfloat16" else DType.FLOAT32
     codecs = (Codec[name.upper()] for name in (manifest.codecs.activations, manifest.codecs.gradients))
     sizes = (TensorSpec(manifest.hidden_shape, dtype, codec).byte_length for codec in codecs)

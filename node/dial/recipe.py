@@ -63,14 +63,7 @@ def choose_rows(parameters: int) -> tuple[Reasoned[int], Reasoned[int]]:
 def choose_recipe(
     parameters: int, largest_stage: int, hidden: int, stages: int, replicas: int, total_tokens: int | None
 ) -> Recipe:
-    """Chooses how a model is trained.
-
-    Args:
-        parameters: of the whole model.
-        largest_stage: parameters of the largest stage after stage 0.
-        replicas: of each stage, as far as it is known; 1 where it is not.
-        total_tokens: as asked for; None for what suits the model.
-    """
+    """Chooses how a model of so many parameters is trained; `replicas` of each stage as far as known."""
     sequence, rows = choose_rows(parameters)
     microbatch = sequence.value * rows.value
     wanted = f"{TOKENS_A_PARAMETER} for each parameter: more would rather train a larger model (Chinchilla)"

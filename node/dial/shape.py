@@ -1,7 +1,6 @@
-"""The shape of a model of a wanted size: width, depth, heads, as a decoder of the Llama family has them.
+"""The shape of a model of a wanted size: one dial after karpathy/nanochat.
 
-One dial after karpathy/nanochat, where width follows from depth. Here both follow from the number of parameters: the
-width that is nearest to `ASPECT` times the depth, of those with which the number is met.
+Of all shapes that meet the number of parameters, the one whose width is nearest to `ASPECT` times the depth.
 """
 
 from __future__ import annotations
@@ -18,8 +17,7 @@ SMALLEST: Final = 10**6
 LARGEST: Final = 20 * 10**9
 """Parameters of a model that the dial makes."""
 ASPECT: Final = 64
-"""Width for each block, as in nanochat. Wider models (Llama 2 7B: 128) compute a little faster on one machine; here
-each token's hidden state goes over links, which half the width loads half as much."""
+"""Width per block, as in nanochat. Half of Llama 2 7B's, which halves the bytes of hidden states on links."""
 NEAR: Final = 0.04
 """Share by which the parameters may miss what was asked for, if that makes the shape a better one."""
 WIDE: Final = 2048
@@ -72,9 +70,7 @@ class ShapeChoices:
 
 
 def choose_shape(parameters: int, vocabulary: int) -> ShapeChoices:
-    """Chooses the shape of a model of about so many parameters with a vocabulary of so many tokens. Raises ConfigError:
-    the size is out of bounds, or the vocabulary leaves nothing of it.
-    """
+    """Chooses the shape for a number of parameters and a vocabulary. Raises ConfigError."""
     if not SMALLEST <= parameters <= LARGEST:
         raise ConfigError(
             f"--size of {parameters:,} parameters is not from {SMALLEST:,} to {LARGEST:,}",

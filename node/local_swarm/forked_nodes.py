@@ -55,11 +55,7 @@ class _Server:
         self._selector.register(self._wakes, selectors.EVENT_READ)
 
     def serve(self) -> list[str] | None:
-        """Serves requests.
-
-        Returns:
-            In a forked node its arguments; in the server None, when nobody asks any more.
-        """
+        """Serves requests. Returns a forked node's arguments, or None in the server when no one asks any more."""
         while True:
             for key, _ in self._selector.select():
                 if key.fileobj is self._requests:
@@ -163,8 +159,7 @@ REAP_S: Final = 5.0
 
 
 def may_fork(command: Sequence[str]) -> bool:
-    """Whether a fork is as good as this command: it starts a node of this program, and the system has what the server
-    needs, and lets processes of one thread be forked safely."""
+    """Whether a fork can replace this command: the plain node program, on Linux."""
     return sys.platform == "linux" and tuple(command) == (sys.executable, "-P", "-m", "node")
 
 
@@ -172,9 +167,7 @@ class ForkServer:
     """A running fork server. `close` must be called; nodes outlive it."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
-        """Starts the server, which all its nodes have the environment of. Raises ResourceExhausted: the operating
-        system could not start a process.
-        """
+        """Starts the server, whose environment all its nodes have. Raises ResourceExhausted."""
         self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._requests.setblocking(False)
         command = (sys.executable, "-P", "-m", "node.local_swarm.forked_nodes", str(theirs.fileno()))
@@ -196,11 +189,7 @@ class ForkServer:
             theirs.close()
 
     async def start(self, arguments: Sequence[str]) -> ForkedProcess | None:
-        """Starts a node with such arguments, as `python -m node` would.
-
-        Returns:
-            None when the server has ended, or cannot fork.
-        """
+        """Starts a node with such arguments. None if the server has ended or cannot fork."""
         (input_end, to_input), (from_output, output_end), (from_errors, errors_end) = (os.pipe() for _ in range(3))
         life, their_life = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         life.setblocking(False)

@@ -159,8 +159,7 @@ class ScoringStatus:
 
 @dataclass(frozen=True, slots=True)
 class RouteStatus:
-    """The microbatches of one route at a data node, since it was started. `experts` are those of each stage after stage
-    0, as its documents have them; none for the routes beyond those that are counted one by one."""
+    """Microbatches of one route at a data node since its start; `experts` is empty for the uncounted rest."""
 
     experts: tuple[int, ...]
     share: float = 0.0
@@ -240,8 +239,7 @@ class Account:
     visits: dict[str, int] = field(default_factory=dict)
     """Of a data node: completed visits by stage."""
     measured: tuple[str, ...] = ()
-    """Of a data node: the peers whose visits have come home of late, for those who want to know whom they can leave a
-    module to."""
+    """Peers whose visits a data node has completed of late, for those that ask whom they can leave a module to."""
     paths: PathStatus | None = None
     """Of a data node."""
     sizes: SizeSummary | None = field(default=None, metadata=LEFT_OUT)
@@ -334,8 +332,7 @@ class SwarmStatus:
 
     @property
     def too_few_peers(self) -> str | None:
-        """Why a run with experts has not its modules all: there are fewer peers than these. None where there are
-        enough."""
+        """Reason why some experts are unserved: fewer peers than modules. None if there are enough."""
         hosting = sum(peer.module is not None for peer in self.peers)
         if self.modules is None or hosting >= len(self.modules):
             return None
@@ -401,7 +398,5 @@ def parse_answer(text: bytes) -> dict[str, Any]:
 
 
 def parse_status(text: bytes) -> Status:
-    """Parses a peer's status: malformed fields get their defaults, unknown ones are dropped. Raises ProtocolViolation
-    when it is not a JSON object.
-    """
+    """Parses a peer's status, with defaults for malformed fields. Raises ProtocolViolation without a JSON object."""
     return from_json(Status, parse_answer(text), "status", lenient=True)

@@ -42,9 +42,7 @@ _PIECE_NUMBERS: Final = struct.Struct("<6Q")
 
 
 class EntrySeal:
-    """Signs and checks entries: `swarm.averaging.round_events.Seal` of one peer in one run. An entry of another run,
-    round, attempt or anchor has other bytes, so it cannot be used again.
-    """
+    """Signs and checks entries of one run: a `Seal`. Other runs, rounds, attempts and anchors have other bytes."""
 
     def __init__(self, identity: Identity, run: RunId) -> None:
         self._identity = identity
@@ -54,9 +52,7 @@ class EntrySeal:
         return replace(entry, signature=self._identity.sign(entry_statement(self._run, entry)))
 
     def verify(self, entry: Entry) -> bool:
-        """Whether the entry's peer has signed it. Some 0.1 ms. Raises ProtocolViolation when `entry.peer` is no peer
-        id, which decoding has excluded.
-        """
+        """Whether the entry's peer has signed it. Takes 0.1 ms. Raises ProtocolViolation for a malformed peer id."""
         return verify(public_key_of(entry.peer), entry.signature, entry_statement(self._run, entry))
 
 
@@ -116,16 +112,11 @@ DOMAIN: Final = b"skipstone-route:2\0"
 DOCUMENTS_DOMAIN: Final = b"skipstone-route-documents:1\0"
 LABELS_DOMAIN: Final = b"skipstone-route-labels:1\0"
 REMEMBERED: Final = 4096
-"""Signatures that have been found good: of what comes again, as every microbatch does on its way back, none is checked
-twice."""
+"""Verified signatures that are remembered: every microbatch comes again on its way back."""
 
 
 class Routes:
-    """Signs this node's routes, and checks everybody's.
-
-    Args:
-        run: a signature holds in this run only.
-    """
+    """Signs this node's routes, and checks everybody's, in one run."""
 
     def __init__(self, identity: Identity, run: RunId) -> None:
         self._identity = identity
@@ -141,9 +132,7 @@ class Routes:
         documents: tuple[int, ...] = (),
         labels: int = 0,
     ) -> Path:
-        """Signs the route of one of our own microbatches; returns its path, as everybody will read it: the lifetime in
-        whole milliseconds, so that what comes back is on the same route.
-        """
+        """Signs the route of our own microbatch; returns its path with the lifetime in whole milliseconds."""
         lifetime_s = milliseconds(lifetime_s) / 1000
         modules = tuple(hop.module for hop in path.hops)
         data = signed_bytes(self._run, microbatch, purpose, lifetime_s, modules, documents, labels)
@@ -152,9 +141,7 @@ class Routes:
         return replace(path, route=SignedRoute(modules, lifetime_s, signature, documents, labels))
 
     def fault(self, message: MicrobatchTensor) -> str | None:
-        """The reason why the message does not go where its data node has signed that it may; None when it does. Takes
-        0.2 ms the first time, and 10 us then.
-        """
+        """Why the message deviates from its signed route; None if it does not. 0.2 ms the first time, 10 us then."""
         route, microbatch = message.path.route, message.microbatch
         if route is None:
             return "its data node has not signed the route"

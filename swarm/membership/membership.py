@@ -1,7 +1,6 @@
-"""The membership view of one peer: the newest valid announcement of every other peer, and which of them fail us.
+"""The membership view of one peer: everybody's newest valid announcement, and who fails us.
 
-All times are monotonic seconds of this machine; an announcement's wall-clock expiry is turned into a remaining time
-when it is seen, so that a clock that jumps does not empty the view.
+Times are monotonic seconds. Wall-clock expiry becomes remaining time, so that a clock jump does not empty the view.
 """
 
 from __future__ import annotations
@@ -54,12 +53,7 @@ class _Member:
 
 
 class Membership:
-    """The membership view. Announcements put in have been verified by whoever read them.
-
-    Args:
-        run: announcements of other runs are ignored.
-        own: this peer; what it says of itself is ignored too.
-    """
+    """The membership view of verified announcements of one `run`, without `own`."""
 
     def __init__(self, run: RunId, own: PeerId) -> None:
         self.run = run
@@ -69,8 +63,7 @@ class Membership:
         """Whoever is heard again or announces itself anew stays left out."""
 
     def observe(self, announcement: Announcement, *, now: float, wall: float) -> Change:
-        """Takes in an announcement. One of another run, of ourselves, expired, or older than one that still holds
-        changes nothing."""
+        """Takes in an announcement; of another run, our own, expired or old ones are ignored."""
         remaining = announcement.expires_at - wall
         if announcement.run != self.run or announcement.peer == self.own or remaining <= 0:
             return Change.IGNORED

@@ -23,9 +23,7 @@ Result = TypeVar("Result")
 
 
 def announce(line: str, *, as_json: bool) -> None:
-    """Prints the first line, before anything heavy is loaded. Standard output holds nothing but JSON when that was
-    asked for.
-    """
+    """Prints the first line, before anything heavy is loaded; on standard error with JSON."""
     typer.echo(line, err=as_json)
 
 
@@ -63,14 +61,8 @@ def run_loop(main: Coroutine[Any, Any, Result]) -> Result:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Writes a whole file at `path` atomically, or leaves what was there.
-
-    Its beginnings have a name that nobody can guess and that must be free: in a folder that others may write to, a link
-    laid there beforehand would otherwise lead the writing to any file of ours.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Writes a whole file atomically, or leaves what was there. Raises OSError."""
+    # An unguessable fresh name: in a shared folder, a link laid beforehand would lead the writing to a file of ours.
     partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     with partial.open("xb") as file:
         file.write(data)
