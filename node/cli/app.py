@@ -18,8 +18,7 @@ from typer.core import TyperGroup
 
 from node.cli.export import export
 from node.cli.generate import generate
-from node.cli.join import join
-from node.cli.leave import leave
+from node.cli.join import join, leave
 from node.cli.new import new
 from node.cli.solo import solo
 from node.cli.status import evaluate, status

@@ -76,7 +76,7 @@ def turned_by(dial: DialOptions, changes: ManifestChanges, name: str) -> Turned:
 def told(dial: DialOptions, turned: Turned, manifest: Manifest) -> Iterator[str]:
     """Lines with each choice, its reason, and the forecast for the manifest."""
     from node.dial.cut import COMMON_CARD
-    from node.dial.forecast import LARGE_CARD, LINKS_MBIT_S, forecast
+    from node.dial.dial import LARGE_CARD, LINKS_MBIT_S, forecast
     from swarm.membership.room import size_text
 
     for name, choice in turned.choices:

@@ -177,7 +177,7 @@ _RESULTS: Final = {
 
 
 class NatPmp:
-    """A `node.reachability.port_mapping.PortMapper` by NAT-PMP. `gateway` finds the router, `port` is for tests."""
+    """A `PortMapper` by NAT-PMP (RFC 6886). `gateway` finds the router, `port` is for tests."""
 
     how = "NAT-PMP"
 
@@ -260,6 +260,8 @@ Search = Callable[[str], str | None]
 Connect = Callable[[str], tuple[Any, str]]
 
 
+# The search is our own, because miniupnpc's visits every device that answers. Only the default gateway is listened to,
+# and its description has to lie on the gateway itself.
 class Upnp:
     """A `PortMapper` by UPnP with miniupnpc. `connect` reads a description's URL and gives device and control URL."""
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from node.cli.views.live import remaining_s, render
-from node.cli.views.plain import plain_line
+from node.cli.views.output import plain_line
 from node.cli.views.status_view import (
     MOST_ROWS,
     accused_lines,

@@ -10,8 +10,8 @@ import pytest
 from node.network.local_peer import LocalPeer
 from node.network.reach_status import ReachStep, Standing
 from node.network.session import Whereabouts
+from node.reachability.monitor import RelayPart, without_tunnels
 from node.reachability.reach_test import Witness
-from node.reachability.relaying import RelayPart, without_tunnels
 from node.reachability.reverse_calls import Attachments
 from protocol.identity.keys import Identity
 from protocol.interfaces.transport import FarEnd, Question, QuestionAbout
