@@ -35,7 +35,7 @@ from node.network.dispatcher import Dispatcher
 from node.network.local_peer import LocalPeer
 from protocol.identity.certificates import make_credentials
 from protocol.identity.keys import Identity
-from protocol.identity.round_signatures import EntrySeal, PieceSignatures
+from protocol.identity.signatures import EntrySeal, PieceSignatures
 from protocol.interfaces.clock import SystemClock
 from protocol.interfaces.directory import Contact
 from protocol.interfaces.transport import Question, QuestionAbout

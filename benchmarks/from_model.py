@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 
 from node.checkpoint.folder import CheckpointFolder
-from node.cli.existing_model import starting_from
+from node.cli.manifests import starting_from
 from node.data.feed import held_out_microbatches
 from node.data.places import ToldPlaces
 from node.export.hugging_face import byte_tokenizer

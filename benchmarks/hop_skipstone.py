@@ -21,9 +21,9 @@ import uvloop
 from benchmarks.samples import SAMPLES_PER_ROUND, Sample, threads_of_each_peer
 from node.concurrency.compute_thread import ComputeThread
 from node.model.optimizer import Accumulator, InnerOptimizer, StepFigures
-from node.network.addresses import KnownPeers
 from node.network.dispatcher import Dispatcher
 from node.network.local_peer import LocalPeer, OwnRecord
+from node.network.membership_sync import KnownPeers
 from node.pipeline.admission import Admission, hidden_tensor
 from node.pipeline.codec_selection import LinkCodecs
 from node.pipeline.interfaces import Job, Output, PathEnds, Worker
@@ -34,7 +34,7 @@ from node.pipeline.worker_thread import WorkerThread
 from node.runtime.role import PlannedReplicas
 from protocol.identity.certificates import make_credentials
 from protocol.identity.keys import Identity
-from protocol.identity.route_signatures import Routes
+from protocol.identity.signatures import Routes
 from protocol.interfaces.clock import SystemClock
 from protocol.interfaces.tensor_spec import TensorSpec
 from protocol.manifest.manifest import CodecSection, Manifest, StagesSection

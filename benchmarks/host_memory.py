@@ -29,7 +29,7 @@ from node.averaging.anchor.anchor_store import AnchorStore
 from node.averaging.anchor.lone_replica import anchor_of
 from node.averaging.anchor.module_vector import LocalReplica
 from node.checkpoint.folder import CheckpointFolder, save_state
-from node.checkpoint.replica import capture_as_written
+from node.checkpoint.saver import capture_module
 from node.checkpoint.state import Agreed, ReplicaState
 from node.concurrency.compute_thread import ComputeThread, Priority
 from node.model.optimizer import Accumulator, InnerOptimizer
@@ -82,7 +82,7 @@ def checkpoint(elements: int = CHECKPOINT_ELEMENTS) -> dict[str, float]:
         tracemalloc.reset_peak()
         since = tracemalloc.get_traced_memory()[0]
         agreed = Agreed(store.saved(), 1, 32)
-        capture = partial(capture_as_written, (part,), optimizer, post, visits=1, tokens=32, agreed=agreed)
+        capture = partial(capture_module, (part,), optimizer, post, visits=1, tokens=32, agreed=agreed)
         post(lambda: states.append(capture())).result()
         stepping = post(lambda: step(1))
         header = save_state(CheckpointFolder(Path(path), RUN, b""), PEER, ModuleId(1), states.pop())

@@ -17,7 +17,7 @@ of them (likewise), `jobs` how many they are. Between two jobs microbatches are 
   at once, and what is left is copied in its job. Time in which that waits for a disk is no processor time.
 
 `held_ms_a_round` is snapshot and carry. `share_of_a_round` is that over the time which a device of `--tflops` (what it
-reaches) computes between two rounds of the run that the recipe (`node/dial/recipe.py`) chooses for four such stages
+reaches) computes between two rounds of the run that the recipe (`node/dial/dial.py`) chooses for four such stages
 with four replicas each: 6 operations a parameter and token, `inner_steps` times `step_tokens` tokens. `share_alone` is
 the same of a lone replica's outer step.
 
@@ -52,10 +52,10 @@ from node.averaging.anchor.module_vector import LocalReplica
 from node.averaging.anchor.outer_step import OuterRule, Staging
 from node.averaging.module_rounds import _put_on
 from node.averaging.replica_sync import AloneRule, ReplicaSync, Snapshot
-from node.checkpoint.replica import capture_as_written
+from node.checkpoint.saver import capture_module
 from node.checkpoint.state import Agreed
 from node.concurrency.compute_thread import ComputeThread, Priority
-from node.dial.recipe import choose_recipe
+from node.dial.dial import choose_recipe
 from node.model.optimizer import Accumulator, InnerOptimizer, StepFigures
 from node.model.parts import build_block_stack
 from protocol.codecs import encoded_bytes
@@ -183,7 +183,7 @@ async def measure(rounds: int) -> tuple[int, dict[str, dict[str, float]]]:
             compute.begin("checkpoint")
             agreed = Agreed(store.saved(), 1, TOKENS)
             post = partial(compute.post, Priority.UPKEEP)
-            capture = partial(capture_as_written, (trained.part,), trained.optimizer, post)
+            capture = partial(capture_module, (trained.part,), trained.optimizer, post)
             state = await job(partial(capture, visits=1, tokens=TOKENS, agreed=agreed))
             assert state.copying is not None
             await asyncio.to_thread(_read, state.copying.pieces)

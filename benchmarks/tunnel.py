@@ -20,8 +20,7 @@ from typing import Any, Final
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
-from protocol.dht.directory import DhtDirectory, DirectorySettings
-from protocol.dht.tunnels import RelayTunnels
+from protocol.dht.directory import DhtDirectory, DirectorySettings, RelayTunnels
 from protocol.identity.keys import Identity
 from protocol.interfaces.clock import SystemClock
 from protocol.interfaces.directory import Contact

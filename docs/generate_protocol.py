@@ -150,12 +150,14 @@ def _paragraphs(comment: str) -> Iterator[str]:
 def _events(source: str) -> Iterator[str]:
     module = ast.parse(source)
     yield from ("### node/observability/events.py", "", ast.get_docstring(module) or "", "")
-    for item in module.body:
-        if isinstance(item, ast.ClassDef) and any("dataclass" in ast.unparse(mark) for mark in item.decorator_list):
+    classes = {item.name: item for item in module.body if isinstance(item, ast.ClassDef) and item.decorator_list}
+    for item in classes.values():
+        if not item.name.startswith("_"):
             name = _event_name(item)
+            bases = [classes[ast.unparse(base)] for base in item.bases]
             yield from (f"#### {f'event `{name}`' if name else f'object {item.name}'}", "")
             yield from (ast.get_docstring(item) or "", "")
-            yield from _table(("key", "type", ""), _keys(item))
+            yield from _table(("key", "type", ""), [row for each in (*bases, item) for row in _keys(each)])
 
 
 def _event_name(item: ast.ClassDef) -> str:

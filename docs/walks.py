@@ -39,7 +39,7 @@ MICROBATCH: Final[Way] = {
         node/data/reading_position.py: sent
         swarm/routing/latency_attribution.py: launched
         node/routing/evaluation.py: depart
-        protocol/identity/route_signatures.py: signed
+        protocol/identity/signatures.py: signed
         node/concurrency/machine_runner.py: handle
     """,
     "embed": """
@@ -68,20 +68,20 @@ MICROBATCH: Final[Way] = {
         node/pipeline/microbatch_runner.py: _sending
         protocol/transport/grpc_transport.py: send
         protocol/transport/link.py: send
-        protocol/transport/outbox.py: send
+        protocol/transport/send_queue.py: send
         protocol/transport/send_queue.py: share, add
-        protocol/frames/tensor_transfer.py: next_frame
+        protocol/frames/tensors.py: next_frame
         protocol/frames/frames.py: encode
-        protocol/frames/pipeline.py: _write_forward
-        protocol/frames/fields.py: wire_header
-        protocol/frames/chunks.py: encode_chunk
+        protocol/frames/frames.py: _write_forward
+        protocol/frames/tensors.py: wire_header
+        protocol/frames/tensors.py: encode_chunk
         protocol/transport/grpc_streams.py: write
     """,
     "admit, at a hop": """
         protocol/transport/link.py: _read
         protocol/frames/frames.py: decode
-        protocol/frames/pipeline.py: _read_forward
-        protocol/frames/fields.py: read_header
+        protocol/frames/frames.py: _read_forward
+        protocol/frames/tensors.py: read_header
         protocol/interfaces/tensor_spec.py: fault
         protocol/transport/link.py: _dispatch
         protocol/transport/inbox.py: open
@@ -89,16 +89,16 @@ MICROBATCH: Final[Way] = {
         node/pipeline/microbatch_runner.py: admit
         node/pipeline/admission.py: check
         swarm/routing/path_rules.py: fault_as_taken
-        protocol/identity/route_signatures.py: fault
+        protocol/identity/signatures.py: fault
         node/pipeline/microbatch_runner.py: _refusal
         swarm/pipeline/custody.py: admit_forward
         swarm/pipeline/ledger.py: place_for, reserve
         protocol/transport/buffer_pool.py: take
     """,
     "receive": """
-        protocol/frames/chunks.py: decode_chunk
+        protocol/frames/tensors.py: decode_chunk
         protocol/transport/inbox.py: add
-        protocol/frames/tensor_transfer.py: add
+        protocol/frames/tensors.py: add
         protocol/transport/rate_limits.py: exchanged
         node/network/dispatcher.py: received
         node/pipeline/microbatch_runner.py: received
@@ -288,7 +288,7 @@ ROUND: Final[Way] = {
         node/averaging/exchange/all_reduce.py: _send
         protocol/transport/grpc_transport.py: send
         protocol/transport/link.py: send
-        protocol/transport/outbox.py: send
+        protocol/transport/send_queue.py: send
         protocol/transport/inbox.py: open
         node/network/dispatcher.py: admit
         node/averaging/workspace.py: admit

@@ -68,14 +68,14 @@ node/context: node/checkpoint node/concurrency node/data node/experts node/model
 node/pipeline: node/concurrency node/data node/experts node/model node/model/optimizers node/model/packed node/network
     node/observability protocol/codecs protocol/interfaces protocol/manifest protocol/transport swarm/compression
     swarm/pipeline swarm/routing swarm/workload
-node/reachability: node/concurrency node/network node/observability protocol/identity protocol/interfaces
+node/reachability: node/concurrency node/network node/observability protocol/dht protocol/identity protocol/interfaces
     protocol/manifest protocol/nat protocol/transport swarm/membership
 node/averaging/exchange: node/averaging/anchor node/concurrency node/model node/observability protocol/codecs
     protocol/identity protocol/interfaces swarm/averaging swarm/compression
 node/averaging/state_sync: node/averaging/anchor node/concurrency node/network node/observability node/start
     protocol/codecs protocol/frames protocol/interfaces protocol/transport swarm/averaging
-node/lab/doctor: node/concurrency node/model node/network node/reachability protocol/interfaces protocol/manifest
-    swarm/membership swarm/pipeline
+node/lab/doctor: node/concurrency node/model node/network node/observability node/reachability protocol/interfaces
+    protocol/manifest swarm/membership swarm/pipeline
 node/local_swarm: node/context node/data node/experts node/model node/observability protocol/identity protocol/libp2p
     protocol/manifest swarm/pipeline swarm/workload
 node/routing: node/concurrency node/context node/data node/experts node/network node/observability

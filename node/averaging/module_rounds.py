@@ -33,7 +33,7 @@ from node.concurrency.task_groups import task_scope
 from node.context.module_context import ModuleContext
 from node.observability.events import Note
 from protocol.codecs import encoded_bytes
-from protocol.identity.round_signatures import EntrySeal, PieceSignatures
+from protocol.identity.signatures import EntrySeal, PieceSignatures
 from protocol.manifest.manifest import Manifest
 from swarm.averaging.round_events import Caught, OtherReplica, RoundRules
 from swarm.averaging.round_machine import RoundMachine

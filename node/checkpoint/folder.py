@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +27,7 @@ from node.checkpoint.snapshot import (
     state_pieces,
 )
 from node.checkpoint.state import ReplicaState
-from node.checkpoint.storage import DiskStorage, Storage, write_durably
+from node.observability.failpoints import crash_point
 from protocol.manifest.manifest import MAX_MANIFEST_BYTES
 from protocol.manifest.signing import SignedManifest, read_signed_manifest
 from swarm.vocabulary.errors import (
@@ -38,6 +39,53 @@ from swarm.vocabulary.errors import (
     StateError,
 )
 from swarm.vocabulary.types import ModuleId, PeerId, RunId
+
+
+class Storage:
+    """File operations on the disk. Each raises OSError on failure; tests replace them by ones that fail or die."""
+
+    def make_folder(self, path: Path) -> None:
+        path.mkdir(parents=True, exist_ok=True)
+
+    def write(self, path: Path, pieces: Iterable[memoryview]) -> None:
+        with path.open("wb", buffering=0) as file:
+            for piece in pieces:
+                rest = piece
+                while len(rest):  # a write may take less than it was given
+                    rest = rest[file.write(rest) :]
+
+    def sync(self, path: Path) -> None:
+        """Makes a file's contents, or a folder's names, survive a power failure."""
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def rename(self, source: Path, target: Path) -> None:
+        source.replace(target)
+
+    def remove(self, path: Path) -> None:
+        path.unlink(missing_ok=True)
+
+    def names(self, folder: Path) -> tuple[str, ...]:
+        try:
+            return tuple(os.listdir(folder))
+        except (FileNotFoundError, NotADirectoryError):
+            return ()
+
+
+def write_durably(storage: Storage, target: Path, beside: Path, pieces: Iterable[memoryview]) -> None:
+    """Writes a file durably and atomically: whatever happens, the target is the old file or the new one."""
+    crash_point("before write")
+    storage.write(beside, pieces)
+    crash_point("before sync")
+    storage.sync(beside)
+    crash_point("before rename")
+    storage.rename(beside, target)
+    crash_point("after rename")
+    storage.sync(target.parent)
+
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +109,7 @@ class CheckpointFolder:
     run: RunId
     manifest: bytes
     """The signed TOML file."""
-    storage: Storage = field(default_factory=DiskStorage)
+    storage: Storage = field(default_factory=Storage)
     router: bytes = b""
     """Of a run whose manifest names one."""
     written: dict[Path, FileRecord] = field(default_factory=dict)
@@ -93,12 +141,7 @@ class Loaded:
 
 
 def save_state(folder: CheckpointFolder, peer: PeerId, module: ModuleId, state: ReplicaState) -> Header:
-    """Writes a replica's snapshot, and then removes what is older than the one before it. One writer a peer at a time.
-
-    Raises:
-        ResourceExhausted: the disk is full. The snapshots that were there are still there.
-        StateError: the folder belongs to another run, or could not be written; likewise.
-    """
+    """Writes a replica's snapshot and removes old ones; one writer a peer. Raises ResourceExhausted, StateError."""
     header = write_snapshot(folder, peer, module, state)
     remove_older(folder, peer)
     return header
@@ -125,11 +168,7 @@ def write_snapshot(folder: CheckpointFolder, peer: PeerId, module: ModuleId, sta
 
 
 def remove_older(folder: CheckpointFolder, peer: PeerId) -> None:
-    """Removes all but the newest `KEPT` intact snapshots. For after a write: nothing is removed while there is not one
-    that is whole.
-
-    A file that cannot be removed stays, with a line in the log: the snapshots are good all the same.
-    """
+    """Removes all but the newest `KEPT` intact snapshots, and nothing while none is intact."""
     place, kept = folder.of(peer), set[str]()
     whole = 0
     for header in whole_snapshots(folder, peer, [], known=folder.written):
@@ -150,12 +189,11 @@ def remove_older(folder: CheckpointFolder, peer: PeerId) -> None:
 
 
 def load_newest(folder: CheckpointFolder, peer: PeerId, module: ModuleId | None = None) -> Loaded | None:
-    """The peer's newest whole snapshot, of `module` or (None) of whichever module it hosted last; None when there never
-    was one.
+    """The peer's newest whole snapshot, of `module` or any; None if there never was one.
 
     Raises:
-        CorruptSnapshot: there are snapshots, and all of them are damaged; names each.
-        StateError: see `check_run`.
+        CorruptSnapshot: All snapshots are damaged.
+        StateError: See `check_run`.
     """
     check_run(folder)
     problems: list[Problem] = []
@@ -170,8 +208,7 @@ def load_newest(folder: CheckpointFolder, peer: PeerId, module: ModuleId | None 
 def whole_snapshots(
     folder: CheckpointFolder, peer: PeerId, problems: list[Problem], known: Mapping[Path, FileRecord] | None = None
 ) -> Iterator[Header]:
-    """A peer's snapshots whose both files are what was written, newest first. Adds to `problems` what is wrong with the
-    others. Of those that are `known` only the size is looked at."""
+    """A peer's intact snapshots, newest first. Adds others to `problems`; of `known` files only the size is checked."""
     for header in _headers(folder.storage, folder.of(peer), folder.run, problems):
         path = folder.of(peer) / header.file.name
         try:
@@ -184,12 +221,7 @@ def whole_snapshots(
 
 
 def read_manifest(path: Path) -> SignedManifest:
-    """The signed manifest of a checkpoint.
-
-    Raises:
-        ConfigError: there is no checkpoint in this folder.
-        ManifestError: the manifest is damaged.
-    """
+    """The signed manifest of a checkpoint. Raises ConfigError if there is none, ManifestError if it is damaged."""
     try:
         with (path / MANIFEST_NAME).open("rb") as file:
             text = file.read(MAX_MANIFEST_BYTES + 1)  # one more than may be: the parser refuses it
@@ -199,11 +231,7 @@ def read_manifest(path: Path) -> SignedManifest:
 
 
 def check_run(folder: CheckpointFolder) -> None:
-    """Checks that the folder is this run's, or nobody's yet.
-
-    Raises:
-        StateError: it holds another run's checkpoint, or its manifest is damaged.
-    """
+    """Checks that the folder is empty or this run's. Raises StateError."""
     if not (folder.path / MANIFEST_NAME).exists():
         return
     try:
@@ -218,8 +246,7 @@ def check_run(folder: CheckpointFolder) -> None:
 
 
 def _write_manifest(folder: CheckpointFolder, peer: PeerId) -> None:
-    """Once, and the router beside it. Peers that come here together each write the same run's, and it does not matter
-    who is last."""
+    """Writes manifest and router once. Concurrent peers write the same bytes."""
     check_run(folder)
     for name, content in ((ROUTER_NAME, folder.router), (MANIFEST_NAME, folder.manifest)):
         target = folder.path / name

@@ -31,17 +31,12 @@ class Gathered:
 
 
 def gather_modules(path: Path) -> Gathered:
-    """Loads, for each module, the parameters of its newest anchor version.
-
-    Where several replicas share that version, the mean of their parameters, weighted by the tokens each has trained on
-    since it; of one replica exactly its own. A replica without an anchor stands on the initial weights, which all have
-    in common.
+    """Loads the parameters of each module's newest anchor version: the mean of its replicas, weighted by tokens since.
 
     Raises:
-        ConfigError: there is no checkpoint in this folder.
-        ManifestError: its manifest is damaged.
-        CorruptSnapshot: a module is left without a snapshot that is whole; names the damaged files.
-        StateError: nobody has saved a module.
+        ConfigError, ManifestError: There is no checkpoint in this folder, or its manifest is damaged.
+        CorruptSnapshot: A module has no intact snapshot.
+        StateError: A module was never saved.
     """
     signed = read_manifest(path)
     folder, problems = CheckpointFolder(path, signed.run, signed.text), list[Problem]()
@@ -90,8 +85,7 @@ def _of_the_newest_anchor(headers: list[Header]) -> list[Header]:
 
 
 def _progress(header: Header) -> tuple[_Progress, bytes]:
-    """What makes one anchor newer than another. The digest only settles which of two that cannot both be right is
-    taken."""
+    """Order of anchors. The digest only settles which of two that cannot both be right is taken."""
     anchor = header.anchor
     return ((-1, 0, 0), b"") if anchor is None else ((anchor.round, anchor.steps, anchor.tokens), anchor.digest)
 

@@ -1,4 +1,4 @@
-"""The saving of a node's replica, out of the way of training."""
+"""Capture of a replica between two inner steps, its restoration, and its saving out of the way of training."""
 
 from __future__ import annotations
 
@@ -10,14 +10,71 @@ from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Self
 
-from node.checkpoint.snapshot import Header
-from node.checkpoint.state import ReplicaState
+import torch
+from torch import Tensor, nn
+
+from node.checkpoint.snapshot import Header, own_tensors
+from node.checkpoint.state import Agreed, Counters, Post, ReplicaState, StateCopy
 from node.concurrency.compute_thread import ComputeThread, Priority
 from node.concurrency.task_groups import set_or_after
+from node.model.device import copied
+from node.model.initialization import floats_of, parameters_of
+from node.model.optimizer import InnerOptimizer
+from node.model.packed.packed_floats import Floats
 from node.observability.events import EventSink, Note
 from swarm.vocabulary.errors import ResourceExhausted, StateError
 
 log = logging.getLogger(__name__)
+
+
+def capture_module(
+    parts: tuple[nn.Module, ...],
+    optimizer: InnerOptimizer,
+    post: Post | None = None,
+    *,
+    visits: int,
+    tokens: int,
+    agreed: Agreed | None = None,
+) -> ReplicaState:
+    """A replica between two inner steps, after `visits` microbatches of `tokens` tokens. Called on the compute thread.
+
+    Args:
+        post: Copies the optimizer's tensors while they are written (see `StateCopy`); None copies them at once.
+    """
+    optimizer.before_change()  # the copy before this one ends here
+    names, floats = parameters_of(*parts), floats_of(*parts)
+    since = (optimizer.steps, tokens) if agreed is None else (agreed.steps_since, agreed.tokens_since)
+    counters, anchor = Counters(tokens, visits, *since), None if agreed is None else agreed.anchor
+    if post is None:
+        local = {name: _copied(each) for name, each in floats.items()}
+        return ReplicaState(local, optimizer.export_state(names), counters, anchor)
+    own, inner = optimizer.moved(names), optimizer.shared_state(names)
+    copying = StateCopy(own_tensors({name: floats[name] for name in names if name in own}, inner), post)
+    optimizer.before_change = copying.finish
+    # Only the optimizer waits for the copy; others may move a router's tables at any time.
+    local = {name: tensor if name in own else copied(tensor) for name, tensor in names.items()}
+    return ReplicaState(local, inner, counters, anchor, copying=copying)
+
+
+@torch.no_grad()
+def restore_module(parts: tuple[nn.Module, ...], optimizer: InnerOptimizer, state: ReplicaState) -> None:
+    """Restores parameters and optimizer in place. Raises StateError for another model, before any change."""
+    parameters = parameters_of(*parts)
+    saved, own = ({name: t.shape for name, t in tensors.items()} for tensors in (state.local, parameters))
+    if saved != own:
+        raise StateError("the snapshot is of a model with other parameters than this version builds from the manifest")
+    optimizer.import_state(parameters, state.inner)
+    agreed = 0 if state.anchor is None else state.anchor.version.tokens
+    optimizer.tokens = agreed + state.counters.tokens_since_anchor
+    for name, floats in floats_of(*parts).items():
+        if isinstance(floats, Tensor):
+            floats.copy_(state.local[name])
+        else:
+            floats.store(state.local[name])
+
+
+def _copied(floats: Floats) -> Tensor:
+    return copied(floats) if isinstance(floats, Tensor) else floats.copied()
 
 
 class SaveRequests:
@@ -28,23 +85,18 @@ class SaveRequests:
         self.reason = ""
 
     def request_save(self, reason: str) -> None:
-        """Asks for a snapshot soon; returns at once. Call it on the event loop; does nothing where no checkpoints are
-        kept.
-        """
+        """Requests a snapshot, on the event loop; returns at once. No effect without checkpoints."""
         self.reason = reason
         self.wanted.set()
 
 
 class Saver:
-    """Captures the replica on the compute thread, then hashes and writes it on a thread of its own: one write at a
-    time, in order.
-
-    Used as `with`: leaving it waits for a write that is under way.
+    """Captures the replica on the compute thread, then hashes and writes it on its own thread, one at a time.
 
     Args:
-        capture: the replica as it is, copied or to be copied as it is written; called on the compute thread.
-        write: puts it where it belongs (`node.checkpoint.folder.save_state`); called on the saver's own thread.
-        every_s: seconds between two saves that nobody has asked for; those are left out while no step has been taken.
+        capture: Called on the compute thread.
+        write: Called on the saver's thread (see `save_state`).
+        every_s: Interval of unrequested saves, in seconds; skipped while no step has been taken.
     """
 
     def __init__(
@@ -74,8 +126,7 @@ class Saver:
         self._writer.shutdown(wait=True, cancel_futures=True)
 
     async def run(self) -> None:
-        """Saves at every request and interval, until cancelled. A save that fails is a warning, and training goes
-        on."""
+        """Saves at every request and interval until cancelled. A failed save is a warning."""
         while True:
             await set_or_after(self._requests.wanted, self._every_s)
             reason, self._requests.reason = self._requests.reason, ""
@@ -85,11 +136,7 @@ class Saver:
                 self._events.emit(Note("warning", f"{error}. {error.hint}"))
 
     async def save_at_the_end(self) -> None:
-        """Writes the last snapshot of a node that stops; after the one being written, if there is one.
-
-        Raises:
-            StateError, ResourceExhausted: it could not be written.
-        """
+        """Writes the last snapshot of a node that stops. Raises StateError, ResourceExhausted."""
         await self._save("the node stops")
 
     def _written(self, state: ReplicaState) -> Header:

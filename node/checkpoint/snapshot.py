@@ -1,9 +1,7 @@
-"""A snapshot's two files: tensors in safetensors, and a json that says what they belong to and what their bytes must
-be.
+"""A snapshot's two files: tensors in safetensors, and a json that describes them.
 
-The safetensors file is written here rather than by its library, so that gigabytes go from memory to the disk once, are
-hashed on the way and are never copied (format: https://github.com/huggingface/safetensors#format). It is read by the
-library, after the hash.
+The safetensors file is written here, so that gigabytes are hashed on the way and never copied
+(https://github.com/huggingface/safetensors#format). The library reads it, after the hash was checked.
 """
 
 from __future__ import annotations
@@ -80,8 +78,7 @@ class Header:
 
 
 def own_tensors(local: Mapping[str, Floats], inner: InnerState) -> dict[str, Floats]:
-    """A replica's own tensors under one name each: `local/NAME`, and what the inner optimizer has of a parameter, such
-    as `exp_avg/NAME`."""
+    """A replica's own tensors as `local/NAME`, and the inner optimizer's such as `exp_avg/NAME`."""
     named: dict[str, Floats] = {f"local/{name}": tensor for name, tensor in local.items()}
     for name, own in inner.parameters.items():
         named |= {f"{slot}/{name}": tensor for slot, tensor in own.tensors.items()}
@@ -90,8 +87,7 @@ def own_tensors(local: Mapping[str, Floats], inner: InnerState) -> dict[str, Flo
 
 
 def state_pieces(state: ReplicaState) -> Iterator[memoryview]:
-    """The bytes of a safetensors file with all tensors of a state, as float32, in pieces: its own ones, those first
-    that are still to be copied, then `anchor/NAME` and `momentum/NAME`."""
+    """The bytes of a safetensors file with all tensors as float32: those still to be copied come first."""
     own = own_tensors(state.local, state.inner)
     copying = () if state.copying is None else state.copying.names
     rest = {name: tensor for name, tensor in own.items() if name not in copying}
@@ -135,11 +131,7 @@ def _table_of_tensors(shapes: Mapping[str, tuple[int, ...]]) -> memoryview:
 
 
 def check_file(folder: Path, record: FileRecord) -> None:
-    """Reads the whole file and compares it with the record.
-
-    Raises:
-        CorruptSnapshot: it is missing, cannot be read, or is not what was written.
-    """
+    """Reads the whole file and compares it with the record. Raises CorruptSnapshot."""
     path, hasher, size = folder / record.name, blake3(), 0
     try:
         with path.open("rb") as file:
@@ -163,11 +155,7 @@ def has_size(path: Path, size: int) -> bool:
 
 
 def read_tensors(path: Path, group: str) -> dict[str, Tensor]:
-    """The tensors of one group by parameter name, from a file that `check_file` has found whole.
-
-    Raises:
-        CorruptSnapshot: it is not a safetensors file.
-    """
+    """The tensors of one group by parameter name, from a checked file. Raises CorruptSnapshot."""
     prefix = f"{group}/"
     with _opened(path) as opened:
         names = [name for name in opened.keys() if name.startswith(prefix)]  # noqa: SIM118 - no mapping
@@ -190,11 +178,7 @@ def _opened(path: Path) -> Iterator[Any]:
 
 
 def read_state(folder: Path, header: Header) -> ReplicaState:
-    """The state that a header describes, from a file that `check_file` has found whole.
-
-    Raises:
-        CorruptSnapshot: it is not a safetensors file.
-    """
+    """The state that a header describes, from a checked file. Raises CorruptSnapshot."""
     path = folder / header.file.name
     anchor = None
     if header.anchor is not None:
@@ -218,11 +202,7 @@ def header_bytes(header: Header) -> bytes:
 
 
 def parse_header(text: bytes) -> Header:
-    """Parses what `header_bytes` wrote.
-
-    Raises:
-        CorruptSnapshot: it is anything else, down to a byte.
-    """
+    """Parses what `header_bytes` wrote. Raises CorruptSnapshot: it is anything else, down to a byte."""
     try:
         table = json.loads(text)
         stated = table.pop("blake3")

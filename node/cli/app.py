@@ -1,8 +1,7 @@
 """The `skipstone` command: its group of commands, its errors and exit codes.
 
-Errors of our own become two lines on standard error and their exit code; `--debug` shows where they come from. Wrong
-usage exits with 2. Everything heavy is imported by the commands themselves, once they have said what they are about to
-do.
+Our errors become two lines on standard error and their exit code. Commands import heavy modules themselves, after
+their first line.
 """
 
 from __future__ import annotations
@@ -19,8 +18,7 @@ from typer.core import TyperGroup
 
 from node.cli.export import export
 from node.cli.generate import generate
-from node.cli.join import join
-from node.cli.leave import leave
+from node.cli.join import join, leave
 from node.cli.new import new
 from node.cli.solo import solo
 from node.cli.status import evaluate, status
@@ -92,12 +90,8 @@ app.command()(tokenize)
 
 
 def main() -> None:
-    """Entry point of the `skipstone` command.
-
-    Python's own end is cut short after everything that asked to be called at exit has been: with torch and grpc loaded,
-    taking the interpreter down costs more than a second of computing for each node, and frees nothing that the kernel
-    would not.
-    """
+    """Entry point of the `skipstone` command."""
+    # Taking down an interpreter with torch and grpc costs a second of CPU a node, so the exit is cut short.
     code: str | int | None = 1
 
     def leave() -> None:

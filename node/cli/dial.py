@@ -1,7 +1,4 @@
-"""`skipstone new --size`: what a person asks the dial for, and how its choices and forecast are told.
-
-It stands alone because the dial itself (`node.dial`) knows neither options nor terminals.
-"""
+"""The options of `skipstone new` that go with the dial, and the text of its choices and forecast."""
 
 from __future__ import annotations
 
@@ -9,8 +6,11 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
+import typer
+
+from node.cli.manifests import ManifestChanges
 from node.cli.views.text import count
 from node.context.options import parse_size
 from swarm.vocabulary.errors import ConfigError
@@ -28,36 +28,41 @@ _HOURS_TOLD: Final = 48
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """The words of the options that go with the dial; None where nothing was said."""
+class DialOptions:
+    """The options of `skipstone new` that choose a run by its size."""
 
-    size: str
-    card: str | None = None
-    peers: int | None = None
-    tokenizer: Path | None = None
-    total_tokens: int | None = None
-    inner: str | None = None
+    size: Annotated[
+        str | None, typer.Option(help="Choose everything for so many parameters, such as 160m or 7b, and say why.")
+    ] = None
+    card: Annotated[str | None, typer.Option(help="With --size: memory of each peer's card [default: 12GB]")] = None
+    peers: Annotated[int | None, typer.Option(help="With --size: how many there are; a stage for each.")] = None
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="With --size: a tokenizer.json [default: the bytes themselves]")
+    ] = None
+
+    def __post_init__(self) -> None:
+        if self.size is None:
+            for option in ("card", "peers", "tokenizer"):
+                if getattr(self, option) is not None:
+                    raise ConfigError(
+                        f"--{option} goes with --size", hint="Say how large the model should be: --size 160m."
+                    )
 
 
-def turned_by(asked: Asked, name: str) -> Turned:
-    """The run that the dial makes of what was asked for.
-
-    Raises:
-        ConfigError: a size is none, the tokenizer's file cannot be used, or no such run can be made.
-        ManifestError: what was asked for is no manifest.
-    """
+def turned_by(dial: DialOptions, changes: ManifestChanges, name: str) -> Turned:
+    """The run that the dial chooses. Raises ConfigError, ManifestError."""
     from node.dial.dial import BYTES, Wish, turn
     from node.dial.dial import Turned as Made
 
-    if asked.total_tokens is not None and asked.total_tokens < 1:
-        raise ConfigError(f"--total-tokens must be at least 1, not {asked.total_tokens}")
-    tokenizer = None if asked.tokenizer is None else _tokenizer(asked.tokenizer)
+    if changes.total_tokens is not None and changes.total_tokens < 1:
+        raise ConfigError(f"--total-tokens must be at least 1, not {changes.total_tokens}")
+    tokenizer = None if dial.tokenizer is None else _tokenizer(dial.tokenizer)
     wish = Wish(
-        parameters=parse_parameters(asked.size),
-        peers=_peers(asked),
+        parameters=parse_parameters(dial.size or ""),
+        peers=_peers(dial),
         tokens=BYTES if tokenizer is None else tokenizer[0],
-        total_tokens=asked.total_tokens,
-        inner=asked.inner or "adamw",
+        total_tokens=changes.total_tokens,
+        inner=changes.inner or "adamw",
     )
     turned = turn(wish, name)
     if tokenizer is None:
@@ -68,16 +73,16 @@ def turned_by(asked: Asked, name: str) -> Turned:
     return Made(manifest_from_table(table | {"data": table["data"] | tokenizer[1]}), turned.choices)
 
 
-def told(asked: Asked, turned: Turned, manifest: Manifest) -> Iterator[str]:
-    """The lines for the person: each choice with its reason, and what to expect of the manifest."""
+def told(dial: DialOptions, turned: Turned, manifest: Manifest) -> Iterator[str]:
+    """Lines with each choice, its reason, and the forecast for the manifest."""
     from node.dial.cut import COMMON_CARD
-    from node.dial.forecast import LARGE_CARD, LINKS_MBIT_S, forecast
+    from node.dial.dial import LARGE_CARD, LINKS_MBIT_S, forecast
     from swarm.membership.room import size_text
 
     for name, choice in turned.choices:
         value = count(choice.value) if isinstance(choice.value, int) else str(choice.value)
         yield f"  {name:<{_NAME_WIDTH}}  {value:<{_VALUE_WIDTH}}  {choice.reason}"
-    card = _peers(asked).card or COMMON_CARD
+    card = _peers(dial).card or COMMON_CARD
     seen = forecast(manifest, card)
     kind = "an RTX 3090" if card >= LARGE_CARD else "an RTX 3060"
     yield "Expected, with one peer a stage (estimated, not measured):"
@@ -101,21 +106,17 @@ def _time(seconds: float) -> str:
 
 
 def parse_parameters(text: str) -> int:
-    """The number of parameters in `10m`, `160m`, `1.5b` or `7B`.
-
-    Raises:
-        ConfigError: it is none.
-    """
+    """The number of parameters in `10m`, `160m`, `1.5b` or `7B`. Raises ConfigError."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmb]?)", text.strip().lower())
     if match is None:
         raise ConfigError(f"--size {text!r} is no number of parameters", hint="Write it as 10m, 160m, 1.5b or 7b.")
     return round(float(match[1]) * _UNITS[match[2]])
 
 
-def _peers(asked: Asked) -> Peers:
+def _peers(dial: DialOptions) -> Peers:
     from node.dial.cut import Peers
 
-    return Peers(None if asked.card is None else parse_size(asked.card), asked.peers)
+    return Peers(None if dial.card is None else parse_size(dial.card), dial.peers)
 
 
 def _tokenizer(path: Path) -> tuple[Reasoned[int], dict[str, Any]]:

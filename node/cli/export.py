@@ -1,7 +1,4 @@
-"""`skipstone export`: a run's model as a Hugging Face folder.
-
-It stands alone because each command is a module of its own.
-"""
+"""`skipstone export`: a run's model as a Hugging Face folder."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ class _Asked:
 async def _generate(source: str, tokenizer_file: Path | None, asked: _Asked, *, as_json: bool) -> None:
     from node.data.places import ToldPlaces
     from node.export.open_model import open_model
-    from node.export.routed_model import model_on_path
+    from node.export.source import model_on_path
     from node.model.device import choose_device
     from node.model.generation import Continuation
     from node.network.loss_report import AskedPaths

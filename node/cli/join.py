@@ -1,24 +1,161 @@
-"""`skipstone join`: one node in the foreground, until it is told to stop."""
+"""`skipstone join` runs one node in the foreground, with its owner's consent; `skipstone leave` asks it to leave."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import sys
+import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from node.cli.options import LinkFile, link_in, with_node_options
+from node.cli.options import LinkFile, link_in, with_options
 from node.cli.views.interrupts import STOP_LIMIT_S, Interrupts, end_by, leave_at_once, stop_on_end_of_input
-from node.cli.views.output import announce, event_sink, run_loop, start_log
-from node.context.options import NodeOptions, variable
+from node.cli.views.output import announce, event_sink, print_json, run_loop, start_log
+from node.cli.views.text import count, harmless
+from node.context.options import NodeOptions, setting, variable
 from swarm.vocabulary.errors import ConfigError
 
 if TYPE_CHECKING:
+    from node.context.options import NodeOptions
+    from node.data.places import Places
     from protocol.manifest.join_link import JoinLink
+    from protocol.manifest.manifest import Manifest, StagesSection
+    from protocol.manifest.signing import SignedManifest
+    from swarm.vocabulary.types import Reasoned
 
 
-@with_node_options
+_LONGEST_ANSWER: Final = 4096
+
+
+class Consent:
+    """The question at a terminal, unless --yes was given or the run is this machine's own.
+
+    Services and scripts have no terminal and go on: their owner chose the run, and reading of this machine needs an
+    option of its own (`node.data.places`).
+    """
+
+    def __init__(self, options: NodeOptions) -> None:
+        self._options = options
+
+    async def __call__(
+        self, signed: SignedManifest, text: Reasoned[Places | None], fits: Reasoned[tuple[int, ...]], own: bool
+    ) -> bool:
+        """Says it, and returns whether to join."""
+        stream = sys.stderr if self._options.as_json else sys.stdout  # standard output may be for a program
+        with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+            for line in description(signed, self._options, text, fits, own=own):
+                typer.echo(line, file=stream)
+        # A node that stops when standard input ends cannot ask there: two would read it.
+        unasked = self._options.yes or self._options.stop_on_eof or own
+        if unasked or not (sys.stdin.isatty() and stream.isatty()):
+            return True
+        typer.echo("Join this run? [y/N] ", file=stream, nl=False)
+        return (await _line_typed()).strip().lower() in ("y", "yes")
+
+
+def description(
+    signed: SignedManifest,
+    options: NodeOptions,
+    text: Reasoned[Places | None],
+    fits: Reasoned[tuple[int, ...]],
+    *,
+    own: bool,
+) -> tuple[str, ...]:
+    """The run and what it does here, a line each; made harmless for a terminal."""
+    manifest = signed.manifest
+    lines = (
+        f"run       {manifest.name}, {signed.run}",
+        f"author    {signed.author}{' (this machine)' if own else ''}",
+        f"model     {count(_parameters(manifest))} parameters in {_number(manifest.stages.count, 'stage')}"
+        f"{_experts(manifest.stages)}",
+        f"reads     {_reading(manifest, options, text)}",
+        "sends     hidden states of the run's text, gradients and parameters to the peers of this run; "
+        "whoever serves the next stage can turn"
+        " hidden states back into text",
+        f"fits      {fits.reason}",
+        f"may use   {_use(options)}",
+    )
+    return tuple(harmless(line, 400) for line in lines)
+
+
+def _experts(stages: StagesSection) -> str:
+    if not stages.has_experts:
+        return ""
+    of_each = stages.experts
+    return f" of {of_each if isinstance(of_each, int) else ', '.join(map(str, of_each))} experts"
+
+
+def _parameters(manifest: Manifest) -> int:
+    """Of all modules together; in figures, because a manifest may describe a model that nobody could build."""
+    from protocol.manifest.model import block_parameters
+
+    model, blocks = manifest.model, manifest.stages.blocks
+    apart = sum(own * experts for own, experts in zip(blocks, manifest.stages.experts_of_each, strict=True))
+    norms = 2 * model.hidden
+    return apart * (block_parameters(model) + norms) + (2 * model.vocabulary + 1) * model.hidden
+
+
+def _reading(manifest: Manifest, options: NodeOptions, text: Reasoned[Places | None]) -> str:
+    if not options.reads_text or (options.asked_stage or 0) > 0:
+        return "no text"
+    if text.value is None:
+        return f"no text: {text.reason}"
+    place, tokenizer = text.value.text, text.value.tokenizer
+    said = [f"{place.absolute()}, {text.reason}" if place is not None else text.reason]
+    if manifest.data.files is not None:
+        files = manifest.data.files
+        said.append(f"if it is the run's text ({_number(files.count, 'file')}, {count(files.bytes)} bytes)")
+    if tokenizer is not None:
+        said.append(f"and {tokenizer.absolute()}")
+    elif manifest.data.tokenizer_sha256 is not None:
+        said.append("and the run's tokenizer, which peers give")
+    return f"{', '.join(said)}; as a data node only"
+
+
+def _use(options: NodeOptions) -> str:
+    from node.network.reach_status import ReachMode
+
+    threads = "all CPU threads" if options.threads is None else _number(options.threads, "CPU thread")
+    saved = "no disk" if options.checkpoint_dir is None else f"disk below {options.checkpoint_dir}"
+    ports = " and ".join("any" if port == 0 else str(port) for port in (options.port, options.dht_port))
+    router = ", and may ask the router for one" if options.reach is ReachMode.AUTO else ""
+    graphs = options.graph_bytes
+    kept = "memory for its stage" if graphs is None else f"memory for its stage and {count(graphs)} bytes"
+    carried = f"; carries {count(options.relay_bytes_per_hour)} bytes an hour for others" * bool(
+        options.relay_bytes_per_hour
+    )
+    return f"device {options.device}, {threads}, {kept}, {saved}; ports {ports} at {options.listen}{router}{carried}"
+
+
+def _number(number: int, thing: str) -> str:
+    return f"{count(number)} {thing}" if number == 1 else f"{count(number)} {thing}s"
+
+
+async def _line_typed() -> str:
+    """Reads a typed line on a daemon thread, because reading cannot be cancelled."""
+    loop = asyncio.get_running_loop()
+    typed: asyncio.Future[str] = loop.create_future()
+
+    def settle(line: str) -> None:
+        if not typed.done():
+            typed.set_result(line)
+
+    def read() -> None:
+        line = b""
+        with contextlib.suppress(OSError):
+            line = os.read(sys.stdin.fileno(), _LONGEST_ANSWER)
+        with contextlib.suppress(RuntimeError):  # the loop has closed: somebody has interrupted the question
+            loop.call_soon_threadsafe(settle, line.decode(errors="replace"))
+
+    threading.Thread(target=read, name="answer", daemon=True).start()
+    return await typed
+
+
+@with_options(NodeOptions)
 def join(
     target: Annotated[
         str,
@@ -50,7 +187,6 @@ async def _join(options: NodeOptions) -> int:
     if options.stop_on_eof:
         stop_on_end_of_input(stop.set)
     with Interrupts(lambda: _ask_politely(loop, stop), leave_at_once):
-        from node.cli.consent import Consent
         from node.runtime.node import run_node
 
         events = event_sink(as_json=options.as_json, on_closed=stop.set)
@@ -75,3 +211,20 @@ def _parse_target(target: str) -> tuple[JoinLink | None, Path | None]:
             hint="A link begins with `skipstone:`; a manifest is written by `skipstone new FILE`.",
         )
     return None, path
+
+
+def leave(
+    identity: Annotated[Path | None, setting("identity", "The key file that the node was started with.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """Ask this machine's node to leave in good order, and wait until it has."""
+    announce("skipstone leave: asking the node to leave", as_json=json)
+    from node.context.options import default_identity_path
+    from node.runtime.leave_socket import ask_to_leave
+
+    path = identity or default_identity_path()
+    run_loop(ask_to_leave(path, STOP_LIMIT_S + 5))
+    if json:
+        print_json({"left": str(path)})
+    else:
+        typer.echo("it has left")

@@ -1,56 +1,96 @@
-"""The manifest of a command: a file's or the default one, with what the command line changes."""
+"""The manifest of a command: a file's or the default one, with the changes that the command line asks for."""
 
 from __future__ import annotations
 
+import typing
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import reduce
+from operator import getitem
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
+import typer
+
+from node.cli.options import VisitedPerPath, VisitRatio
 from swarm.vocabulary.errors import ConfigError
 
 if TYPE_CHECKING:
     from node.experts.router import Router
     from protocol.manifest.manifest import Manifest
 
+FINE_TUNING_ROWS: Final = 16
+"""Rows of an inner step that fine-tunes an existing model."""
+FINE_TUNING_RATE: Final = 3e-5
+"""Learning rate that pre-trained models are commonly fine-tuned with."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ManifestChanges:
-    """Values that replace those of a manifest; None leaves one as it is."""
+    """The options of `skipstone new` that replace keys of the manifest; None leaves a key as it is."""
 
-    name: str | None = None
-    seed: int | None = None
-    source: str | None = None
-    """`data.source`."""
-    revision: str | None = None
-    """`data.revision`."""
-    dealt_by: str | None = None
-    """`data.dealt_by`; of a data set of the hub that is named anew `files` where nothing is said."""
-    labels: str | None = None
-    """`data.labels`."""
-    blocks: tuple[int, ...] | None = None
-    """`stages.blocks`."""
-    per_path: int | None = None
-    """`stages.per_path`."""
-    visit_ratio: float | None = None
-    """`stages.visit_ratio`."""
-    experts: int | tuple[int, ...] | None = None
-    """`stages.experts`; a router of other experts is left out."""
-    attention: str | None = None
-    """`model.attention`."""
-    inner: str | None = None
-    """`training.inner.name`."""
-    total_tokens: int | None = None
-    """`training.schedule.total_tokens`; the warm-up is the same share of it as before."""
+    name: Annotated[str | None, "name", typer.Option(help="The run's name.")] = None
+    source: Annotated[
+        str | None,
+        "data.source",
+        typer.Option("--data", help="python-stdlib, path:FILE-OR-FOLDER or huggingface:NAME[:...]."),
+    ] = None
+    revision: Annotated[
+        str | None,
+        "data.revision",
+        typer.Option(help="With huggingface:NAME: its commit [default: the newest, asked of the hub]"),
+    ] = None
+    dealt_by: Annotated[
+        str | None,
+        "data.dealt_by",
+        typer.Option(help="With huggingface:NAME: files, read one by one, or documents [default: files]"),
+    ] = None
+    labels: Annotated[
+        str | None,
+        "data.labels",
+        typer.Option(help="all, or assistant: --data is conversations, and only the assistant's words are learnt."),
+    ] = None
+    blocks: Annotated[
+        str | None, "stages.blocks", typer.Option("--stages", help="Blocks of each stage, such as 0,2,2,2.")
+    ] = None
+    stages_per_path: Annotated[int | None, "stages.per_path", VisitedPerPath] = None
+    visit_ratio: Annotated[float | None, "stages.visit_ratio", VisitRatio] = None
+    experts: Annotated[
+        str | None,
+        "stages.experts",
+        typer.Option(help="Modules of each stage but the first, such as 2; or of each stage: 1,2,1,4."),
+    ] = None
+    attention: Annotated[
+        str | None,
+        "model.attention",
+        typer.Option(help="documents: whole documents, each by itself; causal: one stream cut into rows."),
+    ] = None
+    inner: Annotated[
+        str | None, "training.inner.name", typer.Option(help="The inner optimizer: adamw, soap or muon.")
+    ] = None
+    total_tokens: Annotated[
+        int | None,
+        "training.schedule.total_tokens",
+        typer.Option(help="Tokens of the whole run after which the learning rate is at its end."),
+    ] = None
+    seed: Annotated[
+        int | None, "seed", typer.Option(help="Weights, document order and held-out text follow from it.")
+    ] = None
+
+    def keys(self) -> dict[str, Any]:
+        """The values to set, by the dotted key of the manifest."""
+        hints = typing.get_type_hints(type(self), include_extras=True)
+        found = {hint.__metadata__[0]: getattr(self, name) for name, hint in hints.items()}
+        if self.blocks is not None:
+            found["stages.blocks"] = _numbers("--stages", self.blocks, "Give the blocks of each stage: 0,2,2,2.")
+        if self.experts is not None:
+            experts = _numbers("--experts", self.experts, "Give one number, or one for each stage: 1,2,1,4.")
+            found["stages.experts"] = experts[0] if len(experts) == 1 else experts
+        return {key: value for key, value in found.items() if value is not None}
 
 
 def chosen_manifest(path: Path | None, changes: ManifestChanges) -> Manifest:
-    """The file's manifest, signed or not, or the default one; checked again after the changes.
-
-    Raises:
-        ConfigError: the file cannot be read.
-        ConfigError: the text that it names is not here, and its list of files is not in the manifest yet.
-        ManifestError: a value is wrong, or a signature that is there is not the author's.
-    """
+    """The file's manifest or the default one, with the changes. Raises ConfigError, ManifestError."""
     if path is None:
         from node.local_swarm.default_manifest import default_manifest
 
@@ -59,55 +99,74 @@ def chosen_manifest(path: Path | None, changes: ManifestChanges) -> Manifest:
 
 
 def changed_manifest(base: Manifest, changes: ManifestChanges) -> Manifest:
-    """The manifest with the changes, checked again; raises as `chosen_manifest`."""
+    """The manifest with the changes and with what pins its text; raises as `chosen_manifest`."""
     from protocol.manifest.manifest import manifest_from_table
 
-    changed = manifest_from_table(_changed(base.model_dump(), changes))
-    return _dealt(_with_revision(changed) if changes.source is not None else _with_files(changed), changes)
+    manifest = manifest_from_table(_changed(base.model_dump(), changes))
+    data = manifest.data
+    pinned: dict[str, Any] = {"dealt_by": changes.dealt_by}
+    if changes.source is not None and data.kind == "huggingface":
+        pinned["dealt_by"] = changes.dealt_by or "files"
+        if data.revision is None:
+            from node.data.formats.hub import newest_commit
+
+            pinned["revision"] = newest_commit(data.source.partition(":")[2])
+    elif data.is_of_files and data.files is None:
+        from node.data.places import as_written
+        from node.data.sources import files_at
+
+        place = as_written(data).text
+        assert place is not None, "it is a path"
+        pinned["files"] = files_at(place).listing.section().model_dump()
+    table = manifest.model_dump()
+    table["data"] |= {key: value for key, value in pinned.items() if value is not None}
+    return manifest_from_table(table)
+
+
+def starting_from(path: Path, base: Manifest, *, is_default: bool, keeps_blocks: bool) -> Manifest:
+    """The manifest `base` with the model, tokenizer and weights of a folder.
+
+    Args:
+        is_default: Replace the base's training by one for fine-tuning.
+        keeps_blocks: Keep the blocks of the base's stages.
+
+    Raises:
+        ConfigError: The folder is not a model to start from, or has other blocks than the stages.
+        ManifestError: The result is not a valid manifest.
+    """
+    from node.data.tokenizers import tokenizer_keys
+    from node.dial.cut import spread
+    from node.start.cut_model import CutModel
+    from node.start.model_folder import TOKENIZER, ModelFolder, blocks_of, model_table
+    from protocol.manifest.manifest import manifest_from_table
+
+    folder = ModelFolder(path)
+    table = base.model_dump()
+    model = model_table(folder.config, None if is_default else base.model.sequence)
+    table["model"] = {"dtype": base.model.dtype, "attention": base.model.attention, **model}
+    folder.tokenizer()  # must be in the folder itself
+    table["data"] |= tokenizer_keys(path / TOKENIZER)
+    if not keeps_blocks:
+        table["stages"] |= {"blocks": spread(blocks_of(folder.config), base.stages.count), "per_path": None}
+    if is_default:
+        table["training"] = _fine_tuning(model, table["training"])
+    manifest = manifest_from_table(table | {"start": None})
+    start = {"modules": CutModel(manifest, folder).digests()}
+    return manifest_from_table(manifest.model_dump() | {"start": start})
 
 
 def router_of(path: Path | None, manifest: Manifest) -> Router | None:
-    """The router beside the manifest's file; None when the manifest names none.
-
-    Raises:
-        ConfigError, StateError: it is not there, or another one.
-    """
+    """The router beside the manifest's file; None without one. Raises ConfigError, StateError."""
     from node.experts.router_file import load_router
 
     return None if path is None else load_router(path, manifest)
 
 
-def parse_experts(text: str | None) -> int | tuple[int, ...] | None:
-    """`2` as that many experts at each stage but the first, `1,2,1,4` as those of each of four stages.
-
-    Raises:
-        ConfigError: not whole numbers with commas between them.
-    """
-    if text is None:
-        return None
-    try:
-        numbers = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise ConfigError(
-            f"--experts {text!r} is not a list of numbers", hint="Give one number, or one for each stage: 1,2,1,4."
-        ) from None
-    return numbers[0] if len(numbers) == 1 else numbers
-
-
-def parse_blocks(text: str | None) -> tuple[int, ...] | None:
-    """`0,2,2` as the blocks of three stages.
-
-    Raises:
-        ConfigError: not whole numbers with commas between them.
-    """
-    if text is None:
-        return None
+def _numbers(option: str, text: str, hint: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise ConfigError(
-            f"--stages {text!r} is not a list of numbers", hint="Give the blocks of each stage, for example 0,2,2,2."
-        ) from None
+        raise ConfigError(f"{option} {text!r} is not a list of numbers", hint=hint) from None
 
 
 def _read(path: Path) -> Manifest:
@@ -122,71 +181,30 @@ def _read(path: Path) -> Manifest:
     return read_signed_manifest(text, None).manifest if "signature" in table else manifest_from_table(table)
 
 
-def _with_revision(manifest: Manifest) -> Manifest:
-    """With what fixes a text that has just been named: the newest commit of a data set of the hub, which is asked for
-    it, or the list of files."""
-    data = manifest.data
-    if data.kind != "huggingface" or data.revision is not None:
-        return _with_files(manifest)
-    from node.data.formats.hub import newest_commit
-
-    commit = newest_commit(data.source.partition(":")[2])
-    return manifest.model_copy(update={"data": data.model_copy(update={"revision": commit})})
-
-
-def _dealt(manifest: Manifest, changes: ManifestChanges) -> Manifest:
-    """With what is dealt to data nodes; checked again, now that the revision is known."""
-    from protocol.manifest.manifest import manifest_from_table
-
-    by = changes.dealt_by
-    if by is None and changes.source is not None and manifest.data.kind == "huggingface":
-        by = "files"
-    if by is None:
-        return manifest
-    table = manifest.model_dump()
-    return manifest_from_table(table | {"data": table["data"] | {"dealt_by": by}})
-
-
-def _with_files(manifest: Manifest) -> Manifest:
-    """With the list of its text's files, which is for others to compare theirs with."""
-    if not manifest.data.is_of_files or manifest.data.files is not None:
-        return manifest
-    from node.data.places import as_written
-    from node.data.sources import files_at
-
-    place = as_written(manifest.data).text
-    assert place is not None, "it is a path"
-    files = files_at(place).listing.section()
-    return manifest.model_copy(update={"data": manifest.data.model_copy(update={"files": files})})
-
-
 def _changed(table: dict[str, Any], changes: ManifestChanges) -> dict[str, Any]:
-    if changes.name is not None:
-        table["name"] = changes.name
-    if changes.seed is not None:
-        table["seed"] = changes.seed
     if changes.source is not None:
-        table["data"] |= {"source": changes.source, "files": None, "revision": None, "dealt_by": "documents"}
-    if changes.revision is not None:
-        table["data"]["revision"] = changes.revision
-    if changes.labels is not None:
-        table["data"]["labels"] = changes.labels
+        table["data"] |= {"files": None, "revision": None, "dealt_by": "documents"}
     if changes.blocks is not None:
-        table["stages"] |= {"blocks": changes.blocks, "per_path": None}
-    if changes.per_path is not None:
-        table["stages"]["per_path"] = changes.per_path
-    if changes.visit_ratio is not None:
-        table["stages"]["visit_ratio"] = changes.visit_ratio
+        table["stages"]["per_path"] = None
     if changes.experts is not None:
-        table["stages"]["experts"], table["routing"] = changes.experts, None
-    if changes.attention is not None:
-        table["model"]["attention"] = changes.attention
-    if changes.inner is not None:
-        table["training"]["inner"]["name"] = changes.inner
+        table["routing"] = None
     if changes.total_tokens is not None:
+        # The warm-up stays the same share of the schedule.
         schedule = table["training"]["schedule"]
-        steps, of = schedule["warmup_tokens"], schedule["total_tokens"]
-        if of is None:
-            steps, of = schedule["warmup_steps"], schedule["total_steps"]
-        schedule["warmup_tokens"], schedule["total_tokens"] = changes.total_tokens * steps // of, changes.total_tokens
+        unit = "steps" if schedule["total_tokens"] is None else "tokens"
+        warmup, total = schedule[f"warmup_{unit}"], schedule[f"total_{unit}"]
+        schedule["warmup_tokens"] = changes.total_tokens * warmup // total
+    for key, value in changes.keys().items():
+        # The way of dealing is checked against the revision, which may not be known yet.
+        if key != "data.dealt_by":
+            *sections, last = key.split(".")
+            reduce(getitem, sections, table)[last] = value
     return table
+
+
+def _fine_tuning(model: Mapping[str, Any], training: Mapping[str, Any]) -> dict[str, Any]:
+    step = FINE_TUNING_ROWS * model["sequence"]
+    schedule = training["schedule"] | {"warmup_tokens": 20 * step, "total_tokens": 1000 * step}
+    # Large steps would undo what the model has learnt.
+    inner = training["inner"] | {"learning_rate": FINE_TUNING_RATE, "weight_decay": 0.0}
+    return {**training, "rows": 1, "inner_tokens": step, "inner": inner, "schedule": schedule}

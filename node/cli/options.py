@@ -1,21 +1,18 @@
-"""Options that several commands have, and those of a node.
-
-Join links on the command line: given as they are or in a file, and written to a file for whoever starts the other
-nodes.
-"""
+"""Options that several commands have, and join links on the command line."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
 import logging
+import typing
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
 from node.cli.views.output import write_whole
-from node.context.options import SETTINGS, NodeOptions
 from node.observability.events import Event, EventSink, NodeStatus
 from swarm.vocabulary.types import MAX_VISIT_RATIO
 
@@ -47,26 +44,27 @@ _LONGEST_BYTES: Final = 10_000
 """Of a file that may hold a link: the longest link and some white space."""
 
 
-def with_node_options(command: Any) -> Any:
-    """The command with an option for each row of the node's table; it gets the values in `**settings`."""
-    own = inspect.signature(command, eval_str=True)
-    made = {row.name for row in dataclasses.fields(NodeOptions) if row.default is dataclasses.MISSING}
-    rows = [
-        row.replace(default=None) if name in made else row
-        for name, row in inspect.signature(NodeOptions, eval_str=True).parameters.items()
-        if name in SETTINGS
-    ]
-    given = [each for each in own.parameters.values() if each.kind is not each.VAR_KEYWORD]
-    command.__signature__ = own.replace(parameters=[*given, *rows])
-    return command
+def with_options(*tables: type) -> Callable[[Any], Any]:
+    """Adds an option to a command for each annotated field of the dataclasses; their values arrive in `**settings`."""
+
+    def added(command: Any) -> Any:
+        own = inspect.signature(command, eval_str=True)
+        rows = [
+            row.replace(default=None) if made[name] is dataclasses.MISSING else row
+            for table in tables
+            for made in ({field.name: field.default for field in dataclasses.fields(table)},)
+            for name, row in inspect.signature(table, eval_str=True).parameters.items()
+            if typing.get_origin(row.annotation) is Annotated
+        ]
+        given = [each for each in own.parameters.values() if each.kind is not each.VAR_KEYWORD]
+        command.__signature__ = own.replace(parameters=[*given, *rows])
+        return command
+
+    return added
 
 
 def link_in(text: str) -> JoinLink | None:
-    """Parses the join link that `text` is, or that is in the file it names; None when it is neither.
-
-    Raises:
-        ConfigError: it is meant to be a link, and malformed.
-    """
+    """Parses the join link in `text` or in the file it names; None if it is neither. Raises ConfigError."""
     from protocol.manifest.join_link import is_link, parse_link
 
     if is_link(text):
@@ -80,10 +78,9 @@ def link_in(text: str) -> JoinLink | None:
 
 
 class LinkFile:
-    """Keeps the node's newest join link in a file: `EventSink` in front of another.
+    """`EventSink` that keeps the newest join link in a file, and passes events on.
 
-    The file appears whole, or is replaced whole, so that whoever waits for it never reads half a link. One that cannot
-    be written is warned of, and the node goes on: those that have joined need the file no more.
+    The file is replaced whole. One that cannot be written is a warning: nodes that have joined do not need it.
     """
 
     def __init__(self, path: Path, behind: EventSink) -> None:

@@ -69,7 +69,7 @@ def evaluate(
 
         answer = run_loop(query_evaluation(link, microbatches, paths))
     else:
-        from node.export.offline_evaluation import evaluate_model
+        from node.export.open_model import evaluate_model
 
         told = ToldPlaces(text=text, tokenizer=tokenizer, hub=allow_hub)
         answer = run_loop(evaluate_model(target, microbatches, paths=paths, told=told))

@@ -1,7 +1,4 @@
-"""`skipstone tokenize`: makes shards of tokens of a text, once for all data nodes and epochs.
-
-It stands alone because each command is a module of its own.
-"""
+"""`skipstone tokenize`: makes shards of tokens of a text, once for all data nodes and epochs."""
 
 from __future__ import annotations
 

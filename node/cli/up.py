@@ -54,7 +54,7 @@ def up(
 ) -> None:
     """Train with a swarm of processes on this machine. Ctrl-C stops them in good order, a second Ctrl-C at once."""
     announce("skipstone up: starting a local swarm", as_json=json)
-    changes = ManifestChanges(seed=seed, source=data, per_path=stages_per_path, visit_ratio=visit_ratio)
+    changes = ManifestChanges(seed=seed, source=data, stages_per_path=stages_per_path, visit_ratio=visit_ratio)
     chosen = chosen_manifest(manifest, changes)
     if chosen.data.is_of_files:
         from node.data.places import as_written

@@ -1,7 +1,4 @@
-"""The context of a node's work in one module.
-
-It stands alone because every part of a module's service gets it, whichever folder it is in.
-"""
+"""The context of a node's work in one module."""
 
 from __future__ import annotations
 

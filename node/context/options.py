@@ -1,10 +1,7 @@
-"""The options of a node: one table, from which its command line, its environment variables and the arguments of a local
-swarm's nodes follow.
+"""The options of a node: one table of annotated fields gives command line, environment and arguments.
 
-A row of the table is an annotated field of `NodeOptions`. Environment variables say the same as the command line: how
-services and containers are told what others type. The variable of `--dht-port` is `SKIPSTONE_DHT_PORT`, and so on. What
-is typed comes first. A variable that is there but empty counts as none, because compose files hand variables on whether
-they are set or not.
+`--dht-port` is `SKIPSTONE_DHT_PORT` in the environment. The command line wins; an empty variable counts as none,
+because compose files pass variables on whether they are set or not.
 """
 
 from __future__ import annotations
@@ -67,8 +64,7 @@ def variable(name: str) -> str:
 
 
 def setting(name: str, help_text: str, off: str | None = None, **more: Any) -> Any:
-    """The option `--name` of a node, which its variable sets as well; a switch with its opposite when `off` is
-    given."""
+    """The option `--name` and its variable; a switch with its opposite if `off` is given."""
     flag = f"--{name}" if off is None else f"--{name}/--{off}"
     return typer.Option(..., flag, **{"envvar": variable(name), "show_envvar": False, "help": help_text, **more})
 
@@ -91,11 +87,9 @@ def default_identity_path() -> Path:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeOptions:
-    """One node's settings, checked as far as they can be without the run's manifest, which has everything that all
-    peers must agree on.
+    """One node's settings, checked as far as possible without the manifest.
 
-    At least one of `link` and `manifest_path` is given. With a link alone the manifest is fetched from the peers it
-    names; with a manifest alone the node is the first of its run.
+    With a link alone the manifest comes from peers; with a manifest alone the node is the first of its run.
     """
 
     link: JoinLink | None
@@ -251,11 +245,7 @@ VARIABLES: Final = frozenset([variable("link"), *(option.envvar for option, *_ i
 
 
 def parse_size(text: str) -> int:
-    """The bytes in a text such as `1024`, `512MiB` or `2GB`; case does not matter.
-
-    Raises:
-        ConfigError: not a whole or decimal number with one of the known units.
-    """
+    """The bytes in a text such as `1024`, `512MiB` or `2GB`; case does not matter. Raises ConfigError."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text.lower())
     if match is None or match[2] not in _UNITS:
         raise ConfigError(f"{text!r} is not a size", hint="Write it as 512MiB or 2GiB.")
@@ -263,11 +253,7 @@ def parse_size(text: str) -> int:
 
 
 def memory_limit_of(text: str | None) -> Reasoned[int] | None:
-    """The bytes of `--memory-limit`, with their reason; None where nothing was said.
-
-    Raises:
-        ConfigError: it is no size.
-    """
+    """The bytes of `--memory-limit` with their reason; None without one. Raises ConfigError."""
     return None if text is None else Reasoned(parse_size(text), f"under --memory-limit {text}")
 
 

@@ -1,7 +1,6 @@
-"""The cut of a model into stages: as few as a card can hold, or one for each peer.
+"""The cut of a model into as few stages as the cards allow, or one for each peer.
 
-Few stages are better than many: every stage more is two more hidden states a token on somebody's link. Peers beyond one
-a stage become replicas, which share its microbatches and average in rounds.
+Every further stage costs two more hidden states a token on a link. More peers than stages become replicas.
 """
 
 from __future__ import annotations
@@ -24,27 +23,20 @@ COMMON_CARD: Final = 12 * 10**9
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """The peers that a run is made for: the bytes of memory of each one's card, and how many there are; None where
-    nobody has said.
-    """
+    """The peers of a run: bytes of each one's card and their number, if known."""
 
     card: int | None = None
     number: int | None = None
 
 
 def spread(blocks: int, stages: int) -> tuple[int, ...]:
-    """The blocks of each of at most so many stages, as even as they can be; stage 0, with embedding and head, has
-    none."""
+    """The blocks of each of at most so many stages, evenly; stage 0 has none."""
     others = max(1, min(stages - 1, blocks))
     return (0, *(blocks * (number + 1) // others - blocks * number // others for number in range(others)))
 
 
 def choose_blocks(uncut: Manifest, peers: Peers) -> Reasoned[tuple[int, ...]]:
-    """Chooses the blocks of each stage of a model that has all of them in stage 1.
-
-    Raises:
-        ConfigError: the card is too small for one block or for stage 0, or the peers are too few.
-    """
+    """Cuts a model that has all blocks in stage 1. Raises ConfigError if card or peers are too few or too small."""
     blocks = uncut.stages.blocks[1]
     if peers.number is not None and peers.number < 2:
         raise ConfigError("a run needs two peers at least", hint="Give --peers 2 or more; for one there is `solo`.")

@@ -1,15 +1,252 @@
-"""The whole of a run from one size: a manifest's table, and the reason for each choice in it."""
+"""The whole of a run from one size: its shape, its recipe, its cut, a reason for each choice, and a forecast.
+
+One dial after karpathy/nanochat. Tokens of a step and learning rate are DeepSeek LLM's fits (arXiv:2401.02954, section
+3.1) to the compute C = 6 x parameters x tokens: 0.2920 x C^0.3271 and 0.3118 x C^-0.1250. A run has 20 tokens a
+parameter (Hoffmann et al., arXiv:2203.15556) by default. The forecast is estimated from the manifest and assumed cards.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Final
 
 from node.dial.cut import Peers, choose_blocks
-from node.dial.recipe import ACTIVATIONS, PSEUDO_GRADIENTS, Recipe, choose_recipe, choose_rows
-from node.dial.shape import GRID, Shape, ShapeChoices, choose_shape
+from node.model.memory_need import need_of
+from node.model.moments import MomentType
+from node.model.shapes import BYTES_PER_PARAMETER, parameter_bytes, parameter_shapes
+from protocol.interfaces.tensor_spec import DType, TensorSpec
 from protocol.manifest.manifest import Manifest, manifest_from_table
-from swarm.vocabulary.types import Reasoned
+from swarm.membership.room import Need
+from swarm.pipeline.ledger import DEFAULT_SLOTS
+from swarm.vocabulary.errors import ConfigError
+from swarm.vocabulary.types import Codec, ModuleId, Reasoned
+
+SMALLEST: Final = 10**6
+LARGEST: Final = 20 * 10**9
+"""Parameters of a model that the dial makes."""
+ASPECT: Final = 64
+"""Width per block, as in nanochat. Half of Llama 2 7B's, which halves the bytes of hidden states on links."""
+NEAR: Final = 0.04
+"""Share by which the parameters may miss what was asked for, if that makes the shape a better one."""
+WIDE: Final = 2048
+"""From this width on heads are twice as wide."""
+WIDEST: Final = 16_384
+TIED_BELOW: Final = 4 * 10**9
+GRID: Final = 64
+"""Sizes are multiples of it, which tensor cores and blocks of codecs like."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The sizes of a model; in elements, but for `blocks` and the heads."""
+
+    vocabulary: int
+    hidden: int
+    blocks: int
+    heads: int
+    kv_heads: int
+    feed_forward: int
+    tied: bool
+
+    @property
+    def ends(self) -> int:
+        """The parameters of stage 0: embedding, head and last norm."""
+        return self.vocabulary * self.hidden * (1 if self.tied else 2) + self.hidden
+
+    @property
+    def block(self) -> int:
+        """The parameters of one block."""
+        kv_size = self.hidden // self.heads * self.kv_heads
+        return self.hidden * (2 * self.hidden + 2 * kv_size + 3 * self.feed_forward) + 2 * self.hidden
+
+    @property
+    def parameters(self) -> int:
+        return self.ends + self.blocks * self.block
+
+
+@dataclass(frozen=True, slots=True)
+class ShapeChoices:
+    """The choices of a model's shape, in the order in which they are told."""
+
+    shape: Shape
+    parameters: Reasoned[int]
+    width: Reasoned[int]
+    depth: Reasoned[int]
+    heads: Reasoned[str]
+    feed_forward: Reasoned[int]
+    embeddings: Reasoned[str]
+
+
+def choose_shape(parameters: int, vocabulary: int) -> ShapeChoices:
+    """Chooses the shape for a number of parameters and a vocabulary. Raises ConfigError."""
+    if not SMALLEST <= parameters <= LARGEST:
+        raise ConfigError(
+            f"--size of {parameters:,} parameters is not from {SMALLEST:,} to {LARGEST:,}",
+            hint="Write it as 10m, 160m, 1.5b or 7b.",
+        )
+    shapes = list(_shapes(parameters, vocabulary))
+    if not shapes:
+        raise ConfigError(
+            f"a model of {parameters:,} parameters has no room for a vocabulary of {vocabulary:,} and two blocks",
+            hint="Ask for a larger --size, or for a tokenizer with fewer tokens.",
+        )
+    near = [shape for shape in shapes if _miss(shape, parameters) <= NEAR]
+    if near:
+        shape = min(near, key=lambda each: abs(math.log(each.hidden / each.blocks / ASPECT)))
+    else:
+        shape = min(shapes, key=lambda each: _miss(each, parameters))
+    return _shape_choices(shape, parameters)
+
+
+def _shapes(parameters: int, vocabulary: int) -> Iterator[Shape]:
+    """For each width the depth that comes nearest."""
+    for hidden in (*range(128, WIDE, 128), *range(WIDE, WIDEST + 1, 256)):
+        heads = hidden // (64 if hidden < WIDE else 128)
+        kv_heads = heads // 4 if heads % 4 == 0 else heads // 2
+        wide = round(8 / 3 * hidden / GRID) * GRID
+        one = Shape(vocabulary, hidden, 1, heads, kv_heads, wide, parameters < TIED_BELOW)
+        blocks = round((parameters - one.ends) / one.block)
+        if blocks < 2:
+            return
+        yield Shape(vocabulary, hidden, blocks, heads, kv_heads, wide, one.tied)
+
+
+def _miss(shape: Shape, parameters: int) -> float:
+    return abs(shape.parameters - parameters) / parameters
+
+
+def _shape_choices(shape: Shape, parameters: int) -> ShapeChoices:
+    head = shape.hidden // shape.heads
+    missed = 100 * (shape.parameters / parameters - 1)
+    a_share = shape.heads // shape.kv_heads
+    tied = f"one matrix for both, as models below {TIED_BELOW // 10**9}b have it: stage 0 takes half as much memory"
+    apart = f"a matrix each, as models from {TIED_BELOW // 10**9}b on have it"
+    return ShapeChoices(
+        shape,
+        Reasoned(shape.parameters, f"{missed:+.1f} % of the {parameters:,} asked for"),
+        Reasoned(
+            shape.hidden,
+            f"{shape.hidden / shape.blocks:.0f} for each block, about {ASPECT} as in nanochat; "
+            "links carry hidden states, so a narrow deep model needs less of them",
+        ),
+        Reasoned(shape.blocks, "what the wanted parameters leave for this width"),
+        Reasoned(
+            f"{shape.heads} of {head}, {shape.kv_heads} for keys and values",
+            f"{head} as models of this width have; keys and values for groups of {a_share}, as in Llama 3",
+        ),
+        Reasoned(shape.feed_forward, "8/3 of the width, as SwiGLU costs three matrices where others have two (Llama)"),
+        Reasoned("tied" if shape.tied else "apart", tied if shape.tied else apart),
+    )
+
+
+TOKENS_A_PARAMETER: Final = 20
+MICROBATCH_TOKENS: Final = 4096
+SEQUENCES: Final = ((50 * 10**6, 512), (500 * 10**6, 1024))
+"""Below so many parameters rows have so many tokens, ..."""
+LONGEST: Final = 2048
+"""... and from there on so many."""
+WARM_UP: Final = 0.02
+LONGEST_WARM_UP_STEPS: Final = 2000
+INNER_STEPS: Final = (10, 20, 50, 100, 200, 500)
+ROUND_SHARE: Final = 0.05
+"""Of what a replica sends while it trains, a round may add so much."""
+SHORTEST_ROUND_S: Final = 900
+SLOW_LINK_BYTES_PER_S: Final = 2.5e6
+FRAGMENTS: Final = 8
+LARGE_STAGE: Final = 100 * 10**6
+"""Parameters from which a stage is averaged in fragments (streaming DiLoCo, arXiv:2501.18512)."""
+ACTIVATIONS: Final = Codec.INT8
+PSEUDO_GRADIENTS: Final = Codec.INT4
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """The choices of a run's training, in the order in which they are told."""
+
+    sequence: Reasoned[int]
+    rows: Reasoned[int]
+    total_tokens: Reasoned[int]
+    step_tokens: Reasoned[int]
+    learning_rate: Reasoned[float]
+    warmup_tokens: Reasoned[int]
+    inner_steps: Reasoned[int]
+    round_seconds: Reasoned[int]
+    fragments: Reasoned[int]
+
+
+def choose_rows(parameters: int) -> tuple[Reasoned[int], Reasoned[int]]:
+    """Chooses the tokens of a row and the rows of a microbatch."""
+    sequence = next((tokens for below, tokens in SEQUENCES if parameters < below), LONGEST)
+    rows = MICROBATCH_TOKENS // sequence
+    return (
+        Reasoned(sequence, "longer rows for larger models, which make more of them"),
+        Reasoned(
+            rows, f"{rows * sequence:,} tokens a microbatch: enough to keep a GPU busy, few enough to be held by many"
+        ),
+    )
+
+
+def choose_recipe(
+    parameters: int, largest_stage: int, hidden: int, stages: int, replicas: int, total_tokens: int | None
+) -> Recipe:
+    """Chooses how a model of so many parameters is trained; `replicas` of each stage as far as known."""
+    sequence, rows = choose_rows(parameters)
+    microbatch = sequence.value * rows.value
+    wanted = f"{TOKENS_A_PARAMETER} for each parameter: more would rather train a larger model (Chinchilla)"
+    total = TOKENS_A_PARAMETER * parameters if total_tokens is None else total_tokens
+    compute = 6.0 * parameters * total
+    best = 0.2920 * compute**0.3271
+    least = 2 * stages
+    step = max(least, round(best / replicas / microbatch)) * microbatch
+    shared = f", shared by {replicas} replicas" if replicas > 1 else ""
+    said = f"{best:,.0f} are best for this compute (DeepSeek LLM){shared}; whole microbatches, {least} at least"
+    steps = max(1, total // (step * replicas))
+    warm_steps = max(1, min(LONGEST_WARM_UP_STEPS, round(WARM_UP * steps)))
+    warm = min(warm_steps * step * replicas, total // 2)
+    return Recipe(
+        sequence,
+        rows,
+        Reasoned(total, wanted if total_tokens is None else "asked for"),
+        Reasoned(step, said),
+        Reasoned(float(f"{min(1e-2, 0.3118 * compute**-0.1250):.2g}"), "what is best for this compute (DeepSeek LLM)"),
+        Reasoned(
+            warm, f"{WARM_UP:.0%} of the tokens, {LONGEST_WARM_UP_STEPS:,} steps at most; then a cosine to a tenth"
+        ),
+        _inner_steps(largest_stage, hidden, step),
+        _round_seconds(largest_stage),
+        _fragments(largest_stage),
+    )
+
+
+def _inner_steps(largest_stage: int, hidden: int, step: int) -> Reasoned[int]:
+    """The fewest with which a round is little beside the hidden states that a replica sends meanwhile."""
+    a_round = _round_bytes(largest_stage)
+    a_step = 2 * TensorSpec((step, hidden), DType.BFLOAT16, ACTIVATIONS).byte_length
+    shares = {steps: a_round / (steps * a_step) for steps in INNER_STEPS}
+    chosen = next((steps for steps in INNER_STEPS if shares[steps] <= ROUND_SHARE), INNER_STEPS[-1])
+    reason = f"a round adds {shares[chosen]:.1%} to what a replica sends; replicas that meet more often learn better"
+    return Reasoned(chosen, reason)
+
+
+def _round_seconds(largest_stage: int) -> Reasoned[int]:
+    """The seconds after which a round is due, however few steps were taken."""
+    carried = SLOW_LINK_BYTES_PER_S * ROUND_SHARE
+    seconds = max(SHORTEST_ROUND_S, -(-round(_round_bytes(largest_stage) / carried) // 100) * 100)
+    return Reasoned(seconds, f"at the latest: on a link of 20 Mbit/s a round takes {ROUND_SHARE:.0%} of that at most")
+
+
+def _round_bytes(largest_stage: int) -> int:
+    """What a replica sends in a round at most: its contribution, and the means that it has reduced."""
+    return 2 * TensorSpec((largest_stage,), DType.FLOAT32, PSEUDO_GRADIENTS).byte_length
+
+
+def _fragments(largest_stage: int) -> Reasoned[int]:
+    if largest_stage < LARGE_STAGE:
+        return Reasoned(1, "stages are small enough to be averaged at once")
+    return Reasoned(FRAGMENTS, "a large stage is averaged part by part, so that links are never full of rounds")
+
 
 BYTES: Reasoned[int] = Reasoned(257, "the bytes themselves and one end: no --tokenizer was named")
 
@@ -36,11 +273,7 @@ class Turned:
 
 
 def turn(wish: Wish, name: str) -> Turned:
-    """Makes all choices for a wish.
-
-    Raises:
-        ConfigError: no run can be made of it; says what would help.
-    """
+    """Makes all choices for a wish. Raises ConfigError: no run can be made of it; says what would help."""
     vocabulary = -(-wish.tokens.value // GRID) * GRID
     shape = choose_shape(wish.parameters, vocabulary)
     sizes = shape.shape
@@ -135,3 +368,60 @@ def _told(
             ),
         ),
     )
+
+
+LINKS_MBIT_S: Final = (20, 100, 1000)
+LARGE_CARD: Final = 24 * 10**9
+ASSUMED_FLOPS: Final = (20e12, 55e12)
+"""Assumed bfloat16 operations per second below and from `LARGE_CARD`: 4/5 of an RTX 3060's and 3090's peak."""
+OPERATIONS: Final = 8
+"""Operations per parameter and token: two forward, four backward, two for recomputing the forward pass."""
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """What to expect of a run with one peer a stage."""
+
+    data_node: Need
+    stage: Need
+    """Of the stage that takes most after stage 0."""
+    stage_8bit: Need
+    """The same with `--moments 8bit`."""
+    token_bytes: float
+    """Sent by each peer for each token, as the manifest's codecs allow; as many are received."""
+    round_bytes: int
+    """Sent by a replica of that stage in each round at most, for all fragments together."""
+    tokens_per_s: dict[int, float]
+    """By the Mbit/s that each peer can send."""
+    computed_per_s: float
+    """Tokens that the slowest stage computes, by what is assumed of its card."""
+    total_tokens: int
+
+    def seconds(self, mbit_s: int) -> float:
+        """How long the whole run takes over such links."""
+        return self.total_tokens / self.tokens_per_s[mbit_s]
+
+
+def forecast(manifest: Manifest, card: int) -> Forecast:
+    """Forecasts a run on peers with a card of so many bytes each."""
+    blocks = manifest.stages.blocks
+    largest = max(range(1, len(blocks)), key=lambda stage: blocks[stage])
+    data_node, stage = (need_of(manifest, (ModuleId(each),), DEFAULT_SLOTS) for each in (0, largest))
+    stage_8bit = need_of(manifest, (ModuleId(largest),), DEFAULT_SLOTS, MomentType.EIGHT_BIT)
+    parameters = parameter_bytes(parameter_shapes(manifest, ModuleId(largest))) // BYTES_PER_PARAMETER
+    head = manifest.model.vocabulary * manifest.model.hidden
+    token_bytes = _token_bytes(manifest)
+    pseudo = TensorSpec((parameters,), DType.FLOAT32, Codec[manifest.codecs.pseudo_gradients.upper()])
+    flops = ASSUMED_FLOPS[card >= LARGE_CARD]
+    computed = flops / OPERATIONS / max(parameters, head)
+    links = {mbit: min(computed, mbit * 1e6 / 8 / token_bytes) for mbit in LINKS_MBIT_S}
+    total = manifest.training.schedule_tokens[1]
+    return Forecast(data_node, stage, stage_8bit, token_bytes, 2 * pseudo.byte_length, links, computed, total)
+
+
+def _token_bytes(manifest: Manifest) -> float:
+    """Bytes that each peer sends for a token: a hidden state one way and a gradient the other."""
+    dtype = DType.BFLOAT16 if manifest.model.dtype == "bfloat16" else DType.FLOAT32
+    codecs = (Codec[name.upper()] for name in (manifest.codecs.activations, manifest.codecs.gradients))
+    sizes = (TensorSpec(manifest.hidden_shape, dtype, codec).byte_length for codec in codecs)
+    return sum(sizes) / manifest.microbatch_tokens

@@ -1,3 +1,1 @@
-"""Reading and export of whole models: where a run's modules come from, and the Hugging Face folder they are
-written to.
-"""
+"""Reading of whole models from their sources, and their export as Hugging Face folders."""

@@ -1,23 +1,21 @@
-"""An exported folder as a source of modules: `transformers` is not needed to read one back.
-
-Everything is compared with the signed manifest before memory is spent: `config.json`, and the headers of the
-parameters' files. Names of files are ours, never those that a file in the folder gives.
-"""
+"""An exported folder as a source of modules, checked against the signed manifest before memory is spent."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
 from node.experts.router import Router
 from node.experts.router_file import load_trained_router
-from node.export.file_plan import CONFIG, FORMAT, MANIFEST, ORIGIN, module_file, shard_files
-from node.export.hugging_face import model_config
+from node.export.hugging_face import CONFIG, FORMAT, MANIFEST, ORIGIN, model_config, module_file, shard_files
 from node.export.source import Parameters
-from node.export.tensor_files import check_header, names_in, read_tensors
 from node.model.initialization import digest_of_tensors
 from node.model.shapes import Shape, parameter_shapes
 from protocol.manifest.manifest import MAX_MANIFEST_BYTES, Manifest
@@ -25,20 +23,52 @@ from protocol.manifest.signing import SignedManifest, read_signed_manifest
 from swarm.vocabulary.errors import ConfigError, CorruptSnapshot, StateError
 from swarm.vocabulary.types import ModuleId, RunId
 
+
+def names_in(file: Path) -> list[str]:
+    """The names of the tensors in a file. Raises CorruptSnapshot, StateError: the file is damaged, or not there."""
+    with _opened(file) as opened:
+        return list(opened.keys())
+
+
+def check_header(file: Path, wanted: Mapping[str, Shape]) -> None:
+    """Compares the file's header with the wanted shapes. Raises CorruptSnapshot, StateError."""
+    with _opened(file) as opened:
+        there = set(opened.keys())
+        for name, shape in wanted.items():
+            if name not in there:
+                raise StateError(f"{file} has no parameter {name}")
+            header = opened.get_slice(name)
+            found = tuple(header.get_shape())
+            if found != shape or header.get_dtype() != "F32":
+                raise StateError(
+                    f"{file} is not of this run's model: {name} is {header.get_dtype()} {found}, not F32 {shape}"
+                )
+
+
+def read_tensors(file: Path, names: Iterable[str]) -> dict[str, Tensor]:
+    """Reads the named tensors into memory of their own. Raises CorruptSnapshot, StateError."""
+    with _opened(file) as opened:
+        return {name: opened.get_tensor(name) for name in names}
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    try:
+        with safe_open(file, framework="pt") as opened:
+            yield opened
+    except FileNotFoundError:
+        raise StateError(f"there is no file {file}") from None
+    except (OSError, SafetensorError) as error:
+        raise CorruptSnapshot(f"{file} cannot be read: {error}") from error
+
+
 _MAX_JSON_BYTES: Final = 1 << 20
 _MAX_SHARDS: Final = 99_999
 _LEFT_TO_THE_TOKENIZER: Final = {"bos_token_id", "eos_token_id"}
 
 
 class ExportedSource:
-    """A source of the modules in an exported folder; implements `ModuleSource`.
-
-    Raises:
-        ConfigError: the folder is no export.
-        ManifestError: its manifest is damaged, or the signature is not its author's.
-        StateError: a file is missing, or is not of the manifest's model.
-        CorruptSnapshot: a file is damaged.
-    """
+    """`ModuleSource` of an exported folder. Raises ConfigError, ManifestError, StateError, CorruptSnapshot."""
 
     def __init__(self, path: Path) -> None:
         origin = _read_json(path / ORIGIN)

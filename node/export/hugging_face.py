@@ -1,18 +1,111 @@
-"""The JSON files that `transformers` and `tokenizers` read beside the weights, made from the manifest.
+"""The files of an exported folder and their contents, made from the manifest.
 
-Our blocks are computed as LlamaForCausalLM and its kin compute them (rotary halves included), so the weights need no
-permutation.
+config.json, generation_config.json          LlamaConfig and defaults of `generate`
+model.safetensors                            all parameters, float32; or
+model-00001-of-00003.safetensors, ...        several such files, and
+model.safetensors.index.json                 which parameter is in which of them
+tokenizer.json, tokenizer_config.json        the run's tokenizer
+manifest.toml, manifest.router               the run's signed manifest, and its router if it has one
+skipstone.json                               the run, and a digest of each module
 
-Sources: LlamaConfig and its kin of transformers 4 and 5; the byte-level alphabet of GPT-2 (Radford et al. 2019), which
-the `ByteLevel` pre-tokenizer of `tokenizers` has.
+In a run with experts, modules of one stage have the same parameter names. An export of all of them has one file a
+module (`module-1.0.safetensors`), `shards` 0, no config.json, and only this program reads it.
+
+Blocks compute as LlamaForCausalLM and its kin (rotary halves included), so the weights need no permutation. Sources:
+LlamaConfig and its kin of transformers 4 and 5; the byte-level alphabet of GPT-2 (Radford et al. 2019).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
+from node.model.shapes import Shape, parameter_bytes, parameter_shapes
+from node.observability.version import installed_version
 from protocol.manifest.manifest import Manifest
 from protocol.manifest.model import ModelSection
+from protocol.manifest.signing import SignedManifest
+from swarm.vocabulary.types import ModuleId
+
+CONFIG: Final = "config.json"
+GENERATION_CONFIG: Final = "generation_config.json"
+INDEX: Final = "model.safetensors.index.json"
+MANIFEST: Final = "manifest.toml"
+ORIGIN: Final = "skipstone.json"
+TOKENIZER: Final = "tokenizer.json"
+TOKENIZER_CONFIG: Final = "tokenizer_config.json"
+
+FORMAT: Final = 1
+"""Of `skipstone.json`."""
+SHARD_BYTES: Final = 4 * 10**9
+"""Most that one file of parameters holds, unless a single parameter is larger; also what writing it takes in memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One file of parameters."""
+
+    file: str
+    shapes: Mapping[str, Shape]
+
+
+def plan_shards(manifest: Manifest, modules: Sequence[ModuleId], limit_bytes: int = SHARD_BYTES) -> tuple[Shard, ...]:
+    """The shards of these modules' parameters, in order, so that each module is read once."""
+    pieces: list[dict[str, Shape]] = [{}]
+    size = 0
+    for module in modules:
+        for name, shape in parameter_shapes(manifest, module).items():
+            own = parameter_bytes({name: shape})
+            if pieces[-1] and size + own > limit_bytes:
+                pieces.append({})
+                size = 0
+            pieces[-1][name] = shape
+            size += own
+    return tuple(Shard(_file_name(number, len(pieces)), piece) for number, piece in enumerate(pieces, start=1))
+
+
+def index_json(shards: tuple[Shard, ...]) -> dict[str, Any]:
+    """The content of `model.safetensors.index.json`."""
+    size = sum(parameter_bytes(shard.shapes) for shard in shards)
+    files = {name: shard.file for shard in shards for name in shard.shapes}
+    return {"metadata": {"total_size": size}, "weight_map": dict(sorted(files.items()))}
+
+
+def origin_json(signed: SignedManifest, digests: Mapping[ModuleId, bytes], shards: tuple[Shard, ...]) -> dict[str, Any]:
+    """The content of `skipstone.json`. Without shards each module has a file of its own."""
+    stages = signed.manifest.stages
+    return {
+        "format": FORMAT,
+        "skipstone": installed_version(),
+        "run": signed.run,
+        "name": signed.manifest.name,
+        "author": signed.author,
+        "protocol": signed.manifest.protocol,
+        "stages": {
+            "blocks": list(stages.blocks),
+            "visited_per_path": stages.visited_per_path,
+            "trained_with_skipping": stages.visited_per_path < stages.count - 1,
+            "reordering": stages.reordering,
+        },
+        "shards": len(shards),
+        "modules": {str(module): digest.hex() for module, digest in digests.items()},
+    }
+
+
+def module_file(module: ModuleId) -> str:
+    """The file of one module, in a folder that has all of a run with experts."""
+    return f"module-{module}.safetensors"
+
+
+def shard_files(count: int) -> list[str]:
+    """The names of the shards of an export in `count` pieces."""
+    return [_file_name(number, count) for number in range(1, count + 1)]
+
+
+def _file_name(number: int, count: int) -> str:
+    return "model.safetensors" if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
+
 
 Json = dict[str, Any]
 
@@ -27,9 +120,7 @@ _ARCHITECTURES: Final = {
 
 
 def model_config(manifest: Manifest, end_of_document: int) -> Json:
-    """The content of `config.json`. The weights' type is float32, in which a swarm keeps its parameters, whatever it
-    multiplies in.
-    """
+    """The content of `config.json`. A swarm keeps its parameters in float32."""
     model = manifest.model
     return {
         "architectures": [_ARCHITECTURES[model.family]],
@@ -75,16 +166,12 @@ def _rope_scaling(model: ModelSection) -> Json | None:
 
 
 def generation_config(end_of_document: int) -> Json:
-    """The content of `generation_config.json`: an empty prompt begins where a document has ended, and a text ends with
-    its document.
-    """
+    """The content of `generation_config.json`: texts begin and end at an end of document."""
     return {"bos_token_id": end_of_document, "eos_token_id": end_of_document}
 
 
 def tokenizer_config(manifest: Manifest, end_of_document: str) -> Json:
-    """The content of `tokenizer_config.json`. A text that spells out the end of a document is text like any other in
-    the byte tokenizer.
-    """
+    """The content of `tokenizer_config.json`. The byte tokenizer never reads an end of document from text."""
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": end_of_document,
@@ -96,9 +183,7 @@ def tokenizer_config(manifest: Manifest, end_of_document: str) -> Json:
 
 
 def byte_tokenizer() -> Json:
-    """The content of `tokenizer.json` in which a byte's token is its value and 256 ends a document: byte-level BPE
-    without any merge.
-    """
+    """The content of `tokenizer.json` for bytes and the end of a document (256): byte-level BPE without merges."""
     special = {
         "id": 256,
         "content": BYTES_END_OF_DOCUMENT,

@@ -1,26 +1,66 @@
-"""The choice of a module source by what a person names. A new kind of source is one more case of `open_model`."""
+"""Opening of a model by what a person names, and its held-out loss."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import torch
+
+from node.checkpoint.folder import MANIFEST_NAME
+from node.checkpoint.gather import gather_modules
 from node.context.options import own_peer
 from node.data.documents import Documents
-from node.data.feed import open_documents
+from node.data.feed import held_out_microbatches, open_documents
+from node.data.packing import Microbatch
 from node.data.places import NOTHING_TOLD, ToldPlaces, places, tokenizer_place
 from node.data.tokenizers import Tokenizer, open_tokenizer
-from node.export.checkpoint_source import CheckpointSource
+from node.experts.route_tables import trained_router, without_tables
+from node.experts.router import Router
+from node.experts.router_file import load_router
 from node.export.exported_source import ExportedSource, is_exported
-from node.export.file_plan import TOKENIZER
-from node.export.source import ModuleSource
+from node.export.hugging_face import TOKENIZER
+from node.export.source import ModuleSource, Parameters, RoutedModel, routed_model
+from node.network.loss_report import WHOLE_MODEL, AskedPaths, held_out_loss, loss_report
 from protocol.manifest.join_link import is_link, parse_link
+from protocol.manifest.signing import SignedManifest
 from swarm.vocabulary.errors import ConfigError
 from swarm.vocabulary.types import ModuleId, Reasoned
+from swarm.workload.microbatch_sizes import summary_of
+
+log = logging.getLogger(__name__)
+
+
+class CheckpointSource:
+    """`ModuleSource` of the newest state of each module in a checkpoint. Errors as `gather_modules`."""
+
+    def __init__(self, path: Path) -> None:
+        gathered = gather_modules(path)
+        for problem in gathered.problems:
+            log.warning("damaged snapshot passed over: %s", problem)
+        self._parameters = gathered.modules
+        self.signed: SignedManifest = gathered.signed
+        self.modules = gathered.signed.manifest.modules()
+        self._manifest_file = path / MANIFEST_NAME
+
+    async def router(self) -> Router | None:
+        return await asyncio.to_thread(self._router)
+
+    async def module(self, module: ModuleId) -> Parameters:
+        return without_tables(await asyncio.to_thread(self._parameters.__getitem__, module))
+
+    def _router(self) -> Router | None:
+        manifest = self.signed.manifest
+        first = load_router(self._manifest_file, manifest)
+        if first is None or not manifest.reshards:
+            return first
+        return trained_router(first, self._parameters[ModuleId(0)])
+
 
 Place = TypeVar("Place")
 
@@ -49,9 +89,7 @@ class OpenedModel:
         return open_tokenizer(self.source.signed.manifest, self.tokenizer_file())
 
     async def documents(self) -> Documents:
-        """Opens the run's text on this machine. Errors as `node.data.feed.open_documents`; ConfigError when it may not
-        be opened.
-        """
+        """Opens the run's text. Errors as `open_documents`; ConfigError if it may not be opened."""
         manifest = self.source.signed.manifest
         where = _granted(places(manifest.data, self.told, own=self._own))
         return await asyncio.to_thread(open_documents, manifest, where, await self.source.router())
@@ -65,16 +103,16 @@ def unwatched(module: ModuleId, done: int, total: int) -> None:
 async def open_model(
     target: str, on_progress: Callable[[ModuleId, int, int], None] = unwatched, told: ToldPlaces = NOTHING_TOLD
 ) -> AsyncIterator[OpenedModel]:
-    """Opens the model that `target` names; what is behind it is closed again at the end.
+    """Opens the model that `target` names, and closes it after the block.
 
     Args:
-        target: a folder, or the link of a running swarm.
-        on_progress: told of downloads: the module, bytes here of all modules, bytes in all.
-        told: where the person says that text and tokenizer are.
+        target: A folder, or the link of a running swarm.
+        on_progress: Receives the module, downloaded bytes and all bytes.
+        told: Places of text and tokenizer that the person named.
 
     Raises:
-        ConfigError: it names no model.
-        SkipstoneError: it does, and it cannot be used; as `CheckpointSource`, `ExportedSource` and `open_swarm`.
+        ConfigError: `target` is not a model.
+        SkipstoneError: The model cannot be used.
     """
     if is_link(target):
         from node.export.swarm_source import open_swarm  # brings in all of the network, which folders do without
@@ -104,3 +142,45 @@ def _granted(place: Reasoned[Place | None]) -> Place:
     if place.value is None:
         raise ConfigError(place.reason, hint="The run's author says where to get its text and tokenizer.")
     return place.value
+
+
+Stages = tuple[int, ...]
+CPU = torch.device("cpu")
+
+
+async def evaluate_model(
+    target: str,
+    microbatches: int,
+    device: torch.device = CPU,
+    paths: AskedPaths = WHOLE_MODEL,
+    told: ToldPlaces = NOTHING_TOLD,
+) -> dict[str, Any]:
+    """Mean loss over held-out text as a `loss_report`.
+
+    Raises:
+        ConfigError: There is no model or text, or the run has fewer stages.
+        ManifestError, CorruptSnapshot, StateError: The model is damaged or incomplete.
+    """
+    async with open_model(target, told=told) as opened:
+        manifest, model = opened.source.signed.manifest, await routed_model(opened.source, device)
+        subsets, documents = paths.of(manifest), await opened.documents()
+        texts = await asyncio.to_thread(lambda: list(held_out_microbatches(manifest, microbatches, documents)))
+        sizes = summary_of([text.workload for text in texts], manifest.microbatch_tokens)
+        losses = await _losses(model, texts, subsets)
+    routes = [text.route for text in texts]
+    return loss_report([(stages, held_out_loss(routes, losses[stages], sizes)) for stages in subsets])
+
+
+async def _losses(
+    model: RoutedModel, texts: Sequence[Microbatch], subsets: Sequence[Stages]
+) -> dict[Stages, list[tuple[float, int]]]:
+    """Of each path's stages, the loss of each text by its route, and over how many tokens."""
+    losses = {stages: [(0.0, 0)] * len(texts) for stages in subsets}
+    for route in sorted({text.route for text in texts}):
+        decoder = await model.decoder(model.route_for(route))
+        for number, text in enumerate(texts):
+            if text.route == route:
+                for stages in subsets:
+                    loss = await asyncio.to_thread(decoder.through(stages).loss, text)
+                    losses[stages][number] = (loss, text.scored)
+    return losses

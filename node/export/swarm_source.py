@@ -1,8 +1,6 @@
-"""A running swarm as a source of modules: the parameters on which each module's replicas agree, fetched from several of
-them.
+"""A running swarm as a source of modules: agreed parameters, fetched from several replicas.
 
-Modules have rounds of their own, so each comes as of its own last round. Only the parameters are fetched, and every
-chunk of them is checked against the digest that the replicas announce.
+Each module is that of its own last round. Every chunk is checked against the announced digest.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from node.experts.route_tables import table_shapes, trained_router, without_tabl
 from node.experts.router import Router
 from node.export.source import Parameters
 from node.model.shapes import parameter_bytes, parameter_shapes
-from node.network.router_exchange import fetch_router
+from node.network.peer_files import fetch_router
 from node.network.session import NetworkSession, visit
 from protocol.manifest.join_link import JoinLink
 from protocol.manifest.manifest import Manifest
@@ -64,8 +62,7 @@ class SwarmSource:
         """Of the modules that were asked for."""
 
     async def router(self) -> Router | None:
-        """Fetches the router, with stage 0 where that goes on learning it. Raises Unreachable when nobody gives it, and
-        as `module`."""
+        """Fetches the router, and stage 0 if the run trains it. Raises Unreachable, and as `module`."""
         manifest = self.signed.manifest
         first = await fetch_router(self._session, manifest, PATIENCE_S)
         if first is None or not manifest.reshards:
@@ -75,9 +72,7 @@ class SwarmSource:
         return trained_router(first, self._stage_zero)
 
     async def module(self, module: ModuleId) -> Parameters:
-        """Fetches the module's parameters. Raises as `agreed`, and NoQuorum or Stalled when the donors are gone or give
-        nothing.
-        """
+        """Fetches the module's parameters. Raises as `agreed`, and NoQuorum or Stalled without donors."""
         if module == ModuleId(0) and self._stage_zero is not None:
             return without_tables(self._stage_zero)
         return without_tables(await self._state(module))
@@ -104,9 +99,7 @@ class SwarmSource:
     async def agreed(
         self, module: ModuleId, patience_s: float = PATIENCE_S
     ) -> tuple[AnchorVersion, tuple[PeerId, ...]]:
-        """The state to take, as `state_to_take`, with the same errors, after up to `patience_s` seconds of waiting for
-        one.
-        """
+        """The state to take, waiting up to `patience_s` seconds for one. Errors as `state_to_take`."""
         clock, membership = self._session.own.clock, self._session.membership
         deadline = clock.monotonic() + patience_s
         while True:
@@ -146,12 +139,11 @@ def _layout(manifest: Manifest, module: ModuleId) -> Layout:
 async def open_swarm(
     link: JoinLink, on_progress: Progress, patience_s: float = PATIENCE_S
 ) -> AsyncIterator[SwarmSource]:
-    """Visits the swarm as a source of its modules. That every module can be had is known before the first is fetched;
-    in a run with experts, of which a path needs a few, that stage 0 can be had.
+    """Visits the swarm as a source of its modules, after a check that every needed module is available.
 
     Raises:
-        Unreachable: no peer has given the manifest; also as `SwarmSource.agreed`.
-        NoQuorum: as `SwarmSource.agreed`.
+        Unreachable: No peer gave the manifest, or a module has no replica.
+        NoQuorum: See `state_to_take`.
     """
     async with visit(link) as session:
         signed = await session.fetch_manifest(patience_s)
@@ -179,16 +171,14 @@ async def _look_around(session: NetworkSession, modules: Sequence[ModuleId], pat
 def state_to_take(
     module: ModuleId, announced: Mapping[PeerId, AnchorVersion], inner_steps: int, *, is_model: bool = False
 ) -> tuple[AnchorVersion, tuple[PeerId, ...]]:
-    """The state of a module that is taken for its model, and the replicas that stand on it.
+    """The agreed state of a module, and the replicas that hold it.
 
     Args:
-        announced: what each live replica announces.
-        inner_steps: between two rounds.
-        is_model: whether it is of use before its first round, because the run starts from an existing model.
+        is_model: The state before the first round counts too, because the run starts from an existing model.
 
     Raises:
-        Unreachable: there is no replica.
-        NoQuorum: no half of the replicas stand on the same state, or they have not had a round yet.
+        Unreachable: There is no replica.
+        NoQuorum: Replicas disagree, or have not had a round yet.
     """
     if not announced:
         raise Unreachable(

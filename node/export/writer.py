@@ -1,6 +1,4 @@
-"""The export of a run's model as the folder that `node.export.file_plan` describes: written beside its place, and
-renamed when all of it is there.
-"""
+"""Export of a run's model as the folder of `node.export.hugging_face`, written beside its place and renamed."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ from torch import Tensor
 
 from node.data.tokenizers import FileTokenizer, open_tokenizer, tokenizer_bytes
 from node.experts.router_file import router_file
-from node.export import file_plan as layout
+from node.export import hugging_face as layout
 from node.export.exported_source import is_exported
 from node.export.hugging_face import (
     BYTES_END_OF_DOCUMENT,
@@ -61,19 +59,17 @@ async def export(
     replace: bool = False,
     shard_bytes: int = layout.SHARD_BYTES,
 ) -> Export:
-    """Writes the model to `target`, holding one module and one shard in memory at a time.
+    """Writes the model to `target`, with one module and one shard in memory at a time.
 
     Args:
-        source: where the modules come from.
-        target: a folder that is empty or not there, or an older export when `replace` is set.
-        tokenizer_file: where the run's tokenizer file lies; None for bytes.
-        route: of a run with experts the path that is written; None for the only one that there is.
-        replace: whether an older export may give way; anything else never does.
-        shard_bytes: largest file of parameters.
+        target: An empty or missing folder, or an older export if `replace`.
+        tokenizer_file: None for bytes.
+        route: Path of a run with experts; None for the only one.
+        shard_bytes: Largest file of parameters.
 
     Raises:
-        ConfigError: the target is in use, there is no such path or none was named, or the tokenizer's file is not here.
-        StateError: a module is not of this model, or the folder could not be written; nothing is left of it then.
+        ConfigError: The target is in use, or the path or the tokenizer is missing.
+        StateError: A module is not of this model, or the folder could not be written; nothing is left of it.
     """
     manifest = source.signed.manifest
     modules = path_modules(source, route)
@@ -92,9 +88,7 @@ async def export(
 async def export_all(
     source: ModuleSource, target: Path, *, tokenizer_file: Path | None = None, replace: bool = False
 ) -> Export:
-    """Writes every module of the source to `target`, each to a file of its own, and the router: a folder that `eval`,
-    `generate` and `export` read. Arguments and errors as `export`; ConfigError too for a run without experts.
-    """
+    """Writes every module to a file of its own, and the router. Errors as `export`; ConfigError without experts."""
     manifest = source.signed.manifest
     if not manifest.stages.has_experts:
         raise ConfigError(f"run {manifest.name} has one path", hint="Export it without --all: that is the whole model.")
@@ -128,11 +122,7 @@ async def _finish(
 
 
 def require_free(target: Path, *, replace: bool) -> None:
-    """Checks that the target is free, or an older export that may be replaced.
-
-    Raises:
-        ConfigError: the target is in use.
-    """
+    """Raises ConfigError unless the target is free, or an older export that may be replaced."""
     if not target.exists() and not target.is_symlink():
         return
     if target.is_symlink() or not target.is_dir():
@@ -197,8 +187,7 @@ async def _write_parameters(
 
 
 def _write_shard(folder: Path, name: str, tensors: dict[str, Tensor]) -> None:
-    """safetensors lets nobody but the owner read its files; an export is made to be handed on, like the files beside
-    it."""
+    """Writes a shard, readable like the other files: safetensors would restrict it to the owner."""
     _write_tensors(folder / name, tensors, (folder / layout.CONFIG).stat().st_mode)
 
 

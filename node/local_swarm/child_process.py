@@ -1,8 +1,7 @@
-"""One node as a child process that cannot outlive its parent and leaves nothing behind.
+"""One node as a child process that cannot outlive its parent.
 
-The child reads a pipe as its standard input and stops in good order when the pipe closes. The parent closes it to ask
-for that; the kernel closes it when the parent dies, however it dies. The child leads a process group of its own, so
-that a terminal's Ctrl-C reaches the parent alone, and so that what the child has started can be ended with it.
+The child stops in good order when its standard input closes, which the kernel does when the parent dies. It leads a
+process group, so that Ctrl-C reaches the parent alone and its own children end with it.
 """
 
 from __future__ import annotations
@@ -57,11 +56,7 @@ class SpawnedProcess:
     """A process that this one has started itself (`StartedProcess`)."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Starts the process.
-
-        Raises:
-            ResourceExhausted: the operating system could not start a process.
-        """
+        """Starts the process. Raises ResourceExhausted: the operating system could not start a process."""
         try:
             self._process = subprocess.Popen(  # noqa: S603 - the command is our own, and no shell reads it
                 command,
@@ -80,10 +75,8 @@ class SpawnedProcess:
         self.stdin, self.stdout, self.stderr = self._process.stdin, self._process.stdout, self._process.stderr
 
     def when_ended(self, then: Callable[[], None]) -> None:
-        """As `StartedProcess` says.
-
-        Not asyncio's own subprocesses: those wait for the pipes to close too, which a grandchild can hold open.
-        """
+        """Calls `then` at the end of the process."""
+        # asyncio's subprocesses also wait for pipes, which a grandchild can hold open.
         loop = asyncio.get_running_loop()
 
         def wait() -> None:
@@ -129,11 +122,8 @@ class ChildProcess:
             _signal_group(self.pid, number)
 
     async def follow(self, on_line: Callable[[bytes], None]) -> ChildEnd:
-        """Hands every line of standard output to `on_line` until the child has ended, then ends what is left of its
-        group.
-
-        A line longer than 64 KiB arrives in pieces that are no events. When cancelled, the group is killed first.
-        """
+        """Passes every line of output to `on_line` until the child ends, then ends its group. Cancelling kills it
+        first."""
         stderr: deque[str] = deque(maxlen=MAX_STDERR_LINES)
         ended = asyncio.Event()
         self._process.when_ended(ended.set)
@@ -156,8 +146,7 @@ class ChildProcess:
         return ChildEnd(128 - code if code < 0 else code, tuple(stderr))
 
     def _end_group(self) -> None:
-        """Kills what is left of the group, then reaps the child: until then nobody else can get its process group
-        id."""
+        """Kills the rest of the group, then reaps the child: until then nobody else gets its group id."""
         if self._code is None:
             _signal_group(self.pid, signal.SIGKILL)
             self._code = self._process.reap()

@@ -1,7 +1,4 @@
-"""The default run of a first-time user: small enough for two CPU cores, large enough to see it learn.
-
-It stands alone because commands and scenarios start from it, also where there is no local swarm.
-"""
+"""The default run: small enough for two CPU cores, large enough to see it learn."""
 
 from __future__ import annotations
 
@@ -9,18 +6,12 @@ from protocol.manifest.manifest import Manifest, manifest_from_table
 
 
 def default_manifest(seed: int, name: str = "stdlib-demo") -> Manifest:
-    """The manifest of the default run: a byte-level model of Python's standard library in five stages, one a peer.
+    """The manifest of the default run: a byte-level model of Python's standard library in five stages.
 
-    The sizes were found by trying them with `solo`: the loss falls from 5.6 nats per byte to under 3 in 20 steps, 2.5
-    in 100 and 2.0 in 300. A step is 2048 tokens, and one CPU core trains on about 10,000 a second. Staleness is 0, so a
-    swarm computes what `solo` does.
-
-    Hidden states and their gradients are compressed, to INT8 at most, on links that are too slow for them; on one
-    machine none is.
-
-    A round takes the plain mean (outer learning rate 1, no momentum): a replica that is alone is then left as it is,
-    and in a run as short as this one momentum overshoots (docs/BENCHMARKS.md). Longer runs with several replicas a
-    stage want the manifest's defaults.
+    Found by trying with `solo`: the loss falls from 5.6 nats per byte to under 3 in 20 steps, 2.5 in 100, 2.0 in 300.
+    Staleness is 0, so a swarm computes what `solo` does. A round takes the plain mean: a lone replica stays as it is,
+    and
+    in a short run momentum overshoots. Longer runs want the manifest's defaults.
     """
     return manifest_from_table(
         {

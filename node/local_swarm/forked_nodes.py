@@ -1,27 +1,165 @@
-"""Nodes that a fork server starts (`node.local_swarm.fork_server`, which says what is sent), as child processes."""
+"""Nodes of a local swarm that are forked from one process that has imported everything.
+
+A node spends seconds of CPU on imports. The server (`python -m node.local_swarm.forked_nodes DESCRIPTOR`) does them
+once and forks a node for each request: the message is its arguments, with the descriptors of its standard streams and
+of a socket on which the server tells its process id and, later, how it ended.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
+import importlib
 import json
 import os
+import runpy
+import selectors
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import IO, Final
 
-from node.local_swarm.fork_server import NUMBER_BYTES
 from swarm.vocabulary.errors import ResourceExhausted
+
+PRELOADED: Final = ("node.__main__", "node.cli.join", "node.runtime.node")
+MAX_REQUEST_BYTES: Final = 64 * 1024
+DESCRIPTORS: Final = 4
+NUMBER_BYTES: Final = 8
+
+
+@dataclass(slots=True)
+class _Child:
+    pid: int
+    life: socket.socket | None
+    """None once nobody asks after it any more."""
+    ended: bool = False
+
+
+class _Server:
+    """The children that were forked, and what is to be told of them."""
+
+    def __init__(self, requests: socket.socket) -> None:
+        self._requests = requests
+        self._children: list[_Child] = []
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(requests, selectors.EVENT_READ)
+        self._wakes, self._wake = os.pipe()
+        os.set_blocking(self._wakes, False)
+        os.set_blocking(self._wake, False)
+        signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)  # without a handler nothing is written
+        self._selector.register(self._wakes, selectors.EVENT_READ)
+
+    def serve(self) -> list[str] | None:
+        """Serves requests. Returns a forked node's arguments, or None in the server when no one asks any more."""
+        while True:
+            for key, _ in self._selector.select():
+                if key.fileobj is self._requests:
+                    message, descriptors, _, _ = socket.recv_fds(self._requests, MAX_REQUEST_BYTES, DESCRIPTORS)
+                    if not message:
+                        return None
+                    arguments: list[str] = json.loads(message)
+                    if self._fork(descriptors):
+                        return arguments
+                elif key.fileobj == self._wakes:
+                    os.read(self._wakes, MAX_REQUEST_BYTES)
+                    self._look_for_ended()
+                else:
+                    self._let_go(key.data)
+
+    def _fork(self, descriptors: list[int]) -> bool:
+        """Forks a node. Returns whether this is it."""
+        streams, life = descriptors[:3], socket.socket(fileno=descriptors[3])
+        pid = os.fork()
+        if pid == 0:
+            life.close()
+            self._become_a_node(streams)
+            return True
+        with contextlib.suppress(
+            OSError
+        ):  # the node does the same: whoever is first, it leads a group when it is known
+            os.setpgid(pid, pid)
+        for descriptor in streams:
+            os.close(descriptor)
+        child = _Child(pid, life)
+        self._children.append(child)
+        self._selector.register(life, selectors.EVENT_READ, child)
+        self._tell(child, pid)
+        return False
+
+    def _become_a_node(self, streams: list[int]) -> None:
+        """Leaves the server's process group, signals and descriptors behind."""
+        with contextlib.suppress(OSError):
+            os.setpgid(0, 0)
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for target, descriptor in enumerate(streams):
+            os.dup2(descriptor, target)
+        self._selector.close()
+        for each in (self._requests, *(child.life for child in self._children if child.life)):
+            each.close()
+        for descriptor in (*streams, self._wakes, self._wake):
+            os.close(descriptor)
+
+    def _look_for_ended(self) -> None:
+        for child in self._children:
+            if child.ended or os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                continue
+            child.ended = True
+            if child.life is not None:
+                self._tell(child, _status(child.pid))
+        self._reap()
+
+    def _let_go(self, child: _Child) -> None:
+        """Nobody asks after a node any more: it may be reaped."""
+        assert child.life is not None
+        self._selector.unregister(child.life)
+        child.life.close()
+        child.life = None
+        self._reap()
+
+    def _reap(self) -> None:
+        for child in [each for each in self._children if each.ended and each.life is None]:
+            os.waitpid(child.pid, 0)
+            self._children.remove(child)
+
+    @staticmethod
+    def _tell(child: _Child, number: int) -> None:
+        assert child.life is not None
+        with contextlib.suppress(OSError):  # whoever asked is gone
+            child.life.send(number.to_bytes(NUMBER_BYTES, signed=True))
+
+
+def _status(pid: int) -> int:
+    """How an ended child did so, as `subprocess` has it: its exit code, or minus the signal that ended it."""
+    end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    assert end is not None
+    return end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
+
+
+def main() -> None:
+    """Imports what nodes need, then serves."""
+    for module in PRELOADED:
+        importlib.import_module(module)
+    gc.collect()
+    gc.freeze()  # so that a node's collections do not write to, and so copy, what it shares
+    arguments = _Server(socket.socket(fileno=int(sys.argv[1]))).serve()
+    if arguments is None:
+        os._exit(0)  # its nodes are not its own to stop, and there is nothing else to clean up
+    sys.argv = ["skipstone", *arguments]
+    runpy.run_module("node", run_name="__main__", alter_sys=True)
+
 
 REAP_S: Final = 5.0
 """For the server to tell how a node that has been killed ended."""
 
 
 def may_fork(command: Sequence[str]) -> bool:
-    """Whether a fork is as good as this command: it starts a node of this program, and the system has what the server
-    needs, and lets processes of one thread be forked safely."""
+    """Whether a fork can replace this command: the plain node program, on Linux."""
     return sys.platform == "linux" and tuple(command) == (sys.executable, "-P", "-m", "node")
 
 
@@ -29,14 +167,10 @@ class ForkServer:
     """A running fork server. `close` must be called; nodes outlive it."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
-        """Starts the server, which all its nodes have the environment of.
-
-        Raises:
-            ResourceExhausted: the operating system could not start a process.
-        """
+        """Starts the server, whose environment all its nodes have. Raises ResourceExhausted."""
         self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._requests.setblocking(False)
-        command = (sys.executable, "-P", "-m", "node.local_swarm.fork_server", str(theirs.fileno()))
+        command = (sys.executable, "-P", "-m", "node.local_swarm.forked_nodes", str(theirs.fileno()))
         try:
             self._process = subprocess.Popen(  # noqa: S603 - the command is our own, and no shell reads it
                 command,
@@ -55,11 +189,7 @@ class ForkServer:
             theirs.close()
 
     async def start(self, arguments: Sequence[str]) -> ForkedProcess | None:
-        """Starts a node with such arguments, as `python -m node` would.
-
-        Returns:
-            None when the server has ended, or cannot fork.
-        """
+        """Starts a node with such arguments. None if the server has ended or cannot fork."""
         (input_end, to_input), (from_output, output_end), (from_errors, errors_end) = (os.pipe() for _ in range(3))
         life, their_life = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         life.setblocking(False)
@@ -122,3 +252,7 @@ class ForkedProcess:
         finally:
             self._life.close()
         return int.from_bytes(told, signed=True) if told else -signal.SIGKILL
+
+
+if __name__ == "__main__":
+    main()

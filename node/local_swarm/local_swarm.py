@@ -1,8 +1,6 @@
-"""A swarm of real node processes on this machine: started together, watched, and ended without a trace.
+"""A swarm of real node processes on this machine, for `skipstone up`, benchmarks and tests.
 
-Used by `skipstone up`, by benchmarks and by end-to-end tests. Every node is a process of its own with its own identity,
-DHT membership and server; the only thing that they share is the folder with their keys, which is removed at the end (a
-swarm whose owner is killed with SIGKILL stops too, but leaves that folder in the temporary directory).
+Nodes share only the folder with their keys, which is removed at the end (but not after a SIGKILL of the owner).
 """
 
 from __future__ import annotations
@@ -33,10 +31,9 @@ MAX_SHOWN_STDERR_LINES = 5
 
 
 class LocalSwarm:
-    """A local swarm, whose nodes run while it is entered (`async with`).
+    """A local swarm, whose nodes run within `async with`; an exception kills them.
 
-    `progress` is always up to date. `events()` is for one reader who wants each event; unread ones are dropped, oldest
-    first. Leaving the block stops the nodes in good order; leaving it with an exception kills them.
+    `progress` is always up to date. `events()` is for one reader; unread events are dropped, oldest first.
     """
 
     def __init__(
@@ -49,10 +46,7 @@ class LocalSwarm:
         stop_limit_s: float = STOP_LIMIT_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`command` is started in place of `python -m node`, with the same arguments.
-
-        Where none is given nodes are forked, if that can be done: they start in half the time.
-        """
+        """`command` replaces `python -m node`; without one, nodes are forked if possible, in half the time."""
         self._manifest = manifest
         self._options = options
         self._command = tuple(command or node_command())
@@ -73,12 +67,7 @@ class LocalSwarm:
         """How each node that has ended did so, by index."""
 
     async def __aenter__(self) -> Self:
-        """Starts the nodes.
-
-        Raises:
-            ConfigError: fewer peers than stages.
-            ResourceExhausted: no temporary folder or port could be had.
-        """
+        """Starts the nodes. Raises ConfigError for too few peers, ResourceExhausted."""
         self._setup = LocalSetup(self._manifest, self._options, self._places)
         if self._may_fork:
             self._forks = ForkServer(self._setup.environment())
@@ -128,12 +117,7 @@ class LocalSwarm:
             await self._news.wait()
 
     def start_peer(self, stage: int, command: Sequence[str] | None = None, expert: int = 0) -> int:
-        """Starts one more node for a module, with a command of its own if there is one, and returns its index.
-
-        Raises:
-            ConfigError: there is no such module.
-            SkipstoneError: the swarm is stopping already.
-        """
+        """Starts one more node for a module; returns its index. Raises ConfigError, SkipstoneError."""
         if not 0 <= stage < self._manifest.stages.count:
             raise ConfigError(f"stage {stage} is not one of 0 to {self._manifest.stages.count - 1}")
         if not self._manifest.has(ModuleId(stage, expert)):
@@ -145,11 +129,7 @@ class LocalSwarm:
         return peer.index
 
     def restart_peer(self, index: int) -> None:
-        """Starts a node that has ended again: with its identity, its ports and, where there are any, its checkpoints.
-
-        Raises:
-            SkipstoneError: it runs, or the swarm is stopping already.
-        """
+        """Restarts an ended node with its identity, ports and checkpoints. Raises SkipstoneError."""
         if index in self._nodes or self._stopping.is_set():
             raise SkipstoneError(f"peer {index} cannot be started again: it runs, or the swarm is stopping")
         del self.ends[index]

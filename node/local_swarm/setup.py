@@ -1,6 +1,4 @@
-"""The setup of a local swarm before its first process starts: keys, ports, a signed manifest, and each node's command
-line.
-"""
+"""The setup of a local swarm: keys, ports, a signed manifest, and each node's command line."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ from node.data.places import as_written
 from node.experts.router_file import router_file
 from node.model.moments import MomentType
 from protocol.identity.keys import Identity
-from protocol.libp2p.child_environment import with_packages
+from protocol.libp2p.child_process import with_packages
 from protocol.manifest.join_link import JoinLink
 from protocol.manifest.manifest import Manifest
 from protocol.manifest.signing import run_id_of, sign_manifest
@@ -78,8 +76,7 @@ class LocalSwarmOptions:
     """Folder that every node saves its state to; the nodes' keys are kept there too, so that a second start goes on."""
     checkpoint_every_s: float = 300.0
     memory_limits: tuple[int, ...] = ()
-    """Bytes of memory of each node, in any order: the largest is that of the node whose module needs most; one number
-    is that of every node. Empty: they are told of no limit."""
+    """Memory limits of the nodes in bytes, matched to needs; one number is every node's, empty is no limit."""
     moments: MomentType = MomentType.FLOAT32
     """The form of AdamW's, at every node."""
     moving: bool = False
@@ -88,8 +85,7 @@ class LocalSwarmOptions:
     """Folder that gets every node's event log."""
     log_level: str = "warning"
     model: Path | None = None
-    """Folder of the existing model from which the run starts. The first peer is told of it; the others get their parts
-    from that one."""
+    """Folder of the model that the run starts from. Only the first peer reads it."""
     router: bytes = b""
     """That the manifest names, if it names one."""
     author_path: Path | None = None
@@ -125,15 +121,7 @@ class PlannedPeer:
 
 
 def assign_modules(peers: int, blocks: Sequence[int], experts: Sequence[int] | None = None) -> list[ModuleId]:
-    """The module of each peer: one each in order, then the others where a peer has most blocks to compute.
-
-    Args:
-        blocks: of each stage.
-        experts: of each stage, which share its visits; None for one each.
-
-    Raises:
-        ConfigError: not every module would have a peer.
-    """
+    """The module of each peer: one each in order, then the others where a peer has most blocks. Raises ConfigError."""
     experts = experts or (1,) * len(blocks)
     modules = [ModuleId(stage, expert) for stage, count in enumerate(experts) for expert in range(count)]
     if peers < len(modules):
@@ -150,11 +138,7 @@ def assign_modules(peers: int, blocks: Sequence[int], experts: Sequence[int] | N
 
 
 def match_limits(manifest: Manifest, modules: Sequence[ModuleId], limits: Sequence[int]) -> list[int | None]:
-    """The memory limit of the peer of each module: the largest for the one that needs most, and so on.
-
-    Raises:
-        ConfigError: there are neither none, nor one, nor as many as peers.
-    """
+    """The memory limit of each module's peer, the largest for the largest need. Raises ConfigError."""
     if len(limits) <= 1:
         return [limits[0] if limits else None] * len(modules)
     if len(limits) != len(modules):
@@ -173,15 +157,10 @@ def match_limits(manifest: Manifest, modules: Sequence[ModuleId], limits: Sequen
 
 
 class LocalSetup:
-    """The folder of a local swarm, mode 0700: one key for each peer (unless there is a checkpoint folder, which then
-    has them), and the manifest.
-
-    Call `remove` at the end.
-    """
+    """The folder of a local swarm, mode 0700: keys (unless in the checkpoint folder) and manifest. Call `remove`."""
 
     def __init__(self, manifest: Manifest, options: LocalSwarmOptions, places: Places = everywhere_here) -> None:
-        """Raises ConfigError for fewer peers than modules, ResourceExhausted when the folder or the ports cannot be
-        had."""
+        """Raises ConfigError for too few peers, ResourceExhausted without folder or ports."""
         modules = assign_modules(options.peers, manifest.stages.blocks, manifest.stages.experts_of_each)
         self._options = options
         self._manifest = manifest
@@ -235,9 +214,7 @@ class LocalSetup:
         return peer
 
     def arguments(self, peer: PlannedPeer) -> list[str]:
-        """The arguments after `skipstone` on a peer's command line. The first peer brings the manifest, the others ask
-        for it.
-        """
+        """A peer's arguments after `skipstone`. The first peer brings the manifest, the others ask for it."""
         begins = peer.index == 0 and peer.index not in self._returned
         is_data_node = peer.stage == 0
         options = NodeOptions(
@@ -269,8 +246,7 @@ class LocalSetup:
         return str(module) if self._manifest.stages.experts_at(module.stage) > 1 else str(module.stage)
 
     def _with_text(self, options: NodeOptions) -> NodeOptions:
-        """Whoever starts a swarm here has named its text: the nodes that read it, most of which join by link, may open
-        it."""
+        """Lets nodes that read the text open it: the person who starts a swarm has named it."""
         where = as_written(self._manifest.data)
         return replace(
             options,
@@ -280,9 +256,7 @@ class LocalSetup:
         )
 
     def environment(self) -> dict[str, str]:
-        """The environment of a child: this process's, but for settings meant for a node, which would reach all of them;
-        with the packages findable wherever it stands and no more threads than each node's share.
-        """
+        """A child's environment, without settings meant for one node, with the packages and its share of threads."""
         packages = str(Path(__file__).resolve().parent.parent.parent)
         threads = str(self._options.threads_per_node)
         return with_packages(without_settings(os.environ), packages, OMP_NUM_THREADS=threads)
@@ -300,19 +274,14 @@ class LocalSetup:
 
 
 def node_command() -> tuple[str, ...]:
-    """The command by which this process starts another `skipstone`. `-P`: a folder called `node` where the user stands
-    is not ours.
-    """
+    """The command that starts another `skipstone`. `-P`: a folder called `node` nearby is not ours."""
     return (sys.executable, "-P", "-m", "node")
 
 
 def _free_ports(count: int) -> list[int]:
-    """Ports that nobody has now, in a row where they can be. They are known before the nodes run, which the link needs;
-    that another program takes one in between is possible and shows as a node that cannot bind.
-
-    None of them is a port that the system may give to a connection meanwhile, and two swarms that start at the same
-    time hardly meet.
-    """
+    """Free ports, in a row if possible, known before the nodes run."""
+    # Below the system's own range for connections. Another program can still take one, which shows as a node that
+    # cannot bind.
     first = PORTS[secrets.randbelow(len(PORTS))]
     found: list[int] = []
     for port in (*range(first, PORTS.stop), *range(PORTS.start, first)):

@@ -1,9 +1,7 @@
-"""The progress of a swarm, folded from the events of its nodes. Pure: state and event in, new state and events out.
+"""The progress of a swarm, folded from its nodes' events. Pure.
 
-A data node counts its own steps. The swarm's step n is done when every data node that keeps up has reported its n-th;
-its loss is the mean of theirs, weighted by tokens. A data node keeps up unless it is gone, came when later steps were
-already done, or is more than `MAX_LAG` steps behind the first: one slow or silent machine must not hide what the others
-do.
+Step n is done when every data node that keeps up has reported its n-th; its loss is their mean by tokens. A data node
+that is gone, came late, or is more than `MAX_LAG` steps behind does not hold up the others.
 """
 
 from __future__ import annotations
@@ -36,8 +34,7 @@ from swarm.workload.microbatch_sizes import SizeSummary
 
 MAX_LAG = 8
 MAX_CURVE = 512
-"""Points of the loss curve; when it is full every second one is dropped and the next ones stand for twice as many
-steps."""
+"""Points of the loss curve; when it is full, every second one is dropped."""
 MAX_NOTES = 8
 RATE_WINDOW = 16
 """The rate shown with a step is that of so many last steps."""
@@ -277,8 +274,7 @@ def _step_reported(state: SwarmProgress, index: int, event: Step, now: float) ->
 
 
 def _came_after(state: SwarmProgress, index: int, step: int) -> int:
-    """What to add to a data node's own count of steps. It takes over the swarm's when those that were ahead of it are
-    gone."""
+    """Offset of a data node's own count of steps to the swarm's."""
     before = state.peers[index].came_after
     others = (peer for other, peer in state.peers.items() if other != index and peer.is_live_data_node)
     if step + before > state.step or any(peer.reported_steps >= state.step for peer in others):
@@ -296,8 +292,7 @@ def _settle(state: SwarmProgress, now: float) -> Progressed:
 
 
 def _next_done(state: SwarmProgress) -> int | None:
-    """The first pending step, if it is done. After a gap (a data node died between two reports) that is not step +
-    1."""
+    """The first pending step, if it is done. After a gap it is not step + 1."""
     step = min(state.pending, default=None)
     if step is None or any(peer.reported_steps < step for peer in _keeping_up(state)):
         return None

@@ -6,10 +6,9 @@ import asyncio
 from contextlib import suppress
 from typing import Any
 
-from node.network.asking import parse_answer, parse_status
 from node.network.loss_report import WHOLE_MODEL, AskedPaths, loss_in, loss_report
 from node.network.session import NetworkSession, visit
-from node.observability.status import PeerStatus, SwarmStatus
+from node.observability.status import PeerStatus, SwarmStatus, parse_answer, parse_status
 from protocol.interfaces.transport import Question, QuestionAbout
 from protocol.manifest.join_link import JoinLink
 from swarm.vocabulary.announcement import Announcement
@@ -21,11 +20,7 @@ EVALUATION_TIMEOUT_S = 600.0
 
 
 async def query_status(link: JoinLink, patience_s: float = 30.0) -> SwarmStatus:
-    """Queries the swarm's status as its peers tell it: stages, replicas, speeds, and each data node's loss and counts.
-
-    Raises:
-        Unreachable: no peer of the run answered within `patience_s` seconds.
-    """
+    """Queries the peers' statuses. Raises Unreachable if no peer answers within `patience_s` seconds."""
     async with visit(link) as session:
         signed = await session.fetch_manifest(patience_s)
         seen = await session.look_around(signed.manifest)
@@ -38,13 +33,7 @@ async def query_status(link: JoinLink, patience_s: float = 30.0) -> SwarmStatus:
 async def query_evaluation(
     link: JoinLink, microbatches: int, paths: AskedPaths = WHOLE_MODEL, patience_s: float = 30.0
 ) -> dict[str, Any]:
-    """Queries the held-out loss through the running swarm, as one of its data nodes measures it: see
-    `node.network.loss_report.loss_report`.
-
-    Raises:
-        ConfigError: the run has not so many stages.
-        Unreachable: no data node could measure it.
-    """
+    """Has a data node measure the held-out loss (see `loss_report`). Raises ConfigError, Unreachable."""
     async with visit(link) as session:
         signed = await session.fetch_manifest(patience_s)
         subsets = paths.of(signed.manifest)

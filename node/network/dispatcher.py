@@ -1,6 +1,4 @@
-"""The dispatch of what the links bring to the part of the node that has registered for it, by the type of the
-message.
-"""
+"""Dispatch of what the links bring to the part of the node that has registered for it."""
 
 from __future__ import annotations
 
@@ -48,12 +46,7 @@ class TensorReceiver(Protocol):
 
 
 class Dispatcher:
-    """The dispatcher of a node's links: `protocol.interfaces.transport.LinkHandler`. What nobody has registered for is
-    refused, or left out.
-
-    Only data nodes' word about lanes means anything, and about rounds only that of the other replicas of the own
-    module.
-    """
+    """`LinkHandler` that hands each message to the part registered for its type, and refuses or drops the others."""
 
     def __init__(self, own: LocalPeer, membership: Membership) -> None:
         self._own = own
@@ -76,9 +69,7 @@ class Dispatcher:
         link_up: Callable[[PeerId], None] | None = None,
         link_down: Callable[[PeerId, PeerError], None] | None = None,
     ) -> Iterator[None]:
-        """Registers a part of the node, within the block, for what it names here. Each type has one receiver at
-        a time.
-        """
+        """Registers a part of the node within the block. Each type has one receiver at a time."""
         tables: list[tuple[dict[Any, Any], dict[Any, Any]]] = [
             (self._tensors, _by_type(tensors)),
             (self._messages, _by_type(messages)),

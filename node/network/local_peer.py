@@ -17,8 +17,7 @@ from swarm.vocabulary.types import PROTOCOL_VERSIONS, AnchorVersion, ModuleId, P
 log = logging.getLogger(__name__)
 
 FORMER_LIFE_MS = 5000
-"""By so much records of a former life of this node may be later than its present one began: its clock may have been set
-in between."""
+"""Margin for records of a former life, in ms: the clock may have been set in between."""
 
 
 @dataclass(slots=True)
@@ -63,12 +62,8 @@ class LocalPeer:
         self.speed, self.steps, self.anchor = NO_SPEED, 0, None
 
     def is_of_another_process(self, said: Announcement) -> bool:
-        """Whether a record that is signed with our key was made by another process while this one ran; `said` has been
-        verified.
-
-        The certificate is each process's own, and a record of a former life is from before this one, or, where the
-        clock has been set since, of another time.
-        """
+        """Whether another process with our key made this verified record while this one ran."""
+        # The certificate is each process's own. A former life's record is older than this one.
         age_s = self.clock.wall() - (said.expires_at - RECORD_LIFETIME_S)
         return (
             said.peer == self.peer
@@ -78,12 +73,9 @@ class LocalPeer:
         )
 
     def announcement(self) -> Announcement:
-        """A new announcement of the current state, with a higher sequence than any before.
-
-        The sequence goes on from the beginning of this life with the time that has passed since, so that it rises
-        whatever is done to the wall clock. That one dates the expiry alone: once a wrong clock has been set right, the
-        next record is as good as anybody's.
-        """
+        """A new announcement of the current state."""
+        # The sequence counts lived time, so that it rises whatever is done to the wall clock, which dates only the
+        # expiry.
         lived_ms = int((self.clock.monotonic() - self._began) * 1000)
         self._sequence = max(self._sequence + 1, self.incarnation + lived_ms)
         return Announcement(
@@ -122,9 +114,7 @@ class OwnRecord:
         """Whether how things are could be said the last time."""
 
     def fresh(self) -> bytes:
-        """A new signed record; the last one while the state cannot be said in a record (a figure out of bounds,
-        say).
-        """
+        """A new signed record, or the last one while the state cannot be encoded."""
         return self.of(self._own.announcement())
 
     def of(self, announcement: Announcement) -> bytes:

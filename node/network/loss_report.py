@@ -29,11 +29,7 @@ class AskedPaths:
     """The whole ring of evenly spread choices, and not only the first."""
 
     def of(self, manifest: Manifest) -> tuple[tuple[int, ...], ...]:
-        """The paths through the stages after stage 0 of each.
-
-        Raises:
-            ConfigError: the run has not so many stages.
-        """
+        """The paths through the stages after stage 0 of each. Raises ConfigError: the run has not so many stages."""
         return chosen_subsets(manifest.stages.count, self.stages_per_path, every=self.every_subset)
 
 
@@ -84,11 +80,7 @@ def held_out_loss(
 
 
 def loss_report(measured: Sequence[tuple[tuple[int, ...], HeldOutLoss]]) -> dict[str, Any]:
-    """The report that `eval --json` prints: loss (nats per token, the mean over the paths), tokens and microbatches of
-    the text, what these are (`sizes`, as in a node's status), and of each path in `subsets` its stages after stage 0
-    and its loss; in a run with experts in `routes` the same figures for the text of each route. All paths have been
-    measured on the same text.
-    """
+    """The report of `eval --json`: loss in nats per token, sizes of the text, and the loss of each path and route."""
     _, first = measured[0]
     return {
         "loss": math.fsum(each.loss for _, each in measured) / len(measured),
@@ -115,11 +107,7 @@ def _mean_of_routes(measured: Sequence[HeldOutLoss]) -> dict[str, Any]:
 
 
 def loss_in(answer: Mapping[str, Any]) -> HeldOutLoss:
-    """Parses the loss in a data node's answer.
-
-    Raises:
-        ProtocolViolation: it is none.
-    """
+    """Parses the loss in a data node's answer. Raises ProtocolViolation: it is none."""
     loss, tokens, microbatches = (answer.get(key) for key in ("loss", "tokens", "microbatches"))
     if not (isinstance(loss, float) and type(tokens) is int and type(microbatches) is int):
         raise ProtocolViolation("the answer is not that of an evaluation")

@@ -1,24 +1,21 @@
-"""The synchronisation of the membership view: reads the directory, listens to what linked peers say, and tells both
-about this node.
-"""
+"""Synchronisation of the membership view with the directory and with linked peers, both ways."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 
 from node.concurrency.task_groups import set_or_after, task_scope
 from node.concurrency.task_tracker import TaskTracker
-from node.network.addresses import KnownPeers
-from node.network.asking import parse_status
 from node.network.dispatcher import Dispatcher
 from node.network.local_peer import LocalPeer, OwnRecord
 from node.observability.events import EventSink, PeerChange
+from node.observability.status import parse_status
 from protocol.identity.signed_records import RECORD_LIFETIME_S, decode_announced
-from protocol.interfaces.directory import Directory
+from protocol.interfaces.directory import Contact, Directory
 from protocol.interfaces.transport import Question, QuestionAbout, Transport
 from swarm.membership.membership import Change, Membership
 from swarm.vocabulary.announcement import Announcement
@@ -30,8 +27,7 @@ log = logging.getLogger(__name__)
 LOOK_UP_EAGER_S = 0.5
 LOOK_UP_CALM_S = 5.0
 LOOKED_UP_AT_ONCE = 256
-"""Modules; more are looked up in turns, so that a run with many costs the directory no more in a second than one with
-few."""
+"""Modules looked up at once. More are looked up in turns, to bound the directory's load."""
 PUSH_S = 2.0
 PUBLISH_RETRY_S = 1.0
 PROBE_TIMEOUT_S = 5.0
@@ -39,6 +35,25 @@ CLOCK_STEP_S = 5.0
 """What the wall clock gains or loses against the steady one between two looks, from which it is worth a word."""
 FEW_REPLICAS = 2
 MAX_ASKED = 64
+
+
+class KnownPeers:
+    """The contacts from the membership view: a `protocol.interfaces.directory.AddressBook`."""
+
+    def __init__(self) -> None:
+        self._contacts: dict[PeerId, Contact] = {}
+
+    def replace_all(self, announcements: Iterable[Announcement]) -> None:
+        """Replaces the contacts: from now on exactly these can be dialled."""
+        self._contacts = {a.peer: Contact(a.peer, a.addresses, a.certificate, a.via, a.relay) for a in announcements}
+
+    def contact(self, peer: PeerId) -> Contact | None:
+        return self._contacts.get(peer)
+
+    def relay_of(self, peer: PeerId) -> str:
+        """The multiaddr at which the peer serves tunnels; empty when it does not, or is not known."""
+        contact = self._contacts.get(peer)
+        return "" if contact is None else contact.relay
 
 
 class MembershipSync:
@@ -96,14 +111,8 @@ class MembershipSync:
     # ---- what the links bring ------------------------------------------------------------------------------------
 
     def announced(self, sender: PeerId, record: bytes) -> None:
-        """Takes a linked peer's record; what is not its own valid record is left out.
-
-        It holds for RECORD_LIFETIME_S from now: on a link from its owner a record is fresh, so a clock that jumps, here
-        or there, costs nobody the peers that it is linked with.
-
-        Save one that proves that another process has our key, and is in use: the peer that hands it on was linked to
-        the older of the two.
-        """
+        """Takes a linked peer's own record, or one that proves that another process uses our key."""
+        # On a link from its owner a record is fresh, so a clock that jumps costs nobody its linked peers.
         try:
             announcement = decode_announced(record, run=self.membership.run, now=None)
         except ProtocolViolation as error:
@@ -121,9 +130,7 @@ class MembershipSync:
         self.changed.set()
 
     def link_down(self, peer: PeerId, error: PeerError) -> None:
-        """Notes that a link ended, or one could not be made. A peer that hosts nothing (any more) has gone with its
-        link.
-        """
+        """Notes that a link ended or failed. A visitor is gone with its link."""
         known = self.membership.get(peer)
         if known is not None and known.state is PeerState.VISITING:
             self.membership.forget(peer)
@@ -139,8 +146,7 @@ class MembershipSync:
         self.changed.set()
 
     async def _probe(self, peer: PeerId) -> None:
-        """Did only the link break, or is the peer gone? Asks at once, so that nobody has to find out with a
-        microbatch."""
+        """Asks the peer at once, so that no microbatch has to find out whether it is gone."""
         try:
             await self._transport.ask(peer, Question(QuestionAbout.STATUS), PROBE_TIMEOUT_S)
         except (Unreachable, Stalled) as error:
@@ -163,11 +169,9 @@ class MembershipSync:
         return (said.module, said.state) == (str(module), PeerState.SERVING.name.lower())
 
     async def alive(self, modules: Sequence[ModuleId]) -> list[Announcement]:
-        """The announcements of everybody, without the peers that do not answer any more.
-
-        A record outlives a peer that died by up to a minute. Only modules with few peers are asked, where one peer more
-        or less decides whether a newcomer is needed there.
-        """
+        """All announcements but those of peers that no longer answer."""
+        # A record outlives its peer by up to a minute. Only modules with few peers are asked: one more or less decides
+        # there.
         known = [a for a in self.membership.peers() if a.module is not None]
         replicas, wanted = Counter(a.module for a in known), frozenset(modules)
         few = [a for a in known if a.module in wanted and replicas[a.module] <= FEW_REPLICAS]

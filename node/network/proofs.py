@@ -1,6 +1,4 @@
-"""Proofs of work: which replicas have really worked, by the rounds this node shared with them, and by what the data
-nodes it works for say.
-"""
+"""Proofs of work: replicas confirmed by shared rounds and by the data nodes that this node works for."""
 
 from __future__ import annotations
 
@@ -9,8 +7,8 @@ import math
 from collections import Counter, OrderedDict, deque
 from typing import Final
 
-from node.network.asking import parse_status
 from node.network.session import NetworkSession
+from node.observability.status import parse_status
 from protocol.interfaces.transport import Question, QuestionAbout
 from swarm.membership.rebalancing import LEAST_VOUCHED, proven_by
 from swarm.vocabulary.errors import PeerError

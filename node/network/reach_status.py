@@ -54,9 +54,7 @@ class Standing:
 
 
 def held_by(standing: Standing, via: Sequence[PeerId]) -> Standing:
-    """The standing `unreachable` of a node that holds on to peers through which it can be called; the same
-    without any.
-    """
+    """The standing, raised to `reverse` if there are peers through which the node can be called."""
     if not via:
         return standing
     called = f"called through {', '.join(map(short, via))}, and then opens the link itself"

@@ -1,30 +1,25 @@
-"""A machine's presence in the network of one run: its directory, its links, its view of the others. Nodes, `status` and
-`eval` alike have one.
-
-A short stay in a run's network, to ask or to fetch something without taking part.
-"""
+"""A machine's presence in the network of one run: its directory, its links, its view of the others."""
 
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from node.concurrency.task_groups import task_scope
-from node.network.addresses import KnownPeers, address_towards
-from node.network.asking import Answered, first_good
 from node.network.dispatcher import Dispatcher
 from node.network.local_peer import LocalPeer, OwnRecord
-from node.network.membership_sync import MembershipSync
+from node.network.membership_sync import KnownPeers, MembershipSync
 from node.observability.events import Event, EventSink
-from protocol.dht.directory import DhtDirectory, DirectorySettings
-from protocol.dht.tunnels import RelayTunnels
+from protocol.dht.directory import DhtDirectory, DirectorySettings, RelayTunnels
 from protocol.identity.certificates import make_credentials
 from protocol.identity.keys import Identity
-from protocol.identity.route_signatures import Routes
+from protocol.identity.signatures import Routes
 from protocol.interfaces.clock import Clock, SystemClock
 from protocol.interfaces.transport import Question, QuestionAbout
 from protocol.manifest.join_link import JoinLink
@@ -36,8 +31,8 @@ from protocol.transport.grpc_transport import GrpcTransport
 from protocol.transport.settings import TransportSettings
 from swarm.membership.membership import Membership
 from swarm.vocabulary.announcement import Announcement
-from swarm.vocabulary.errors import ProtocolViolation, Unreachable
-from swarm.vocabulary.types import PeerId, PeerState, RunId
+from swarm.vocabulary.errors import ManifestError, PeerError, ProtocolViolation, Unreachable
+from swarm.vocabulary.types import PeerId, PeerState, RunId, short
 
 Answer = TypeVar("Answer")
 
@@ -56,6 +51,41 @@ ANY_HOST = ("0.0.0.0", "::", "[::]")  # noqa: S104 - names of "all interfaces", 
 
 
 @dataclass(frozen=True, slots=True)
+class Answered(Generic[Answer]):
+    """A good answer, as opposed to the reason why there is none."""
+
+    answer: Answer
+
+
+async def first_good(peers: Sequence[PeerId], ask: Callable[[PeerId], Awaitable[Answer]]) -> Answered[Answer] | str:
+    """Asks all peers at once. Returns the first good answer, or the reason why the last one gave none.
+
+    Args:
+        ask: Raises PeerError or ManifestError on a missing or invalid answer.
+    """
+
+    async def attempt(peer: PeerId) -> Answered[Answer] | str:
+        try:
+            return Answered(await ask(peer))
+        except (PeerError, ManifestError) as error:
+            return f"{short(peer)}: {error}"
+
+    why = "nobody was asked"
+    async with task_scope() as tasks:
+        waiting = {tasks.create_task(attempt(peer)) for peer in peers}
+        while waiting:
+            done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                result = task.result()
+                if isinstance(result, Answered):
+                    for other in waiting:
+                        other.cancel()
+                    return result
+                why = result
+    return why
+
+
+@dataclass(frozen=True, slots=True)
 class Whereabouts:
     """The addresses where this machine listens and what it tells others about that. A port of 0 is any free one."""
 
@@ -69,8 +99,7 @@ class Whereabouts:
         return f"{'127.0.0.1' if self.listen in ANY_HOST else self.listen}:{port}"
 
     def told_host(self, initial_peers: tuple[str, ...]) -> str:
-        """The host that others are told: as wished, else the address bound to, else the one that leads to the first
-        initial peer."""
+        """The advertised host: as wished, else the bound address, else the one that leads to the first initial peer."""
         if self.advertise:
             return self.advertise
         return address_to_reach(initial_peers) if self.listen in ANY_HOST else self.listen
@@ -115,9 +144,7 @@ class NetworkSession:
         return self.others()
 
     async def withdraw(self, limit_s: float) -> None:
-        """Announces that this node, which leaves, hosts nothing. Linked peers hear it at once, the directory if
-        it can.
-        """
+        """Announces to linked peers and to the directory that this node hosts nothing any more."""
         self.own.state, self.own.module = PeerState.VISITING, None
         self.transport.announce(self.membership_sync.record.fresh())
         try:
@@ -127,12 +154,8 @@ class NetworkSession:
             log.info("the directory learns of our leaving by silence: %s", error)
 
     async def fetch_manifest(self, patience_s: float) -> SignedManifest:
-        """Asks the peers that are seen, several at once and those in the link first, until one gives the run's
-        manifest.
-
-        Raises:
-            Unreachable: none did within `patience_s` seconds.
-        """
+        """Asks visible peers for the run's manifest, those in the link first. Raises Unreachable after `patience_s`
+        seconds."""
 
         async def ask(peer: PeerId) -> SignedManifest:
             text = await self.transport.ask(peer, Question(QuestionAbout.MANIFEST), ASK_TIMEOUT_S)
@@ -149,11 +172,8 @@ class NetworkSession:
         what: str,
         at_once: int = 1,
     ) -> Answer:
-        """The first good answer of any wanted peer; `what` completes "no peer ..." for a person.
-
-        Raises:
-            Unreachable: there was none within `patience_s` seconds (and the time that the last ones asked took).
-        """
+        """The first good answer of a wanted peer; `what` completes "no peer ...". Raises Unreachable after
+        `patience_s`."""
         last = "none was found in the directory"
         loop = asyncio.get_running_loop()
         deadline = loop.time() + patience_s
@@ -178,11 +198,7 @@ class NetworkSession:
 async def present(
     identity: Identity, run: RunId, where: Whereabouts, settings: DirectorySettings, clock: Clock, events: EventSink
 ) -> AsyncIterator[NetworkSession]:
-    """Enters the network of a run as a visitor; leaving it closes every link and stops the directory.
-
-    Raises:
-        ConfigError: a port is taken, or an address cannot be bound.
-    """
+    """Enters a run's network as a visitor and leaves it after the block. Raises ConfigError if a port is taken."""
     credentials = make_credentials(identity, run)
     own = LocalPeer(run, identity.peer, credentials.certificate_der, clock)
     membership, book = Membership(run, identity.peer), KnownPeers()
@@ -227,6 +243,20 @@ async def present(
             running.cancel()
 
 
+def address_towards(host: str) -> str | None:
+    """This machine's address towards a host; None without a route. Sends no packet; names are looked up (IPv4)."""
+    try:
+        family = socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET
+    except ValueError:
+        family = socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, 9))
+        except OSError:
+            return None
+        return str(probe.getsockname()[0])
+
+
 def address_to_reach(multiaddrs: tuple[str, ...]) -> str:
     """This machine's IPv4 address on the way to the first of them that can be found; it is sent no packet for that."""
     for multiaddr in multiaddrs:
@@ -245,12 +275,8 @@ class _Silent:
 
 @asynccontextmanager
 async def visit(link: JoinLink, listen: str | None = None, port: int = 0) -> AsyncIterator[NetworkSession]:
-    """Enters a run as a visitor: any port unless one is given, a key of its own, and nothing kept for others in the
-    DHT.
-
-    Its DHT listens nowhere. For links it listens where the first peer of `link` is reached from, and on no other
-    interface: a peer that nobody can dial has to be called, and dials whoever calls it.
-    """
+    """Enters a run as a visitor, with a new key and a DHT client that listens nowhere."""
+    # Links listen only where the first peer is reached from: a peer that nobody can dial has to call back.
     if listen is None:
         listen = await asyncio.to_thread(address_to_reach, link.peers)  # names may have to be looked up
     settings = DirectorySettings("", 0, (), link.peers, client=True)

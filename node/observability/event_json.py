@@ -20,11 +20,7 @@ _KINDS: dict[str, type[Any]] = {kind.NAME: kind for kind in typing.get_args(Even
 
 
 class JsonLinesSink:
-    """Writes each event as one line of JSON and flushes it.
-
-    A reader that goes away is no error of the node: the sink falls silent and calls `on_closed` once, which lets the
-    node stop in good order.
-    """
+    """Writes and flushes each event as one line of JSON. A lost reader silences it and calls `on_closed` once."""
 
     def __init__(self, stream: TextIO, on_closed: Callable[[], None]) -> None:
         self._stream: TextIO | None = stream
@@ -43,9 +39,7 @@ class JsonLinesSink:
 
 
 def event_to_json(event: Event, ms: int | None = None) -> str:
-    """Serialises an event as one line without its end, `event` first; last, if given, when it was, in milliseconds
-    since the log began.
-    """
+    """Serialises an event as one line without its end; `ms` since the log began comes last."""
     table = {"event": event.NAME, **to_json(event)}
     if ms is not None:
         table["ms"] = ms
@@ -59,11 +53,7 @@ def ms_of(line: bytes) -> int:
 
 
 def event_from_json(line: str | bytes) -> Event | None:
-    """Parses one line; None for a kind of event that this version does not know.
-
-    Raises:
-        ProtocolViolation: the line is too long, not JSON, or a known event lacks a field or has one of a wrong type.
-    """
+    """Parses one line; None for an unknown kind of event. Raises ProtocolViolation."""
     if len(line) > MAX_LINE_BYTES:
         raise ProtocolViolation(f"event: a line of more than {MAX_LINE_BYTES} bytes")
     try:

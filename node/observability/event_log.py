@@ -1,11 +1,7 @@
-"""A node's event log: every event as one line of JSON in a file of its own, for `skipstone check` and for whoever looks
-afterwards.
+"""A node's event log: every event as one line of JSON in a file of its own.
 
-Each line is written whole with one `write`, so what a process has logged survives its SIGKILL (not a crash of the
-machine: nothing is synced). A file that grows beyond MAX_BYTES is followed by a new one, `.2`, `.3` and so on; all of
-them are kept and each is bounded, the number of them only by how long the node runs: whoever limits the disk removes
-the oldest, and `check` says that a part is missing. When a line cannot be written (the disk is full), the log falls
-silent and says so once: a node does not stop training for want of a log.
+A line is one `write`, so it survives a SIGKILL. A file beyond MAX_BYTES is followed by `.2`, `.3` and so on; all are
+kept. If a line cannot be written, the log falls silent and says so once.
 """
 
 from __future__ import annotations
@@ -40,12 +36,11 @@ ONLY_LOGGED = (Visit, Retracted, Completed, RoundProgress, Started, Continued, E
 
 
 class EventLog:
-    """`EventSink` that appends to files in a folder. Used inside `with`.
+    """`EventSink` that appends to files in a folder, within `with`.
 
     Args:
-        name: of the first file, without its end.
-        unix_ms: of the start. Each line says how many milliseconds later it was, by a clock that does not jump:
-            `monotonic`, in seconds.
+        name: Of the first file, without its end.
+        unix_ms: Start. Lines count milliseconds from there by `monotonic`.
     """
 
     def __init__(

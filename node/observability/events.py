@@ -100,23 +100,27 @@ class Reach:
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class _OfModule:
+    """Fields of all events of one replica."""
+
+    peer: str
+    module: str
+
+
+@dataclass(frozen=True, slots=True)
+class Move(_OfModule):
     """The node leaves its module for another that needs it more. Statuses follow: draining, joining, serving."""
 
     NAME: ClassVar[str] = "move"
-    peer: str
-    module: str
     target: str
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class InnerStep:
+class InnerStep(_OfModule):
     """A replica has taken an optimizer step with the mean gradient of `visits` microbatches."""
 
     NAME: ClassVar[str] = "inner_step"
-    peer: str
-    module: str
     step: int
     visits: int
     gradient_norm: float
@@ -124,12 +128,10 @@ class InnerStep:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class Load(_OfModule):
     """How busy a replica is now; sent now and then, for whoever watches."""
 
     NAME: ClassVar[str] = "load"
-    peer: str
-    module: str
     slots: int
     busy_slots: int
     tokens_per_s: float
@@ -173,26 +175,22 @@ class Abandoned:
 
 
 @dataclass(frozen=True, slots=True)
-class Visit:
+class Visit(_OfModule):
     """A replica's gradient of a microbatch counts: the data node has completed it on a path that names this replica.
 
     A data node's own two ends count together, when the microbatch completes.
     """
 
     NAME: ClassVar[str] = "visit"
-    peer: str
-    module: str
     microbatch: str
 
 
 @dataclass(frozen=True, slots=True)
-class Retracted:
+class Retracted(_OfModule):
     """A replica has taken a gradient back that it had added: another replica's counts in its place, or nobody said that
     it does."""
 
     NAME: ClassVar[str] = "retracted"
-    peer: str
-    module: str
     microbatch: str
 
 
@@ -212,13 +210,11 @@ class Completed:
 
 
 @dataclass(frozen=True, slots=True)
-class RoundProgress:
+class RoundProgress(_OfModule):
     """A replica exchanges pseudo-gradients: said at the beginning of an attempt and with each further tenth. That all
     is in is no commit yet."""
 
     NAME: ClassVar[str] = "round_progress"
-    peer: str
-    module: str
     round: int
     attempt: int
     """From 0."""
@@ -230,12 +226,10 @@ class RoundProgress:
 
 
 @dataclass(frozen=True, slots=True)
-class RoundCommitted:
+class RoundCommitted(_OfModule):
     """A replica has applied a round: it holds the anchor that the digest names."""
 
     NAME: ClassVar[str] = "round"
-    peer: str
-    module: str
     round: int
     digest: str
     """Of the new anchor, hexadecimal."""
@@ -258,14 +252,11 @@ class RoundCommitted:
 
 
 @dataclass(frozen=True, slots=True)
-class ReplicaAccused:
+class ReplicaAccused(_OfModule):
     """Another replica of the module sent what cannot be honest, as this one has seen for itself. It is left out of
     rounds here."""
 
     NAME: ClassVar[str] = "accused"
-    peer: str
-    """Who has seen it."""
-    module: str
     accused: str
     round: int
     why: str
@@ -274,13 +265,11 @@ class ReplicaAccused:
 
 
 @dataclass(frozen=True, slots=True)
-class CatchingUp:
+class CatchingUp(_OfModule):
     """A replica is fetching the anchor of a round in which it had no part; sent when it begins, and about once a
     second."""
 
     NAME: ClassVar[str] = "catching_up"
-    peer: str
-    module: str
     round: int
     bytes: int
     """That are here."""
@@ -288,12 +277,10 @@ class CatchingUp:
 
 
 @dataclass(frozen=True, slots=True)
-class CaughtUp:
+class CaughtUp(_OfModule):
     """A replica has fetched the anchor of a round in which it had no part."""
 
     NAME: ClassVar[str] = "caught_up"
-    peer: str
-    module: str
     round: int
     digest: str
     bytes: int
@@ -304,12 +291,10 @@ class CaughtUp:
 
 
 @dataclass(frozen=True, slots=True)
-class Restored:
+class Restored(_OfModule):
     """A replica has loaded an anchor from a checkpoint."""
 
     NAME: ClassVar[str] = "restored"
-    peer: str
-    module: str
     round: int
     digest: str
 
@@ -344,12 +329,10 @@ class Ended:
 
 
 @dataclass(frozen=True, slots=True)
-class LastPeer:
+class LastPeer(_OfModule):
     """The node stops, and nobody else serves its module."""
 
     NAME: ClassVar[str] = "last_peer"
-    peer: str
-    module: str
     saved_in: str | None
     """The folder that keeps the module's state; None when it is lost."""
 

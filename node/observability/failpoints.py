@@ -1,8 +1,6 @@
-"""Failpoints: named places at which a node can be made to die as if by SIGKILL, so that every moment of a fault can be
-tried and not only those that chance finds.
+"""Failpoints: places at which a node can be made to die as if by SIGKILL.
 
-Nothing happens unless the process was started with SKIPSTONE_CRASH_AT=NAME:N in its environment; then it kills itself
-when it comes to the point NAME for the N-th time.
+With SKIPSTONE_CRASH_AT=NAME:N in the environment the process kills itself at the N-th visit of the point NAME.
 """
 
 from __future__ import annotations
@@ -68,8 +66,7 @@ def crash_at(point: str, nth: int) -> str:
 
 
 def _fuse_of(environment: Mapping[str, str]) -> _Fuse | None:
-    """Raises ConfigError when the variable cannot be read: who asks for a crash and gets none would believe that all is
-    well."""
+    """Parses the variable. Raises ConfigError: a crash that silently never comes would look like success."""
     value = environment.get(VARIABLE)
     if not value:
         return None

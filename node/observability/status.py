@@ -6,13 +6,16 @@ JSON. Keys are never renamed or removed; new ones may come with a default, so th
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
+from typing import Any
 
 from node.observability.events import MicrobatchCounts
-from node.observability.typed_json import LEFT_OUT
+from node.observability.typed_json import LEFT_OUT, from_json
+from swarm.vocabulary.errors import ProtocolViolation
 from swarm.vocabulary.types import MAX_COUNT
 from swarm.workload.microbatch_sizes import SizeSummary
 
@@ -156,8 +159,7 @@ class ScoringStatus:
 
 @dataclass(frozen=True, slots=True)
 class RouteStatus:
-    """The microbatches of one route at a data node, since it was started. `experts` are those of each stage after stage
-    0, as its documents have them; none for the routes beyond those that are counted one by one."""
+    """Microbatches of one route at a data node since its start; `experts` is empty for the uncounted rest."""
 
     experts: tuple[int, ...]
     share: float = 0.0
@@ -237,8 +239,7 @@ class Account:
     visits: dict[str, int] = field(default_factory=dict)
     """Of a data node: completed visits by stage."""
     measured: tuple[str, ...] = ()
-    """Of a data node: the peers whose visits have come home of late, for those who want to know whom they can leave a
-    module to."""
+    """Peers whose visits a data node has completed of late, for those that ask whom they can leave a module to."""
     paths: PathStatus | None = None
     """Of a data node."""
     sizes: SizeSummary | None = field(default=None, metadata=LEFT_OUT)
@@ -331,8 +332,7 @@ class SwarmStatus:
 
     @property
     def too_few_peers(self) -> str | None:
-        """Why a run with experts has not its modules all: there are fewer peers than these. None where there are
-        enough."""
+        """Reason why some experts are unserved: fewer peers than modules. None if there are enough."""
         hosting = sum(peer.module is not None for peer in self.peers)
         if self.modules is None or hosting >= len(self.modules):
             return None
@@ -384,3 +384,19 @@ def _one_route(experts: tuple[int, ...], routes: Sequence[RouteStatus], complete
     weight = sum(count for _, count in known)
     loss = math.fsum(loss * count for loss, count in known) / weight if weight else None
     return RouteStatus(experts, round(visits / completed, 4), visits, rerouted, loss)
+
+
+def parse_answer(text: bytes) -> dict[str, Any]:
+    """Parses a peer's JSON answer. Raises ProtocolViolation when it is not a JSON object."""
+    try:
+        table = json.loads(text)
+    except (ValueError, RecursionError):
+        raise ProtocolViolation("the answer is not JSON") from None
+    if not isinstance(table, dict):
+        raise ProtocolViolation("the answer is not a JSON object")
+    return table
+
+
+def parse_status(text: bytes) -> Status:
+    """Parses a peer's status, with defaults for malformed fields. Raises ProtocolViolation without a JSON object."""
+    return from_json(Status, parse_answer(text), "status", lenient=True)

@@ -1,7 +1,4 @@
-"""The rate over a sliding window: tokens per second as a person would count them.
-
-It stands alone because data nodes and stage peers measure by it, and know nothing of each other.
-"""
+"""The rate over a sliding window, in tokens per second."""
 
 from __future__ import annotations
 

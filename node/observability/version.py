@@ -1,7 +1,4 @@
-"""The version of Skipstone that runs here.
-
-It stands alone because the command line prints it before anything heavy is loaded.
-"""
+"""The version of Skipstone that runs here."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class Admission:
         own: this peer.
         module: the module it hosts.
         route_fault: why a message is not on a route that its data node has signed; None when it is
-            (`protocol.identity.route_signatures.Routes.fault`).
+            (`protocol.identity.signatures.Routes.fault`).
     """
 
     def __init__(self, manifest: Manifest, own: PeerId, module: ModuleId, route_fault: RouteFault) -> None:

@@ -1,3 +1,1 @@
-"""Reachability of this node: found out with other peers' help, and made better where the router lets itself be
-asked.
-"""
+"""Reachability of this node: tested with other peers' help, and improved through the router where it allows."""

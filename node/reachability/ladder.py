@@ -1,7 +1,4 @@
-"""The decisions of the reachability ladder: what the peers' attempts to connect come to, and which step is tried next.
-
-What peers say decides, and no peer is trusted alone: of those asked, half must have connected.
-"""
+"""Decisions of the reachability ladder. No peer is trusted alone: half of those asked must have connected."""
 
 from __future__ import annotations
 
@@ -17,14 +14,8 @@ from protocol.nat.dial_back import DialBackOutcome
 
 
 def judge(attempts: Sequence[Attempt], port: int, told_host: str | None) -> Standing:
-    """The verdict of the peers' attempts at `port`.
-
-    A witness in our own network proves little to others; those that see a public address of ours count, when there are
-    any.
-
-    Args:
-        told_host: what a person wants to be advertised, which is never replaced by what others see.
-    """
+    """The verdict of the peers' attempts at `port`. A `told_host` is never replaced by what others see."""
+    # A witness in our own network proves little; those that see a public address count first.
     tried = [t for t in attempts if t.result.outcome is not DialBackOutcome.NOT_TRIED]
     if not tried:
         return Standing(ReachStep.UNKNOWN, "no peer of the run could be asked to connect")
@@ -46,13 +37,7 @@ def judge(attempts: Sequence[Attempt], port: int, told_host: str | None) -> Stan
 
 
 async def climb(port: int, told_host: str | None, ask: Ask, router: Router | None) -> Standing:
-    """Climbs the ladder: tries the steps from the top. Leaves the router with a mapping only where that has made the
-    node reachable.
-
-    Args:
-        port: that this node listens on.
-        router: to be asked when the port itself cannot be reached; None for not at all.
-    """
+    """Tries the steps from the top. Keeps a mapping only if it has made the node reachable; no `router`, no mapping."""
     if router is not None and router.mapping is not None:
         standing = await _tested(router.mapping, told_host, ask)
         if standing.step is not ReachStep.UNREACHABLE:

@@ -1,6 +1,4 @@
-"""The monitor of a running node's reachability: found out when it starts and now and then, announced when it changes,
-given back when it leaves.
-"""
+"""Monitor of a running node's reachability: tests it, announces changes, and gives mappings back."""
 
 from __future__ import annotations
 
@@ -9,7 +7,7 @@ import logging
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from node.concurrency.task_groups import task_scope
@@ -17,18 +15,97 @@ from node.network.local_peer import LocalPeer
 from node.network.reach_status import NOT_LOOKED, ReachMode, ReachStep, Standing, held_by
 from node.network.session import NetworkSession
 from node.observability.events import EventSink, Reach
-from node.reachability.held_links import Attachments
 from node.reachability.ladder import climb
-from node.reachability.nat_pmp import NatPmp
-from node.reachability.port_mapping import PortMapper, Router
+from node.reachability.port_mapping import NatPmp, PortMapper, Router, Upnp
 from node.reachability.reach_test import Witness, witnesses_of
-from node.reachability.relaying import keep_in_step, without_tunnels
-from node.reachability.reverse_calls import Switchboard
-from node.reachability.upnp import Upnp
-from protocol.interfaces.transport import QuestionAbout
+from node.reachability.reverse_calls import Attachments, Switchboard
+from protocol.dht.directory import DhtDirectory, RelayTunnels
+from protocol.identity.signed_records import MAX_RELAY_LENGTH
+from protocol.interfaces.transport import FarEnd, QuestionAbout
+from protocol.manifest.join_link import multiaddr_of
+from swarm.vocabulary.errors import Unreachable
 from swarm.vocabulary.types import PeerId
 
 log = logging.getLogger(__name__)
+
+STEP_S: Final = 2.0
+_HIDDEN: Final = (ReachStep.REVERSE, ReachStep.UNREACHABLE)
+_OFFERS: Final = (ReachStep.DIRECT, ReachStep.UNKNOWN)
+"""Not with a mapped port: the DHT's own, where tunnels come in, is not mapped."""
+
+FarEnds = Callable[[PeerId], FarEnd | None]
+
+
+@dataclass(slots=True)
+class RelayPart:
+    """The node's part in tunnels. `relay_of` gives a peer's relay multiaddr; `announce` publishes a change of ours."""
+
+    own: LocalPeer
+    dht: DhtDirectory
+    tunnels: RelayTunnels
+    relay_of: Callable[[PeerId], str]
+    announce: Callable[[], None]
+    local_address: str
+    """`host:port` that tunnels to this node lead to."""
+    _attached: list[str] = field(default_factory=list)
+
+    async def follow(self) -> None:
+        """Updates the part in tunnels to where the node stands now."""
+        hidden = self.own.reach.step in _HIDDEN
+        # A node that cannot be dialled is no place to keep records at: others would wait for it at every look-up.
+        self.dht.take_part(client=hidden)
+        # Others look for its relays among those that it is called through.
+        relays = [relay for peer in self.own.via if (relay := self.relay_of(peer))] if hidden else []
+        if relays != self._attached:
+            self._attached = relays
+            await self._attach(relays)
+        relay = self._offer()
+        if relay != self.own.relay:
+            self.own.relay = relay
+            self.announce()
+
+    async def _attach(self, relays: list[str]) -> None:
+        try:
+            await self.tunnels.attach(relays, self.local_address)
+        except Unreachable as error:
+            log.info("attached to relays as soon as the DHT is back: %s", error)
+
+    def _offer(self) -> str:
+        """Where the node serves tunnels; empty while it does not, or cannot be dialled."""
+        own = self.own
+        if not (self.dht.serves_tunnels and own.addresses and own.reach.step in _OFFERS):
+            return ""
+        host = own.addresses[0].rpartition(":")[0].strip("[]")
+        relay = f"{multiaddr_of(host, self.dht.port)}/p2p/{own.peer}"
+        return relay if len(relay) <= MAX_RELAY_LENGTH else ""  # no record could say it
+
+
+async def keep_in_step(session: NetworkSession, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep) -> None:
+    """Follows the node's standing every few seconds, until cancelled."""
+    directory, membership_sync = session.directory, session.membership_sync
+    part = RelayPart(
+        session.own,
+        directory,
+        session.tunnels,
+        session.book.relay_of,
+        membership_sync.announce,
+        session.local_address,
+    )
+    while True:
+        await part.follow()
+        await sleep(STEP_S)
+
+
+def without_tunnels(own: LocalPeer, far_end: FarEnds) -> FarEnds:
+    """The far end, without a host while the node cannot be dialled."""
+    # The caller may have come through a tunnel: dialling its local end would probe our own ports.
+
+    def found(peer: PeerId) -> FarEnd | None:
+        end = far_end(peer)
+        return end if end is None or own.addresses else replace(end, host="")
+
+    return found
+
 
 AGAIN_S: Final = {
     ReachStep.DIRECT: 600.0,
@@ -40,8 +117,7 @@ FIRST_PAUSE_S: Final = 2.0
 LONGEST_PAUSE_S: Final = 60.0
 """While nobody could be asked, the pause grows from the one to the other."""
 CONFIRM_S: Final = 5.0
-"""Addresses are given up only when the ladder led nowhere twice, so far apart: peers that are busy for a moment look
-like a firewall."""
+"""Pause before a second test, in seconds. Busy peers look like a firewall, so one failure does not count."""
 HOLD_S: Final = 2.0
 """How often a node that cannot be dialled sees to the links through which it is called."""
 
@@ -69,9 +145,7 @@ class Adoption:
     """What the ladder said last."""
 
     def adopt(self, standing: Standing, via: tuple[PeerId, ...] = ()) -> None:
-        """Adopts a standing of the ladder. `via`: whom an unreachable node holds on to; then it announces them in place
-        of addresses.
-        """
+        """Adopts a standing. An unreachable node announces the peers in `via` in place of addresses."""
         self.climbed = standing
         known, known_via = self.own.reach, self.own.via
         self.own.reach, self.own.via = held_by(standing, via), via
@@ -95,9 +169,7 @@ class Adoption:
 async def reachable(
     mode: ReachMode, told_host: str | None, session: NetworkSession, events: EventSink
 ) -> AsyncIterator[None]:
-    """Keeps the node's reachability up to date within the block: it climbs the ladder, follows what it finds, and does
-    its part in what others find and in their calls.
-    """
+    """Keeps the node's reachability up to date within the block, and serves others' tests and calls."""
     transport, own, membership_sync = session.transport, session.own, session.membership_sync
     router = Router(ways_to_map()) if mode is ReachMode.AUTO else None
     ask = witnesses_of(session.membership, transport)

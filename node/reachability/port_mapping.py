@@ -1,22 +1,18 @@
-"""Port mappings of the router: the seam behind which UPnP and NAT-PMP stand, and one mapping kept alive.
-
-Everything that goes wrong here is to be expected (most routers cannot or will not), so it is a value with a reason and
-not an error.
-
-The default gateway: the router of a home. Nobody else is asked for a port.
-"""
+"""Port mappings of the router by NAT-PMP and UPnP. Failures are expected, so they are values with a reason."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import random
+import re
 import socket
 import struct
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 from node.concurrency.daemon_thread import aside
 
@@ -53,16 +49,13 @@ class NotMapped:
 
 
 class PortMapper(Protocol):
-    """A protocol for port mappings. The methods block, for seconds at most, and raise nothing: they are called in a
-    thread of their own.
-    """
+    """A protocol for port mappings. Methods block for seconds at most, raise only OSError, and run in a thread."""
 
     @property
     def how(self) -> str: ...
 
     def map(self, port: int, external_port: int, lease_s: int) -> Mapping | NotMapped:
-        """Maps this machine's TCP port, or renews that; the router may choose another port outside than
-        `external_port`."""
+        """Maps this machine's TCP port or renews the mapping; the router may choose another external port."""
         ...
 
     def unmap(self, mapping: Mapping) -> NotMapped | None:
@@ -71,11 +64,7 @@ class PortMapper(Protocol):
 
 
 class Router:
-    """The mapping of one port, asked for in the given ways one after the other. Used by one task at a time; `close` at
-    the end.
-
-    `sleep` waits for so many seconds, `now` is in monotonic ones.
-    """
+    """The mapping of one port, requested in the given ways in turn. Used by one task at a time; `close` at the end."""
 
     def __init__(
         self,
@@ -105,11 +94,7 @@ class Router:
         return NotMapped("; ".join(reasons) or "no way of asking the router is known")
 
     async def keep(self) -> NotMapped:
-        """Renews the mapping at half its lease, and once more at three quarters where that fails. Returns when it is
-        lost.
-
-        May be cancelled and called again: it goes on where it was.
-        """
+        """Renews the mapping at half and at three quarters of its lease. Returns when it is lost."""
         while (held := self.mapping) is not None and (mapper := self._used) is not None:
             lease_s = min(held.lease_s, self._lease_s)  # what has no end is asked for again too: routers restart
             await self._sleep(max(0.0, self._asked_at + lease_s / 2 - self._now()))
@@ -162,9 +147,7 @@ ROUTES: Final = Path("/proc/net/route")
 
 
 def default_gateway(routes: Path = ROUTES) -> str | None:
-    """The gateway's IPv4 address by Linux's table of routes, the one with the lowest metric; None elsewhere, and where
-    there is none.
-    """
+    """The gateway's IPv4 address with the lowest metric, by Linux's table of routes; None elsewhere."""
     try:
         lines = routes.read_text().splitlines()[1:]
     except OSError:
@@ -175,3 +158,233 @@ def default_gateway(routes: Path = ROUTES) -> str | None:
         if len(fields) > 7 and fields[1] == fields[7] == "00000000" and int(fields[3], 16) & _HAS_GATEWAY:
             found.append((int(fields[6]), socket.inet_ntoa(struct.pack("=I", int(fields[2], 16)))))
     return min(found)[1] if found else None
+
+
+PORT: Final = 5351
+WAITS_S: Final = (0.25, 0.5, 1.0, 2.0)
+"""The RFC's first waits (section 3.1); its nine would take a minute for a router that does not speak it."""
+
+_ASK_ADDRESS: Final = 0
+_MAP_TCP: Final = 2
+_ANSWERS: Final = 128
+_RESULTS: Final = {
+    1: "it does not speak this version",
+    2: "it refuses: mapping is switched off",
+    3: "it has no address outside",
+    4: "it has no ports left",
+    5: "it cannot map TCP",
+}
+
+
+class NatPmp:
+    """A `PortMapper` by NAT-PMP (RFC 6886). `gateway` finds the router, `port` is for tests."""
+
+    how = "NAT-PMP"
+
+    def __init__(self, gateway: Callable[[], str | None] = default_gateway, port: int = PORT) -> None:
+        self._gateway = gateway
+        self._port = port
+
+    def map(self, port: int, external_port: int, lease_s: int) -> Mapping | NotMapped:
+        answer = self._ask(_map_request(port, external_port, lease_s), 16)
+        if isinstance(answer, NotMapped):
+            return answer
+        internal, external, lease = struct.unpack("!HHI", answer[8:16])
+        if internal != port or external == 0 or lease == 0:
+            return NotMapped(f"the router's answer makes no sense: port {internal} as {external} for {lease} s")
+        return Mapping(self.how, port, external, self._external_host(), lease)
+
+    def unmap(self, mapping: Mapping) -> NotMapped | None:
+        answer = self._ask(_map_request(mapping.internal_port, 0, 0), 16)
+        return answer if isinstance(answer, NotMapped) else None
+
+    def _external_host(self) -> str | None:
+        answer = self._ask(bytes((0, _ASK_ADDRESS)), 12)
+        return None if isinstance(answer, NotMapped) else socket.inet_ntoa(answer[8:12])
+
+    def _ask(self, request: bytes, length: int) -> bytes | NotMapped:
+        """The router's good answer of `length` bytes."""
+        gateway = self._gateway()
+        if gateway is None:
+            return NotMapped("no default gateway is known")
+        try:
+            answer = _exchange(gateway, self._port, request)
+        except OSError as error:
+            return NotMapped(f"the router at {gateway} does not speak it ({error.strerror or error})")
+        if answer is None:
+            return NotMapped(f"the router at {gateway} did not answer")
+        if len(answer) < 4 or answer[0] != 0 or answer[1] != _ANSWERS + request[1]:
+            return NotMapped(f"the router at {gateway} gave an answer of another kind")
+        result = struct.unpack("!H", answer[2:4])[0]
+        if result != 0:
+            return NotMapped(f"the router at {gateway} said no: {_RESULTS.get(result, f'result {result}')}")
+        if len(answer) != length:
+            return NotMapped(f"the router at {gateway} gave {len(answer)} bytes instead of {length}")
+        return answer
+
+
+def _map_request(port: int, external_port: int, lease_s: int) -> bytes:
+    return struct.pack("!BBHHHI", 0, _MAP_TCP, 0, port, external_port, lease_s)
+
+
+def _exchange(gateway: str, port: int, request: bytes) -> bytes | None:
+    """Asks again after each wait. A connected socket hears nobody but the gateway."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        asking.connect((gateway, port))
+        for wait_s in WAITS_S:
+            asking.settimeout(wait_s)
+            asking.send(request)
+            try:
+                return asking.recv(64)
+            except TimeoutError:
+                continue
+    return None
+
+
+SEARCH_S: Final = 2.0
+DESCRIPTION: Final = "skipstone"
+TRIES: Final = 3
+"""Ports outside that are tried when others have them already."""
+
+_MULTICAST: Final = "239.255.255.250"
+_PORT: Final = 1900
+_DEVICES: Final = ("1", "2")
+_SEARCH: Final = (
+    'M-SEARCH * HTTP/1.1\r\nHOST: 239.255.255.250:1900\r\nMAN: "ssdp:discover"\r\nMX: 1\r\n'
+    "ST: urn:schemas-upnp-org:device:InternetGatewayDevice:{}\r\n\r\n"
+)
+_LOCATION: Final = re.compile(rb"^location:[ \t]*(\S{1,512})[ \t]*\r?$", re.IGNORECASE | re.MULTILINE)
+_URL: Final = re.compile(r"http://([0-9.]{7,15})(?::[0-9]{1,5})?/.*")
+
+Search = Callable[[str], str | None]
+Connect = Callable[[str], tuple[Any, str]]
+
+
+# The search is our own, because miniupnpc's visits every device that answers. Only the default gateway is listened to,
+# and its description has to lie on the gateway itself.
+class Upnp:
+    """A `PortMapper` by UPnP with miniupnpc. `connect` reads a description's URL and gives device and control URL."""
+
+    how = "UPnP"
+
+    def __init__(
+        self,
+        gateway: Callable[[], str | None] = default_gateway,
+        search: Search | None = None,
+        connect: Connect | None = None,
+    ) -> None:
+        self._gateway = gateway
+        self._search = search or description_of
+        self._connect = connect or _by_miniupnpc
+        self._device: Any = None
+
+    def map(self, port: int, external_port: int, lease_s: int) -> Mapping | NotMapped:
+        device = self._device or self._find()
+        if isinstance(device, NotMapped):
+            return device
+        wanted, lease = external_port, float(lease_s)
+        for _ in range(TRIES):
+            failed = _add(device, wanted, port, int(lease) if lease < float("inf") else 0)
+            if failed is None:
+                self._device = device
+                return Mapping(self.how, port, wanted, _external_host(device), lease)
+            if "ConflictInMappingEntry" in failed:
+                wanted = random.randrange(20_000, 60_000)  # noqa: S311 - no secret
+            elif "OnlyPermanentLeasesSupported" in failed:
+                lease = float("inf")
+            else:
+                break
+        self._device = None
+        return NotMapped(f"the router said no: {failed}")
+
+    def unmap(self, mapping: Mapping) -> NotMapped | None:
+        if self._device is None:
+            return NotMapped("the router has not been found")
+        try:
+            self._device.deleteportmapping(mapping.external_port, "TCP")
+        except Exception as error:  # miniupnpc has no type of its own
+            return NotMapped(f"the router said no: {error}")
+        return None
+
+    def _find(self) -> Any:
+        """miniupnpc's device, or NotMapped."""
+        gateway = self._gateway()
+        if gateway is None:
+            return NotMapped("no default gateway is known")
+        location = self._search(gateway)
+        if location is None:
+            return NotMapped(f"the router at {gateway} did not answer the search")
+        try:
+            device, control = self._connect(location)
+        except ImportError:
+            return NotMapped(
+                f"the router at {gateway} speaks it, but miniupnpc is not installed here (`pip install "
+                "'skipstone[nat]'`)"
+            )
+        except Exception as error:  # miniupnpc has no type of its own
+            return NotMapped(f"the router at {gateway} offers no such service: {error}")
+        if not leads_to(gateway, control):
+            return NotMapped(f"the router at {gateway} sends us elsewhere, to {control[:80]}")
+        return device
+
+
+def leads_to(gateway: str, url: str) -> bool:
+    """Whether a URL is an HTTP address on the gateway itself."""
+    match = _URL.fullmatch(url)
+    return match is not None and match[1] == gateway
+
+
+def location_in(answer: bytes, gateway: str) -> str | None:
+    """The address of the device's description, by its answer to a search; None unless that is on the gateway."""
+    match = _LOCATION.search(answer)
+    location = "" if match is None else match[1].decode("ascii", "replace")
+    return location if leads_to(gateway, location) else None
+
+
+def description_of(gateway: str, targets: Sequence[tuple[str, int]] | None = None) -> str | None:
+    """Searches for the gateway's description (UPnP Device Architecture 1.1, section 1.3), or at `targets`."""
+    # Many gateways answer only at the multicast group.
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as searching:
+        searching.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_TTL, 2)
+        for device in _DEVICES:
+            for target in targets or ((gateway, _PORT), (_MULTICAST, _PORT)):
+                try:
+                    searching.sendto(_SEARCH.format(device).encode(), target)
+                except OSError:
+                    continue  # no way there; the other may do
+        return _first_answer(searching, gateway, time.monotonic() + SEARCH_S)
+
+
+def _first_answer(searching: socket.socket, gateway: str, deadline: float) -> str | None:
+    while (left := deadline - time.monotonic()) > 0:
+        searching.settimeout(left)
+        try:
+            answer, (host, _) = searching.recvfrom(2048)
+        except OSError:  # the time is over, or the gateway has said that nobody listens there
+            continue
+        if host == gateway and (location := location_in(answer, gateway)) is not None:
+            return location
+    return None
+
+
+def _by_miniupnpc(location: str) -> tuple[Any, str]:
+    import miniupnpc
+
+    device = miniupnpc.UPnP()
+    return device, str(device.selectigd(location))
+
+
+def _add(device: Any, external_port: int, port: int, lease_s: int) -> str | None:
+    """Why the router did not take it. The sixth argument is the remote host (any), the seventh the lease."""
+    try:
+        device.addportmapping(external_port, "TCP", device.lanaddr, port, DESCRIPTION, "", lease_s)
+    except Exception as error:  # miniupnpc has no type of its own
+        return str(error)[:200]
+    return None
+
+
+def _external_host(device: Any) -> str | None:
+    try:
+        return str(device.externalipaddress())
+    except Exception:  # likewise; it is for people only
+        return None

@@ -8,9 +8,9 @@ import logging
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
-from node.network.addresses import address_towards
+from node.network.session import address_towards
 from protocol.interfaces.clock import Clock
 from protocol.interfaces.transport import FarEnd, Question, QuestionAbout
 from protocol.nat.dial_back import (
@@ -21,6 +21,7 @@ from protocol.nat.dial_back import (
     dial_back,
     encode_dial_back,
 )
+from protocol.transport.grpc_transport import GrpcTransport
 from protocol.transport.rate_limits import Allowance
 from swarm.membership.membership import Membership
 from swarm.vocabulary.announcement import Announcement
@@ -43,12 +44,9 @@ DialBack = Callable[[str, int, bytes], Awaitable[DialBackResult]]
 
 
 class Witness:
-    """Answers DIAL_BACK questions. What is dialled is the asker's own address: where its link leads, as TLS has proved
-    it.
+    """Answers DIAL_BACK questions by dialling the asker's own address, as TLS has proved it."""
 
-    The host is not the asker's to choose, so nobody else can be made a target; one at a time for each asker, a few a
-    minute for each address, and a few at once for all of them together.
-    """
+    # The asker cannot choose the host, so nobody else can be made a target.
 
     def __init__(self, far_end: Callable[[PeerId], FarEnd | None], clock: Clock, dial: DialBack = dial_back) -> None:
         self._far_end = far_end
@@ -58,9 +56,7 @@ class Witness:
         self._under_way: set[PeerId] = set()
 
     async def answer(self, asker: PeerId, question: Question) -> bytes:
-        """Dials the asker back. Raises Busy when the asker, its address, or all askers together have had enough for
-        now.
-        """
+        """Dials the asker back. Raises Busy beyond the limits of the asker, of its address, or of all askers."""
         end = self._far_end(asker)
         if end is None:
             return encode_dial_back(DialBackResult("", DialBackOutcome.NOT_TRIED, "your link has just ended"))
@@ -82,30 +78,17 @@ class Attempt:
     witness: PeerId
     result: DialBackResult
     local_host: str | None
-    """This machine's own address on the way to the witness; another one than the witness sees means address
-    translation."""
+    """This machine's own address towards the witness. Another one than the witness sees means address translation."""
 
 
 Ask = Callable[[int], Awaitable[Sequence[Attempt]]]
 """Has a few peers try a port of ours; empty when there is nobody to ask."""
 
 
-class Links(Protocol):
-    """The part of `protocol.transport.grpc_transport.GrpcTransport` that asking needs."""
-
-    async def ask(self, peer: PeerId, question: Question, timeout_s: float) -> bytes:
-        """Asks a peer and waits for its answer. Raises PeerError."""
-        ...
-
-    def far_end(self, peer: PeerId) -> FarEnd | None: ...
-
-
 def witnesses_of(
-    membership: Membership, links: Links, choose: Callable[[list[Announcement]], None] = random.shuffle
+    membership: Membership, links: GrpcTransport, choose: Callable[[list[Announcement]], None] = random.shuffle
 ) -> Ask:
-    """The function that asks up to three peers of the run to be witnesses, in different networks where there are such.
-    `choose` puts the candidates into an order.
-    """
+    """A function that asks up to three peers, in different networks if possible; `choose` orders the candidates."""
 
     async def ask(port: int) -> list[Attempt]:
         candidates = [a for a in membership.peers() if a.is_reachable and a.state is not PeerState.VISITING]
@@ -123,10 +106,8 @@ def witnesses_of(
 
 
 def scattered(candidates: Sequence[Announcement]) -> list[Announcement]:
-    """The peers in an order in which networks that have had no turn come first, and peers last that have to be called
-    before they can be asked: nobody knows their networks, and while this node does not know its own address, calling is
-    in vain.
-    """
+    """The peers ordered so that new networks come first and peers without addresses last."""
+    # Calling is in vain while this node does not know its own address.
     first: list[Announcement] = []
     later: list[Announcement] = []
     seen: set[str] = set()
@@ -148,7 +129,7 @@ def network_of(address: str) -> str:
     return str(ipaddress.ip_network((found, 24 if found.version == 4 else 48), strict=False))
 
 
-async def _ask_one(links: Links, peer: PeerId, port: int) -> Attempt | None:
+async def _ask_one(links: GrpcTransport, peer: PeerId, port: int) -> Attempt | None:
     try:
         answer = await links.ask(peer, Question(QuestionAbout.DIAL_BACK, port=port), ASK_TIMEOUT_S)
         result = decode_dial_back(answer)

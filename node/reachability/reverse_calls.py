@@ -3,17 +3,75 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter
 from collections.abc import Callable
-from typing import Final, Protocol
+from typing import Final
 
+from node.network.local_peer import LocalPeer
 from protocol.identity.signed_records import decode_announced
 from protocol.interfaces.clock import Clock
-from protocol.interfaces.transport import FarEnd, Question, QuestionAbout
+from protocol.interfaces.transport import Question, QuestionAbout
+from protocol.transport.grpc_transport import GrpcTransport
 from protocol.transport.rate_limits import Allowance
+from swarm.membership.membership import Membership, by_worth, relays_first
 from swarm.vocabulary.announcement import Announcement
-from swarm.vocabulary.errors import Busy, Rejected, Unreachable
+from swarm.vocabulary.errors import Busy, PeerError, Rejected, Unreachable
 from swarm.vocabulary.types import PeerId, RunId, short
+
+log = logging.getLogger(__name__)
+
+WANTED: Final = 3
+MAX_TRIED: Final = 9
+"""Peers that are tried at most until so many links stand."""
+CONNECT_S: Final = 6.0
+AVOIDED_S: Final = 60.0
+"""Seconds for which a peer that could not be connected to is tried last."""
+
+
+class Attachments:
+    """The held links of this node. They are the transport's, like all others, and stay as long as both sides live."""
+
+    def __init__(
+        self, own: LocalPeer, membership: Membership, links: GrpcTransport, connect_s: float = CONNECT_S
+    ) -> None:
+        self._own = own
+        self._membership = membership
+        self._links = links
+        self._connect_s = connect_s
+        self._held: tuple[PeerId, ...] = ()
+        self._avoided: dict[PeerId, float] = {}
+        """Until when."""
+
+    async def hold(self) -> tuple[PeerId, ...]:
+        """Opens links to the best peers, as far as they can be had. Returns those that do, at most three."""
+        known = [a for a in self._membership.peers() if not self._membership.is_given_up(a.peer)]
+        best = by_worth(self._own.peer, self._own.module, known, self._held)
+        best = relays_first(best, {a.peer for a in known if a.relay})
+        order = sorted(best, key=self._is_avoided)[:MAX_TRIED]
+        held: list[PeerId] = []
+        while order and len(held) < WANTED:
+            wanted = WANTED - len(held)
+            now, order = order[:wanted], order[wanted:]
+            stand = await asyncio.gather(*(self._connect(peer) for peer in now))
+            held += [peer for peer, stands in zip(now, stand, strict=True) if stands]
+        self._avoided = {peer: until for peer, until in self._avoided.items() if self._is_avoided(peer)}
+        self._held = tuple(held)
+        return self._held
+
+    async def _connect(self, peer: PeerId) -> bool:
+        try:
+            async with asyncio.timeout(self._connect_s):
+                await self._links.connect(peer)
+        except (PeerError, TimeoutError) as error:
+            log.info("%s cannot be held on to: %s", short(peer), error)
+            self._avoided[peer] = self._own.clock.monotonic() + AVOIDED_S
+            return False
+        return True
+
+    def _is_avoided(self, peer: PeerId) -> bool:
+        return self._avoided.get(peer, 0.0) > self._own.clock.monotonic()
+
 
 FOLLOW_S: Final = 5.0
 """What opening the link gets: as much as dialling."""
@@ -31,36 +89,15 @@ MAX_FOLLOWED_AT_ONCE: Final = 16
 Learn = Callable[[PeerId, bytes], None]
 
 
-class Lines(Protocol):
-    """The part of `protocol.transport.grpc_transport.GrpcTransport` that calls need."""
-
-    async def connect(self, peer: PeerId) -> None:
-        """Opens a link unless there is one. Raises PeerError."""
-        ...
-
-    async def ask(self, peer: PeerId, question: Question, timeout_s: float) -> bytes:
-        """Asks a peer and waits for its answer. Raises PeerError."""
-        ...
-
-    def is_linked(self, peer: PeerId) -> bool: ...
-
-    def far_end(self, peer: PeerId) -> FarEnd | None: ...
-
-
 class Switchboard:
-    """Answers CALL and CALLED questions.
+    """Answers CALL and CALLED questions. `learn` makes the caller's record known, so that it can be dialled."""
 
-    A caller names nobody but itself: its own signed record says whom the called peer dials, so nobody can have a third
-    one called up. Both sides bound how often.
+    # A caller names only itself: its own signed record says whom to dial. Both sides limit the rate.
 
-    Args:
-        learn: takes a caller's record into what this node knows, so that it can be dialled.
-    """
-
-    def __init__(self, run: RunId, own: PeerId, lines: Lines, learn: Learn, clock: Clock) -> None:
+    def __init__(self, run: RunId, own: PeerId, links: GrpcTransport, learn: Learn, clock: Clock) -> None:
         self._run = run
         self._own = own
-        self._lines = lines
+        self._links = links
         self._learn = learn
         self._clock = clock
         self._passed_on = Allowance(PASSED_ON_BURST, PASSED_ON_REFILL_S)
@@ -69,39 +106,30 @@ class Switchboard:
         self._following: set[PeerId] = set()
 
     async def pass_on(self, asker: PeerId, question: Question) -> bytes:
-        """Tells a linked peer that the asker wants a link to it, and waits for what it says.
-
-        Raises:
-            PeerError: Busy when there were too many calls, Rejected when it cannot be passed on, or what the called
-                peer said.
-        """
-        end = self._lines.far_end(asker)
+        """Tells a linked peer that the asker wants a link, and waits. Raises Busy, Rejected, or the called peer's
+        error."""
+        end = self._links.far_end(asker)
         if end is None or not self._passed_on.take(end.host, self._clock.monotonic()):
             raise Busy("enough calls from your address were passed on; call again in a few seconds")
         if self._read(question.record).peer != asker:
             raise Rejected("the record that came with the call is another peer's")
         called = question.peer
-        if called is None or not self._lines.is_linked(called):
+        if called is None or not self._links.is_linked(called):
             raise Rejected("the peer that you call has no link to this one")
         if self._open[called] >= MAX_AT_ONCE_TO_ONE:
             raise Busy("the peer that you call is being called by others; call again in a few seconds")
         self._open[called] += 1
         try:
-            return await self._lines.ask(called, Question(QuestionAbout.CALLED, record=question.record), PASS_ON_S)
+            return await self._links.ask(called, Question(QuestionAbout.CALLED, record=question.record), PASS_ON_S)
         finally:
             self._open[called] -= 1
             if not self._open[called]:
                 del self._open[called]
 
     async def follow(self, _sender: PeerId, question: Question) -> bytes:
-        """Opens a link to the owner of the record, unless there is one. Who has passed the call on does not matter.
-
-        Raises:
-            PeerError: Busy when it was dialled often enough, Rejected when its record is of no use, or what became of
-                the dialling.
-        """
+        """Opens a link to the owner of the record unless there is one. Raises Busy, Rejected, or the dial's error."""
         caller = self._read(question.record).peer
-        if self._lines.is_linked(caller):
+        if self._links.is_linked(caller):
             return b""
         if caller in self._following or len(self._following) >= MAX_FOLLOWED_AT_ONCE:
             raise Busy("a call is being followed already")
@@ -111,7 +139,7 @@ class Switchboard:
         self._following.add(caller)
         try:
             async with asyncio.timeout(FOLLOW_S):
-                await self._lines.connect(caller)
+                await self._links.connect(caller)
         except TimeoutError:
             raise Unreachable(f"{short(caller)} could not be connected to within {FOLLOW_S:g} s") from None
         finally:

@@ -44,7 +44,7 @@ long. Still less than a hop's slots."""
 
 Signing = Callable[[MicrobatchId, Path, Purpose, float, tuple[int, ...], int], Path]
 """Signs the route of a microbatch of this data node, of these documents and labels, that is to live so many seconds
-without news (`protocol.identity.route_signatures.Routes.signed`)."""
+without news (`protocol.identity.signatures.Routes.signed`)."""
 MAX_MICROBATCHES = 256
 
 

@@ -11,8 +11,7 @@ from secrets import randbelow
 from node.averaging.anchor.anchor import Anchor
 from node.averaging.anchor.module_vector import LocalReplica
 from node.averaging.module_rounds import ModuleRounds, module_rounds
-from node.checkpoint.state import ReplicaState
-from node.checkpoint.state_copy import Post
+from node.checkpoint.state import Post, ReplicaState
 from node.concurrency.compute_thread import Priority
 from node.concurrency.task_groups import task_scope
 from node.context.module_context import ModuleContext

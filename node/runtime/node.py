@@ -24,10 +24,9 @@ from node.data.places import Places, places
 from node.experts.router import Router
 from node.experts.router_file import load_router
 from node.model.device import choose_devices
+from node.network.peer_files import fetch_router, router_given, tokenizer_given
 from node.network.proofs import Proofs
-from node.network.router_exchange import fetch_router, router_given
 from node.network.session import NetworkSession, Whereabouts, present
-from node.network.tokenizer_exchange import tokenizer_given
 from node.observability.event_log import Both, Watched, open_event_log
 from node.observability.events import Ended, EventSink, Note
 from node.reachability.monitor import reachable

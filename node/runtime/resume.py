@@ -8,9 +8,8 @@ import math
 from dataclasses import replace
 
 from node.checkpoint.folder import CheckpointFolder, load_newest
-from node.checkpoint.replica import capture_as_written, restore_module
-from node.checkpoint.state import Agreed, DataState, ReplicaState, Resumed
-from node.checkpoint.state_copy import Post
+from node.checkpoint.saver import capture_module, restore_module
+from node.checkpoint.state import Agreed, DataState, Post, ReplicaState, Resumed
 from node.observability.events import Note
 from node.pipeline.data_worker import DataWorker
 from node.pipeline.stage_worker import HopWorker
@@ -30,7 +29,7 @@ def capture_hop(worker: HopWorker, agreed: Agreed | None, post: Post) -> Replica
     """Captures a stage peer's replica."""
     unapplied = worker.unapplied
     visits, tokens = worker.accumulated - unapplied.visits, worker.accumulated_tokens - unapplied.tokens
-    return capture_as_written((worker.part,), worker.optimizer, post, visits=visits, tokens=tokens, agreed=agreed)
+    return capture_module((worker.part,), worker.optimizer, post, visits=visits, tokens=tokens, agreed=agreed)
 
 
 def capture_stage_zero(worker: DataWorker, training: Training, agreed: Agreed | None, post: Post) -> ReplicaState:
@@ -39,7 +38,7 @@ def capture_stage_zero(worker: DataWorker, training: Training, agreed: Agreed | 
     counts = flights.counts
     unapplied = stage.embedding_sum
     visits, tokens = worker.accumulated - unapplied.visits, worker.accumulated_tokens - unapplied.tokens
-    plain = capture_as_written(stage.parts, stage.optimizer, post, visits=visits, tokens=tokens, agreed=agreed)
+    plain = capture_module(stage.parts, stage.optimizer, post, visits=visits, tokens=tokens, agreed=agreed)
     data = DataState(
         cursor=training.reading.resume_at(stage.embedding_sum.has_applied),
         next_number=flights.next_number,

@@ -8,8 +8,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from node.averaging.module_rounds import ModuleRounds
-from node.checkpoint.state import ReplicaState
-from node.checkpoint.state_copy import Post
+from node.checkpoint.state import Post, ReplicaState
 from node.context.module_context import ModuleContext
 from node.model.moments import MomentType
 from node.model.optimizer import InnerOptimizer, StepFigures

@@ -18,8 +18,8 @@ from typing import Final
 from node.context.options import NodeOptions
 from node.data.places import Places, tokenizer_place
 from node.data.tokenizers import tokenizer_bytes
+from node.network.peer_files import fetch_tokenizer
 from node.network.session import NetworkSession
-from node.network.tokenizer_exchange import fetch_tokenizer
 from protocol.manifest.manifest import DataSection
 from swarm.vocabulary.errors import ConfigError, Unreachable
 from swarm.vocabulary.types import Reasoned

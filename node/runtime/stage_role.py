@@ -13,8 +13,7 @@ import torch
 from node.averaging.anchor.anchor import Anchor
 from node.averaging.anchor.module_vector import LocalReplica
 from node.averaging.module_rounds import ModuleRounds, module_rounds
-from node.checkpoint.state import ReplicaState
-from node.checkpoint.state_copy import Post
+from node.checkpoint.state import Post, ReplicaState
 from node.concurrency.compute_thread import Priority
 from node.context.module_context import ModuleContext
 from node.model.memory_need import need_of

@@ -14,7 +14,7 @@ from node.observability.events import BusySeconds, NodeSummary
 from node.observability.status import AttachmentStatus, ComputeStatus, ReachStatus, RelayStatus, Status
 from node.observability.typed_json import to_json
 from node.runtime.role import NodeRole
-from protocol.dht.tunnels import RelayTunnels
+from protocol.dht.directory import RelayTunnels
 
 
 def node_summary(own: LocalPeer, role: NodeRole, compute: ComputeThread) -> NodeSummary:

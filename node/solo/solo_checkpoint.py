@@ -22,7 +22,7 @@ from node.checkpoint.folder import (
     whole_snapshots,
     write_snapshot,
 )
-from node.checkpoint.replica import capture_module, restore_module
+from node.checkpoint.saver import capture_module, restore_module
 from node.checkpoint.snapshot import Header, read_state
 from node.checkpoint.state import DataState, ReplicaState
 from node.data.packing import Cursor
@@ -85,7 +85,7 @@ def load_solo(folder: CheckpointFolder, hosted: Sequence[Hosted]) -> tuple[DataS
 
     Raises:
         CorruptSnapshot: something was saved, and no save is whole.
-        StateError: see `check_run` and `node.checkpoint.replica.restore_module`.
+        StateError: see `check_run` and `node.checkpoint.saver.restore_module`.
     """
     check_run(folder)
     problems: list[Problem] = []

@@ -46,7 +46,7 @@ from protocol.manifest.manifest import Manifest
 from swarm.experts.routes import module_at
 from swarm.routing.planner import visited_stages
 from swarm.vocabulary.errors import ConfigError, ResourceExhausted, StateError
-from swarm.vocabulary.ewma import Ewma
+from swarm.vocabulary.statistics import Ewma
 from swarm.vocabulary.types import MicrobatchId, ModuleId, PeerId, Route
 
 log = logging.getLogger(__name__)

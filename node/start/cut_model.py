@@ -1,6 +1,4 @@
-"""An existing model cut into the modules of a run, each as its first anchor: the folder's parameters in the layout of
-rounds, and no momentum. Its digest is in the manifest, so whoever gets a module from a peer knows that it is this one.
-"""
+"""An existing model cut into the modules of a run: first anchors, whose digests are in the manifest."""
 
 from __future__ import annotations
 
@@ -15,8 +13,7 @@ from node.averaging.anchor.anchor import Anchor, hash_of, initial_anchor, versio
 from node.averaging.anchor.layout import Layout, layout_of
 from node.averaging.anchor.shared_vector import Vector, empty_vector
 from node.model.shapes import Shape, parameter_shapes
-from node.start.model_config import blocks_of
-from node.start.model_folder import ModelFolder
+from node.start.model_folder import ModelFolder, blocks_of
 from protocol.manifest.manifest import Manifest
 from swarm.vocabulary.errors import ConfigError
 from swarm.vocabulary.types import AnchorVersion, ModuleId
@@ -45,12 +42,7 @@ class FirstAnchor:
     _folder: ModelFolder
 
     def chunk(self, number: int) -> memoryview:
-        """The bytes of a chunk, as `node.averaging.anchor.anchor.Anchor.chunk`. Reads the disk.
-
-        Raises:
-            IndexError: there is no such chunk.
-            ConfigError: the file cannot be read any more.
-        """
+        """The bytes of a chunk, read from disk. Raises IndexError, ConfigError."""
         if not 0 <= number < 2 * self.layout.chunks:
             raise IndexError(f"chunk {number} of {2 * self.layout.chunks}")
         part = self.layout.range_of(number % self.layout.chunks, number % self.layout.chunks + 1)
@@ -61,11 +53,7 @@ class FirstAnchor:
 
 
 class CutModel:
-    """A model's folder cut as a manifest says. Any thread may use it.
-
-    Raises:
-        ConfigError: the folder has not just the parameters of the manifest's model.
-    """
+    """A model's folder cut as a manifest says, for any thread. Raises ConfigError for other parameters."""
 
     def __init__(self, manifest: Manifest, folder: ModelFolder) -> None:
         self._manifest = manifest
@@ -82,8 +70,7 @@ class CutModel:
         folder.require(wanted)
 
     def digests(self) -> tuple[str, ...]:
-        """The digest of each stage's first anchor, in hexadecimal, for the manifest. Reads the whole model, a chunk at
-        a time. Raises ConfigError."""
+        """The hexadecimal digest of each stage's first anchor. Reads the whole model. Raises ConfigError."""
         return tuple(self.first_anchor(stage).version.digest.hex() for stage in range(self._manifest.stages.count))
 
     def first_anchor(self, stage: int) -> FirstAnchor:
@@ -103,12 +90,7 @@ class CutModel:
         return found if found is not None and found.version.digest == digest else None
 
     def anchor(self, module: ModuleId) -> Anchor:
-        """A module's first anchor in memory.
-
-        Raises:
-            ConfigError: the folder is not the one from which the run was made.
-            OutOfMemory: there is no memory for it.
-        """
+        """A module's first anchor in memory. Raises ConfigError if the folder is another model, OutOfMemory."""
         layout = module_layout(self._manifest, module)
         parameters = empty_vector(layout)
         for part, array in parameters.pieces():
@@ -133,11 +115,7 @@ class CutModel:
 
 
 def open_start(manifest: Manifest, path: Path | None) -> CutModel | None:
-    """Opens the folder from which a run starts, where a person has named one; None where nobody has.
-
-    Raises:
-        ConfigError: the run does not start from a model, or the folder is not of the run's model.
-    """
+    """Opens the folder from which a run starts; None without a path. Raises ConfigError."""
     if path is None:
         return None
     if manifest.start is None:

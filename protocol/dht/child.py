@@ -14,13 +14,54 @@ import tempfile
 from collections import deque
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from protocol.dht.pipe import pack, receive
+from google.protobuf.message import DecodeError, Message
+
 from protocol.generated import dht_process_pb2
 from protocol.identity.keys import Identity
-from protocol.libp2p.child_environment import with_packages
-from swarm.vocabulary.errors import ConfigError, PeerError, ProtocolViolation, SkipstoneError, Unreachable
+from protocol.libp2p.child_process import with_packages
+from swarm.vocabulary.errors import (
+    ConfigError,
+    PeerError,
+    ProtocolViolation,
+    ResourceExhausted,
+    SkipstoneError,
+    Unreachable,
+)
+
+MAX_MESSAGE_BYTES = 16 * 2**20
+KEYS_PER_FIND = 16
+"""So that the answer fits even when every key is full: 16 x 256 records x 2 KiB are 8 MiB."""
+_LENGTH_BYTES = 4
+
+Received = TypeVar("Received", bound=Message)
+
+
+def pack(message: Message) -> bytes:
+    """The message with its length before it. Raises ResourceExhausted: longer than MAX_MESSAGE_BYTES."""
+    data: bytes = message.SerializeToString()
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise ResourceExhausted(f"dht: a message of {len(data)} bytes is longer than {MAX_MESSAGE_BYTES}")
+    return len(data).to_bytes(_LENGTH_BYTES, "big") + data
+
+
+async def receive(reader: asyncio.StreamReader, into: type[Received]) -> Received | None:
+    """The next message; None once the pipe is closed. Raises ProtocolViolation, after which nothing can be read."""
+    try:
+        length = int.from_bytes(await reader.readexactly(_LENGTH_BYTES), "big")
+        if length > MAX_MESSAGE_BYTES:
+            raise ProtocolViolation(f"dht: a message of {length} bytes is longer than {MAX_MESSAGE_BYTES}")
+        data = await reader.readexactly(length)
+    except (asyncio.IncompleteReadError, ConnectionError):
+        return None
+    message: Received = into()
+    try:
+        message.ParseFromString(data)
+    except (DecodeError, UnicodeDecodeError, ValueError):
+        raise ProtocolViolation("dht: bytes on the pipe are no message") from None
+    return message
+
 
 log = logging.getLogger(__name__)
 
@@ -48,11 +89,7 @@ class DhtChild:
         return self._process.pid
 
     async def ask(self, request: dht_process_pb2.DhtRequest, timeout_s: float) -> dht_process_pb2.DhtReply:
-        """Sends a request (without number) and waits for its reply.
-
-        Raises:
-            Unreachable: the child is gone, is silent past the timeout, has too much to do, or says that it failed.
-        """
+        """Sends a request and waits for its reply. Raises Unreachable if the child is gone, silent, busy, or failed."""
         if self.ended.is_set():
             raise Unreachable("the DHT process has ended")
         if len(self._waiting) >= MAX_WAITING_REQUESTS:
@@ -97,9 +134,7 @@ class DhtChild:
                     waiting.set_exception(Unreachable("the DHT process has ended"))
 
     async def pass_on_its_log(self) -> None:
-        """Forwards the child's log lines. hivemind and p2pd are talkative and blame the network in many words: their
-        lines are for debugging.
-        """
+        """Forwards the child's log lines as debug output: hivemind and p2pd are talkative."""
         assert self._process.stderr is not None
         rest = b""
         while chunk := await self._process.stderr.read(4096):
@@ -114,8 +149,7 @@ class DhtChild:
         return "; ".join(self._last_lines)
 
     async def stop(self) -> None:
-        """Closes its stdin, which it takes as a request to end, and waits a while until it does. `end` has to
-        follow."""
+        """Asks the child to end by closing its stdin, and waits a while. `end` has to follow."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.close()
@@ -125,8 +159,7 @@ class DhtChild:
             log.warning("the DHT process did not stop within %.0f s; it is killed", STOP_PATIENCE_S)
 
     async def end(self) -> None:
-        """Kills what is left of the process group, so that p2pd goes too where the kernel does not see to it, and waits
-        until the pipes are closed, too. Harmless when all are gone."""
+        """Kills what is left of the process group and waits until the pipes are closed. Harmless when all are gone."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         with contextlib.suppress(TimeoutError):
@@ -138,15 +171,8 @@ class DhtChild:
 async def running_child(
     start: dht_process_pb2.DhtStart, identity: Identity
 ) -> AsyncIterator[tuple[DhtChild, dht_process_pb2.DhtSituation]]:
-    """A child that has started, and its situation then; it is stopped, with all that belongs to it, on the way out.
-
-    `start.folder` and `start.identity` are filled in. The key is handed over in a file that only we can read, and
-    removed as soon as p2pd has read it.
-
-    Raises:
-        ConfigError: the child could not start.
-        Unreachable: it ended while starting.
-    """
+    """A started child and its situation; it is stopped after the block. Raises ConfigError, Unreachable."""
+    # The key travels in a private file, which is removed as soon as p2pd has read it.
     folder = Path(tempfile.mkdtemp(prefix="skipstone-"))
     try:
         key_file = folder / _IDENTITY_FILE
@@ -213,11 +239,8 @@ async def _started() -> asyncio.subprocess.Process:
 
 
 async def _done(short: asyncio.Future[Any]) -> None:
-    """Waits until it is; whoever cancels meanwhile has to wait, too.
-
-    A second cancellation, as it comes when a group of tasks around us ends, would stop asyncio from cleaning up after
-    the first: the process was left running and its pipes open.
-    """
+    """Waits until the future is done, even when cancelled meanwhile."""
+    # A second cancellation would stop asyncio's clean-up after the first: the process and its pipes stayed open.
     cancelled = None
     while not short.done():
         try:

@@ -1,7 +1,4 @@
-"""One node of the swarm's DHT: joins it, stays joined, stores and finds records.
-
-This module imports hivemind, so it belongs into the DHT's process.
-"""
+"""One node of the swarm's DHT. Imports hivemind, so it belongs into the DHT's process."""
 
 from __future__ import annotations
 
@@ -22,11 +19,12 @@ from protocol.dht.guards import (
     GuardedProtocol,
     GuardedStorage,
     RecordRules,
+    RecordStore,
     SourceBudgets,
     guard_serializer,
     node_id_of,
+    owners_per_key,
 )
-from protocol.dht.record_store import RecordStore, owners_per_key
 from protocol.generated import dht_process_pb2
 from protocol.identity.signed_records import MAX_LIFETIME_S
 from protocol.libp2p.daemon import any_answers, start_daemon
@@ -47,9 +45,7 @@ MAX_BLACKLIST = 4096
 
 
 class DhtService:
-    """This process's node of the DHT. Made by `start`; ended by `stop`. `stay_joined` and `daemon_ended` are to run all
-    the while.
-    """
+    """This process's node of the DHT, from `start` to `stop`. `stay_joined` and `daemon_ended` run all the while."""
 
     def __init__(self, node: DHTNode, initial_peers: dict[PeerID, list[Multiaddr]], *, client: bool) -> None:
         self._node = node
@@ -59,9 +55,7 @@ class DhtService:
 
     @classmethod
     async def start(cls, start: dht_process_pb2.DhtStart) -> DhtService:
-        """Starts p2pd and the DHT node on it. Errors as `start_daemon`. ValueError when an initial peer is no multiaddr
-        with a peer id.
-        """
+        """Starts p2pd and the DHT node. Errors as `start_daemon`; ValueError for a malformed initial peer."""
         initial_peers = _by_peer(start.initial_peers, own=start.peer)
         guard_serializer()
         daemon = await start_daemon(start)
@@ -87,12 +81,8 @@ class DhtService:
         return int(await self._node.p2p._child.wait())
 
     async def stay_joined(self) -> None:
-        """Greets the initial peers, again and again with growing pauses while one is missing or nobody is known.
-
-        A whole swarm may start at the same second, in any order: nodes that found each other without the one that came
-        last must not leave it alone. Later, now and then, this looks for new neighbours and for initial peers that were
-        away, so that a DHT that fell apart grows together.
-        """
+        """Greets initial peers that are missing, with growing pauses, and looks for new neighbours now and then."""
+        # A swarm may start all at once in any order, and a DHT that fell apart must grow together again.
         pause_s, longest_s = MISSING_RETRY_S
         began = time.monotonic()
         while True:
@@ -106,19 +96,13 @@ class DhtService:
                 pause_s = min(longest_s, pause_s * 2)
 
     async def first_join(self) -> None:
-        """Waits up to FIRST_JOIN_PATIENCE_S for the first other node, so that a node that starts in a running swarm has
-        joined it.
-        """
+        """Waits up to FIRST_JOIN_PATIENCE_S for the first other node."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(FIRST_JOIN_PATIENCE_S):
                 await self._tried.wait()
 
     async def store(self, request: dht_process_pb2.DhtStore) -> None:
-        """Stores our record at the nodes nearest to its key.
-
-        Raises:
-            Unreachable: no other node has it now, though there should be some. (A swarm's first node keeps it itself.)
-        """
+        """Stores our record at the nodes nearest to its key. Raises Unreachable if no other node took it."""
         stored = await self._node.store(
             request.key, request.record, request.expires_at, subkey=request.owner, exclude_self=self._client
         )
@@ -128,9 +112,7 @@ class DhtService:
             raise Unreachable("no other node of the DHT can be reached; the record is only kept here")
 
     async def find(self, keys: list[str]) -> list[bytes]:
-        """Looks records up. The union of what all the nodes near each key hold, so that no single one can hide a
-        record.
-        """
+        """Looks records up: the union of what all nodes near each key hold, so that no single one can hide a record."""
         answers = await self._node.get_many(keys, sufficient_expiration_time=float("inf"))
         dictionaries = [answer.value for answer in answers.values() if answer is not None]
         return [item.value for dictionary in dictionaries for item in dictionary.values()]

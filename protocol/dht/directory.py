@@ -1,9 +1,6 @@
-"""The directory: where a run's peers find each other. `DhtDirectory` is `protocol.interfaces.directory.Directory` on
-hivemind's DHT.
+"""The directory of a run's peers, on hivemind's DHT in a supervised child process (`protocol.dht.process`).
 
-The DHT itself lives in a child process (`protocol.dht.process`). Here it is started, watched and started again, and
-everything it finds is checked once more: nothing a DHT says is believed for any other reason than its owner's
-signature.
+A record from the DHT is believed only for its owner's signature.
 """
 
 from __future__ import annotations
@@ -15,20 +12,28 @@ import logging
 import random
 import re
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import Final, Self
 
-from protocol.dht.child import DhtChild, running_child
-from protocol.dht.pipe import KEYS_PER_FIND
+from protocol.dht.child import KEYS_PER_FIND, DhtChild, running_child
 from protocol.generated import dht_process_pb2
 from protocol.identity.keys import Identity
 from protocol.identity.signed_records import decode_announced, directory_key, encode_record
 from protocol.interfaces.clock import Clock
+from protocol.interfaces.directory import Contact
+from protocol.nat.relay_server import RelayFigures, read_figures
 from swarm.vocabulary.announcement import Announcement
-from swarm.vocabulary.errors import ConfigError, ProtocolViolation, ResourceExhausted, SkipstoneError, Unreachable
-from swarm.vocabulary.types import MAX_EXPERTS, MAX_STAGES, ModuleId, PeerId, RunId
+from swarm.vocabulary.errors import (
+    ConfigError,
+    PeerError,
+    ProtocolViolation,
+    ResourceExhausted,
+    SkipstoneError,
+    Unreachable,
+)
+from swarm.vocabulary.types import MAX_EXPERTS, MAX_STAGES, ModuleId, PeerId, RunId, short
 
 log = logging.getLogger(__name__)
 
@@ -91,20 +96,16 @@ class DirectoryStatistics:
 
 
 class LatestSequences:
-    """The newest record seen of each peer until it expires, so that what was replaced cannot come back. Forgets the
-    longest unseen peer.
+    """The newest record of each peer until it expires, so that a replaced one cannot come back."""
 
-    Not for ever: a peer that has begun with a clock far ahead of ours, and is started again when it is right, counts
-    from less.
-    """
+    # Bounded by expiry: a peer whose clock was far ahead counts from less after it was set right.
 
     def __init__(self, limit: int = MAX_REMEMBERED_PEERS) -> None:
         self._limit = limit
         self._latest: OrderedDict[PeerId, tuple[int, float]] = OrderedDict()
 
     def is_current(self, announcement: Announcement, now: float) -> bool:
-        """Whether nothing newer of this peer has been seen that still holds at `now` (Unix time); remembers it if
-        so."""
+        """Whether no newer unexpired record of this peer is known at `now` (Unix time); remembers it if so."""
         sequence, expires_at = self._latest.get(announcement.peer, (0, 0.0))
         if announcement.sequence < sequence and now < expires_at:
             return False
@@ -116,10 +117,9 @@ class LatestSequences:
 
 
 class DhtDirectory:
-    """The directory in a supervised child process. Use as `async with`: entering starts the DHT, leaving stops it.
+    """The directory in a supervised child process, within `async with`.
 
-    While the DHT is being restarted, `publish` and `look_up` raise Unreachable at once; the last published record is
-    stored again as soon as it is back.
+    While the DHT restarts, `publish` and `look_up` raise Unreachable. The last record is stored again afterwards.
     """
 
     def __init__(self, settings: DirectorySettings, identity: Identity, run: RunId, clock: Clock) -> None:
@@ -137,11 +137,7 @@ class DhtDirectory:
         self._sequences = LatestSequences()
 
     async def __aenter__(self) -> Self:
-        """Returns when the DHT runs and has tried once to reach its initial peers (it goes on trying).
-
-        Raises:
-            ConfigError: it cannot be started here, most often because the port is taken.
-        """
+        """Starts the DHT and tries its initial peers once. Raises ConfigError if it cannot start here."""
         await self._tasks.__aenter__()
         started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._supervisor = self._tasks.create_task(self._supervise(started))
@@ -164,12 +160,7 @@ class DhtDirectory:
             await self._tasks.__aexit__(None, None, None)  # the caller's own error is not to be wrapped in a group
 
     async def publish(self, announcement: Announcement) -> None:
-        """Signs and stores our record under its module's key (visitors under the visitors' key).
-
-        Raises:
-            Unreachable: the DHT could not store it just now, or no other node has it yet; call again later.
-            ProtocolViolation: no peer would accept this announcement.
-        """
+        """Signs and stores our record under its module's key. Raises Unreachable, ProtocolViolation."""
         store = dht_process_pb2.DhtStore(
             key=directory_key(announcement.run, announcement.module),
             owner=announcement.peer,
@@ -179,11 +170,7 @@ class DhtDirectory:
         await self.keep("record", dht_process_pb2.DhtRequest(store=store))
 
     async def look_up(self, modules: Sequence[ModuleId]) -> list[Announcement]:
-        """The newest valid record of every peer under these modules or among the visitors.
-
-        Raises:
-            Unreachable: the DHT did not answer.
-        """
+        """The newest valid record of every peer under these modules or among the visitors. Raises Unreachable."""
         child = self._running()
         keys = [directory_key(self._run, module) for module in (None, *dict.fromkeys(modules))]
         newest: dict[PeerId, Announcement] = {}
@@ -197,11 +184,7 @@ class DhtDirectory:
         return list(newest.values())
 
     async def ask(self, request: dht_process_pb2.DhtRequest, timeout_s: float) -> dht_process_pb2.DhtReply:
-        """Sends the DHT process another request (`proto/dht_process.proto`) and waits for the reply.
-
-        Raises:
-            Unreachable: it could not, or there is none just now.
-        """
+        """Sends the DHT process another request and waits for the reply. Raises Unreachable."""
         return await self._running().ask(request, timeout_s)
 
     async def keep(self, name: str, request: dht_process_pb2.DhtRequest) -> None:
@@ -210,9 +193,7 @@ class DhtDirectory:
         await self.ask(request, self._settings.publish_timeout_s)
 
     def take_part(self, *, client: bool) -> None:
-        """Switches between client and full DHT node (`DirectorySettings.client`). When that is a change, the DHT is
-        started again within seconds: it is away for a moment, and tunnels end.
-        """
+        """Switches between client and full DHT node; a change restarts the DHT and ends its tunnels."""
         self._settings = dataclasses.replace(self._settings, client=client)
 
     @property
@@ -283,12 +264,7 @@ class DhtDirectory:
             pause_s = min(longest_s, pause_s * 2)
 
     async def _live_once(self, started: asyncio.Future[None]) -> None:
-        """From the start of a child to its end.
-
-        Raises:
-            ConfigError: it did not start.
-            Unreachable: it ended or fell silent, or is not to go on like this.
-        """
+        """From the start of a child to its end. Raises ConfigError, Unreachable."""
         start = self._start_message()
         async with running_child(start, self._identity) as (child, situation):
             self._situation = situation
@@ -304,8 +280,7 @@ class DhtDirectory:
                 self._child = None
 
     async def _watch(self, child: DhtChild, client: bool) -> None:
-        """Returns never; raises Unreachable when the child is gone, does not answer, or takes part in another way than
-        it is to."""
+        """Raises Unreachable when the child is gone, silent, or has to take part in another way."""
         while True:
             if client != self._settings.client:
                 raise _TakesPartAnew(f"from now on it is {'no' if client else 'a'} client")
@@ -357,3 +332,66 @@ def _as_ours(error: SkipstoneError | OSError) -> SkipstoneError:
 def _port_of(multiaddrs: Sequence[str]) -> int:
     ports = [int(found[1]) for multiaddr in multiaddrs if (found := re.search(r"/tcp/(\d+)", multiaddr))]
     return ports[0] if ports else 0
+
+
+MAX_ATTACHED: Final = 2
+"""Relays that a peer stays attached to: a second one for when the first goes."""
+OPEN_S: Final = 16.0
+"""For one relay: to be dialled, and to have the far end accept."""
+
+
+@dataclass(frozen=True, slots=True)
+class RelayAttachment:
+    """The state of the attachment to one relay."""
+
+    relay: str
+    standing: bool
+    reason: str
+    """Why not."""
+
+
+class RelayTunnels:
+    """Opens and takes tunnels through relays. `relay_of` gives a peer's relay multiaddr, or ""."""
+
+    def __init__(
+        self,
+        directory: DhtDirectory,
+        relay_of: Callable[[PeerId], str],
+        shuffle: Callable[[list[str]], None] = random.shuffle,
+    ) -> None:
+        self._directory = directory
+        self._relay_of = relay_of
+        self._shuffle = shuffle
+
+    async def way_to(self, contact: Contact) -> str:
+        """A local `host:port` that leads to the peer, for one connection within 10 s. Raises Unreachable."""
+        relays = [relay for peer in contact.via if (relay := self._relay_of(peer))]
+        if not relays:
+            raise Unreachable(f"{short(contact.peer)} has no relay that is known here")
+        self._shuffle(relays)
+        reasons = []
+        for relay in relays[:MAX_ATTACHED]:
+            wish = dht_process_pb2.DhtOpenTunnel(relay=relay, target=contact.peer)
+            try:
+                reply = await self._directory.ask(dht_process_pb2.DhtRequest(open_tunnel=wish), OPEN_S)
+            except PeerError as error:
+                log.info("no tunnel to %s through %s: %s", short(contact.peer), relay, error)
+                reasons.append(f"{relay}: {error}")
+            else:
+                return f"127.0.0.1:{reply.port}"
+        raise Unreachable(f"no tunnel to {short(contact.peer)}: {'; '.join(reasons)}")
+
+    async def attach(self, relays: Sequence[str], local: str) -> None:
+        """Attaches to the first two relays, in the background; their tunnels lead to `local`. Raises Unreachable on a
+        restart."""
+        attach = dht_process_pb2.DhtAttach(relays=relays[:MAX_ATTACHED], local=local)
+        await self._directory.keep("attachments", dht_process_pb2.DhtRequest(attach=attach))
+
+    def attachments(self) -> list[RelayAttachment]:
+        """The states of the attachments that `attach` asked for, as of the DHT's last heartbeat (2 s)."""
+        standing = self._directory.situation.attachments
+        return [RelayAttachment(each.relay, each.standing, each.reason) for each in standing]
+
+    def carried(self) -> RelayFigures:
+        """The traffic carried for others since the node started, as of the last heartbeat."""
+        return read_figures(self._directory.situation.relay)

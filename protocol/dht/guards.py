@@ -4,7 +4,7 @@ hivemind 1.1.12 trusts its peers where it must not; each guard here answers one 
 
 * `guard_serializer`: nested msgpack extensions are decoded by recursion in C, so one packet of 1 KB ends the process.
 * `RecordRules`: any key, value, size and expiry is stored and returned, infinite and NaN ones too.
-* `GuardedStorage`: memory has no bound, and replays shorten the life of newer records (`protocol.dht.record_store`).
+* `GuardedStorage`: memory has no bound, and replays shorten the life of newer records (`protocol.dht.guards`).
 * `GuardedProtocol`: answers to a search are believed about their own expiry (an infinite one ends the search with the
   liar's answer alone), one bad record spoils a whole answer, requests have no bound, and nodes choose their place in
   the DHT freely.
@@ -19,6 +19,7 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from hivemind.dht.protocol import DHTProtocol
@@ -30,12 +31,97 @@ from hivemind.proto import dht_pb2
 from hivemind.utils import MSGPackSerializer
 from hivemind.utils.timed_storage import ValueWithExpiration
 
-from protocol.dht.record_store import MAX_OWNERS_OF_KEY, Kept, RecordStore
 from protocol.identity.signed_records import MAX_LIFETIME_S, MAX_RECORD_BYTES, decode_announced, directory_key
 from protocol.transport.rate_limits import Allowance
 from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.errors import ProtocolViolation, ResourceExhausted
 from swarm.vocabulary.types import ModuleId, RunId
+
+MAX_RECORDS = 16_384
+MAX_OWNERS_OF_KEY = 256
+MIN_OWNERS_OF_KEY = 8
+MAX_KEYS_OF_OWNER = 8
+
+
+def owners_per_key(keys: int) -> int:
+    """The number of owners one of `keys` keys has room for, so that together they stay near MAX_RECORDS."""
+    return max(MIN_OWNERS_OF_KEY, min(MAX_OWNERS_OF_KEY, MAX_RECORDS // keys))
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A stored record. `value` is opaque here; it was validated before."""
+
+    value: bytes
+    expires_at: float
+
+
+@dataclass(slots=True)
+class RecordStore:
+    """Records by key and owner until they expire. `now` returns Unix time in seconds."""
+
+    now: Callable[[], float]
+    owners_of_key: int = MAX_OWNERS_OF_KEY
+    max_records: int = MAX_RECORDS
+    longest_s: float = math.inf
+    """Longest time to expiry that is kept, in seconds: an older clock of this machine was ahead."""
+    _rooms: dict[Any, dict[str, Kept]] = field(default_factory=dict)
+    _keys_of: dict[str, dict[Any, None]] = field(default_factory=dict)
+    _count: int = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def put(self, key: Any, owner: str, kept: Kept) -> bool:
+        """Stores a record; whether it was taken: it is newer than what the owner has here, or there is room for it."""
+        if not self._holds(kept):
+            return False
+        present = self._rooms.get(key, {}).get(owner)
+        if present is not None:
+            is_newer = kept.expires_at > present.expires_at or not self._holds(present)
+            if is_newer:
+                self._rooms[key][owner] = kept
+            return is_newer
+        if self._is_full(key):
+            self._drop_expired()
+            if self._is_full(key):
+                return False
+        if len(self._keys_of.get(owner, ())) >= MAX_KEYS_OF_OWNER:
+            oldest = min(self._keys_of[owner], key=lambda key: self._rooms[key][owner].expires_at)
+            self._remove(oldest, owner)
+        self._rooms.setdefault(key, {})[owner] = kept
+        self._keys_of.setdefault(owner, {})[key] = None
+        self._count += 1
+        return True
+
+    def of_key(self, key: Any) -> dict[str, Kept]:
+        """The unexpired records under a key."""
+        return {owner: kept for owner, kept in self._rooms.get(key, {}).items() if self._holds(kept)}
+
+    def keys(self) -> Iterator[Any]:
+        self._drop_expired()
+        return iter(tuple(self._rooms))
+
+    def _holds(self, kept: Kept) -> bool:
+        return 0 < kept.expires_at - self.now() <= self.longest_s
+
+    def _is_full(self, key: Any) -> bool:
+        return len(self._rooms.get(key, ())) >= self.owners_of_key or self._count >= self.max_records
+
+    def _drop_expired(self) -> None:
+        for key, room in tuple(self._rooms.items()):
+            for owner, kept in tuple(room.items()):
+                if not self._holds(kept):
+                    self._remove(key, owner)
+
+    def _remove(self, key: Any, owner: str) -> None:
+        del self._rooms[key][owner], self._keys_of[owner][key]
+        if not self._rooms[key]:
+            del self._rooms[key]
+        if not self._keys_of[owner]:
+            del self._keys_of[owner]
+        self._count -= 1
+
 
 log = logging.getLogger(__name__)
 
@@ -51,8 +137,7 @@ LOOKUP_COST_BYTES = 4096
 
 
 def guard_serializer() -> None:
-    """Bounds what hivemind's msgpack decoder does with bytes from outside. May be called again; it acts once a
-    process."""
+    """Bounds hivemind's msgpack decoder for foreign bytes, once a process."""
     if getattr(MSGPackSerializer, "is_guarded", False):
         return
     decode_extension = MSGPackSerializer._decode_ext_types.__func__
@@ -80,8 +165,7 @@ def guard_serializer() -> None:
 
 
 def node_id_of(peer: PeerID) -> Any:
-    """The place of a peer in the DHT: the hash of its peer id, so that nobody can sit down next to a key it wants to
-    hide without searching for a key pair that hashes there, and nobody can have more than one place."""
+    """The place of a peer in the DHT: the hash of its peer id, so that it cannot choose its neighbours."""
     return DHTID.generate(peer.to_bytes())
 
 
@@ -92,11 +176,7 @@ def _key_id(run: RunId, module: ModuleId | None) -> bytes:
 
 
 def unpack_bytes(packed: bytes) -> bytes:
-    """The content of one msgpack `bin 8` or `bin 16` value, which is how hivemind wraps a record.
-
-    Raises:
-        ProtocolViolation: anything else, also another encoding of the same bytes.
-    """
+    """The content of one msgpack `bin 8` or `bin 16` value. Raises ProtocolViolation for any other encoding."""
     if len(packed) >= 2 and packed[0] == 0xC4 and packed[1] == len(packed) - 2:
         return packed[2:]
     if len(packed) >= 3 + 256 and packed[0] == 0xC5 and int.from_bytes(packed[1:3], "big") == len(packed) - 3:
@@ -105,11 +185,9 @@ def unpack_bytes(packed: bytes) -> bytes:
 
 
 class RecordRules(RecordValidatorBase):  # type: ignore[misc]  # hivemind has no types
-    """Accepts this run's signed records under their own key and owner, and nothing else.
+    """Accepts this run's signed records under their own key and owner, and nothing else."""
 
-    hivemind asks before it stores and before it believes an answer. Values without a subkey are refused too, because
-    their "subkey" is the packed None, which is nobody's peer id.
-    """
+    # A value without subkey has the packed None there, which is no peer id.
 
     priority = 1000
 
@@ -155,10 +233,9 @@ class RecordRules(RecordValidatorBase):  # type: ignore[misc]  # hivemind has no
 
 
 class GuardedStorage:
-    """A `RecordStore` behind hivemind's storage interface: keys of dictionaries of packed records.
+    """A `RecordStore` behind hivemind's storage interface."""
 
-    Every answer is a new dictionary, because hivemind merges what other nodes say into the one it was given.
-    """
+    # Every answer is a new dictionary: hivemind merges into the one it was given.
 
     def __init__(self, store: RecordStore) -> None:
         self._records = store
@@ -253,8 +330,7 @@ class GuardedProtocol(DHTProtocol):  # type: ignore[misc]  # hivemind has no typ
         return {key: (recomputed(item), plausible(nearest, self.bucket_size)) for key, (item, nearest) in found.items()}
 
     def _validate_dictionary(self, key_bytes: bytes, dictionary: DictionaryDHTValue) -> bool:
-        """Drops what is not valid instead of refusing the rest with it: one record that has just expired by our clock
-        must not hide its neighbours."""
+        """Drops invalid records instead of the whole answer: an expired one must not hide its neighbours."""
         with dictionary.freeze():
             for subkey, (value, expires_at) in tuple(dictionary.items()):
                 record = DHTRecord(key_bytes, self.serializer.dumps(subkey), value, expires_at)

@@ -1,11 +1,8 @@
-"""The DHT's own process: `python -m protocol.dht.process`, started and supervised by `protocol.dht.directory`.
+"""The DHT's own process: `python -m protocol.dht.process`, supervised by `protocol.dht.directory`.
 
-hivemind's DHT and its p2pd live here, away from the node: a crash of theirs costs a restart of this process and nothing
-else, and gRPC's threads are never forked. hivemind's own way of doing that (`hivemind.DHT`) forks the node and hangs on
-long values, so its `DHTNode` is run on this process's event loop instead, and spoken to over stdin and stdout
-(`proto/dht_process.proto`).
-
-The process ends when its stdin does, and takes p2pd with it.
+A crash of hivemind or p2pd costs a restart of this process only. hivemind's own `hivemind.DHT` forks the node and
+hangs on long values, so its `DHTNode` runs on this event loop, controlled over stdin and stdout
+(`proto/dht_process.proto`). The process ends with its stdin.
 """
 
 from __future__ import annotations
@@ -17,7 +14,7 @@ import os
 import shutil
 import sys
 
-from protocol.dht.pipe import pack, receive
+from protocol.dht.child import pack, receive
 from protocol.generated import dht_process_pb2
 from protocol.libp2p import hivemind_import as slim_hivemind
 
@@ -26,19 +23,76 @@ slim_hivemind.install()
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError  # noqa: E402
 
 from protocol.dht.dht_node import DhtService  # noqa: E402
-from protocol.libp2p.streams import Libp2pStreams  # noqa: E402
-from protocol.nat.relay_host import ChildTunnels  # noqa: E402
-from swarm.vocabulary.errors import ResourceExhausted, SkipstoneError  # noqa: E402
+from protocol.libp2p.daemon import Libp2pStreams  # noqa: E402
+from protocol.nat.relay_client import Attachment, Incoming, OpenTunnels  # noqa: E402
+from protocol.nat.relay_server import RelayLimits, RelayService, read_figures, write_figures  # noqa: E402
+from swarm.vocabulary.errors import ProtocolViolation, ResourceExhausted, SkipstoneError  # noqa: E402
+from swarm.vocabulary.types import PeerId, RunId  # noqa: E402
 
 log = logging.getLogger(__name__)
 
 MAX_CONCURRENT_REQUESTS = 32
+MAX_RELAYS = 4
 STOP_PATIENCE_S = 1.5
 """p2pd that does not stop in this time is killed by the kernel when this process ends."""
 
 
 class _Finished(Exception):
     """Ends the task group: the node closed our stdin, or p2pd is gone."""
+
+
+class ChildTunnels:
+    """Relay, attachments and opened tunnels of this process, made by `start`. They end with the task group.
+
+    Bytes are carried here, beside p2pd, and not on the node's event loop. After a restart of this process the node has
+    its attachments made again.
+    """
+
+    def __init__(self, streams: Libp2pStreams, run: RunId, tasks: asyncio.TaskGroup) -> None:
+        self._streams = streams
+        self._run = run
+        self._tasks = tasks
+        self._service: RelayService | None = None
+        self._opened = OpenTunnels(run, streams.dial, tasks)
+        self._incoming = Incoming(("", 0))
+        self._attachments: dict[str, tuple[Attachment, asyncio.Task[None]]] = {}
+
+    @classmethod
+    async def start(
+        cls, streams: Libp2pStreams, start: dht_process_pb2.DhtStart, tasks: asyncio.TaskGroup
+    ) -> ChildTunnels:
+        """Starts the tunnels, and the relay if the node serves one."""
+        tunnels = cls(streams, RunId(start.run), tasks)
+        if start.relay_bytes_per_hour:
+            before = read_figures(start.relay_before) if start.HasField("relay_before") else None
+            tunnels._service = RelayService(tunnels._run, RelayLimits(start.relay_bytes_per_hour), before)
+            await streams.take(tunnels._service.serve)
+        return tunnels
+
+    async def open(self, wish: dht_process_pb2.DhtOpenTunnel) -> int:
+        """Opens a tunnel; errors as `OpenTunnels.open`."""
+        return await self._opened.open(wish.relay, PeerId(wish.target))
+
+    def attach(self, wish: dht_process_pb2.DhtAttach) -> None:
+        """Attaches to exactly these relays; tunnels through others end. Raises ProtocolViolation."""
+        host, _, port = wish.local.rpartition(":")
+        if len(wish.relays) > MAX_RELAYS or (wish.relays and not (host and port.isdecimal())):
+            raise ProtocolViolation(f"dht: {len(wish.relays)} relays and {wish.local!r} cannot be attached")
+        if wish.relays:
+            self._incoming.local = (host.strip("[]"), int(port))
+        for relay in self._attachments.keys() - set(wish.relays):
+            self._attachments.pop(relay)[1].cancel()
+        for relay in dict.fromkeys(wish.relays):
+            if relay not in self._attachments:
+                attachment = Attachment(relay, self._run, self._streams.dial, self._incoming)
+                self._attachments[relay] = (attachment, self._tasks.create_task(attachment.keep()))
+
+    def describe(self, situation: dht_process_pb2.DhtSituation) -> None:
+        """Adds the tunnels' figures to the DHT's state."""
+        if self._service is not None:
+            situation.relay.CopyFrom(write_figures(self._service.figures()))
+        for each, _ in self._attachments.values():
+            situation.attachments.add(relay=each.relay, standing=each.standing, reason=each.reason)
 
 
 class _Doing:
@@ -149,8 +203,7 @@ async def _start_and_serve(desk: _Desk, request: dht_process_pb2.DhtRequest) -> 
 
 
 async def _start_unless_left(desk: _Desk, start: dht_process_pb2.DhtStart) -> DhtService:
-    """Starts the service, or raises _Finished when the node goes away meanwhile: it sends nothing before we have
-    answered."""
+    """Starts the service, or raises _Finished if the node goes away meanwhile."""
     starting = asyncio.ensure_future(DhtService.start(start))
     leaving = asyncio.ensure_future(desk.next())
     try:

@@ -21,8 +21,9 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import re
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from itertools import pairwise
 from operator import attrgetter
 from types import NoneType, UnionType
@@ -30,7 +31,6 @@ from typing import Annotated, Any, Final, NamedTuple, TypeVar, Union, get_args, 
 
 from google.protobuf.descriptor import FieldDescriptor
 
-from protocol.frames.fields import checked_peer, packed, parts_of_a_second, printable
 from protocol.generated import link_pb2 as wire
 from swarm.vocabulary.averaging_messages import LinkRate
 from swarm.vocabulary.bounds import Distinct, Inherits, Length, Range, Rising
@@ -39,8 +39,8 @@ from swarm.vocabulary.routing_messages import MAX_PEERS
 from swarm.vocabulary.types import AnchorVersion, PeerId
 
 Around = Any
-"""What the message around says once for all its parts: by name what they inherit; or its peers, a dict from peer to
-place that grows where it is written, a sequence where it is read. None for all other messages."""
+"""Values that the surrounding message gives to all its parts, or its peers: a dict while writing, a sequence while
+reading."""
 MessageType = Any
 """The descriptor of a message of link.proto."""
 Convert = Callable[[Any, Around], Any]
@@ -60,9 +60,7 @@ class Converter(NamedTuple):
 
 @cache
 def converter(kind: Any, message: MessageType, inherited: tuple[str, ...] = ()) -> Converter:
-    """The converter of a dataclass, over those of its fields that `message` has; the message's other fields are the
-    caller's.
-    """
+    """The converter of a dataclass, over those of its fields that `message` has."""
     hints = get_type_hints(kind, include_extras=True)
     fields = {ours.name: _wire_field(message, ours.name) for ours in dataclasses.fields(kind)}
     parts = {name: field_converter(hints[name], field, f"{kind.__name__}.{name}") for name, field in fields.items()}
@@ -127,9 +125,7 @@ def _reader(kind: Any, reads: list[Convert], values: Callable[[Any], Sequence[An
 
 
 def faultless(made: Made) -> Made:
-    """The decoded message itself. Raises ProtocolViolation when its own `fault` says that its fields do not go
-    together.
-    """
+    """The decoded message. Raises ProtocolViolation if its `fault` reports one."""
     fault = made.fault()  # type: ignore[attr-defined]
     if fault is not None:
         raise ProtocolViolation(f"{type(made).__name__}: {fault}")
@@ -303,3 +299,45 @@ def _peer_at(place: int, peers: Sequence[PeerId]) -> PeerId:
 
 
 _PLACE: Final = Converter(lambda peer, places: places.setdefault(peer, len(places)), _peer_at)
+
+
+_LARGEST: Final = 2**32 - 1
+_PEER_ID: Final = re.compile(r"12D3Koo[1-9A-HJ-NP-Za-km-z]{45}")
+
+EnumT = TypeVar("EnumT", bound=enum.Enum)
+
+
+def parts_of_a_second(seconds: float, parts: int) -> int:
+    """Seconds as a whole number of such parts of a second, clamped to 0..2^32 - 1."""
+    return min(max(round(seconds * parts), 0), _LARGEST)
+
+
+def milliseconds(seconds: float) -> int:
+    """Seconds as whole milliseconds, as in what is signed."""
+    return parts_of_a_second(seconds, 1000)
+
+
+def packed(measured: LinkRate) -> int:
+    """A measured rate with its mark as 32 bits: 24 of the mark, 8 of the rate."""
+    return measured.mark << 8 | measured.rate
+
+
+@lru_cache(maxsize=4096)
+def checked_peer(text: str) -> PeerId:
+    """A peer id of the right form; only the certificate proves it. Raises ProtocolViolation."""
+    if not _PEER_ID.fullmatch(text):
+        raise ProtocolViolation("a peer id is not of the form 12D3Koo... with 52 characters")
+    return PeerId(text)
+
+
+def read_enum(kind: type[EnumT], number: int, what: str) -> EnumT:
+    """The enum member of a number. Raises ProtocolViolation for an unknown one."""
+    try:
+        return kind(number)
+    except ValueError:
+        raise ProtocolViolation(f"{what} {number} is unknown") from None
+
+
+def printable(text: str) -> str:
+    """The text without characters that could drive the reader's terminal."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else "?" for c in text)

@@ -1,13 +1,8 @@
 """Frames of a link: their plain data, and their encoding as link.proto defines it.
 
-`decode` trusts nothing: every length, number, name and enum is checked where it is read, and whatever is wrong with the
-bytes, the only error is ProtocolViolation. What needs the manifest or the state of the link to be checked is checked by
-those who have them.
-
-Most messages are converted as they are declared (`protocol.frames.codec`): a new one is a message in link.proto, a
-field of its Frame, and a class of the same name in a union of the vocabulary. Chunks have a module of their own
-(`protocol.frames.chunks`), and so have what goes along a path, which link.proto words in its own way
-(`protocol.frames.pipeline`), and questions and answers (`protocol.frames.rpc`).
+`decode` trusts nothing and raises only ProtocolViolation. Most messages are converted as they are declared
+(`protocol.frames.codec`): a new one is a message in link.proto, a field of its Frame, and a class of the same name in
+a union of the vocabulary. Routes differ from link.proto and have converters here.
 """
 
 from __future__ import annotations
@@ -19,19 +14,121 @@ from typing import Annotated, Any, Final, NamedTuple, get_args
 
 from google.protobuf.message import DecodeError
 
-from protocol.frames import pipeline, rpc
-from protocol.frames.chunks import CHUNK_TAG, Chunk, decode_chunk
-from protocol.frames.codec import Around, Converter, converter
-from protocol.frames.fields import TensorFrame, checked_peer, read_header, wire_header
+from protocol.frames import rpc
+from protocol.frames.codec import Around, Converter, checked_peer, converter, faultless, read_enum
 from protocol.frames.rpc import AnswerFrame, QuestionFrame
+from protocol.frames.tensors import CHUNK_TAG, Chunk, TensorFrame, decode_chunk, read_header, wire_header
 from protocol.generated import link_pb2 as wire
 from protocol.interfaces.transport import MAX_RECORD_BYTES, Record, Topic
 from swarm.vocabulary.averaging_messages import RoundControl, SignedRoster, StateControl
-from swarm.vocabulary.bounds import Detail, Length
+from swarm.vocabulary.bounds import Detail, Length, Range
 from swarm.vocabulary.errors import ProtocolViolation
-from swarm.vocabulary.pipeline_messages import ControlMessage, MicrobatchControl, TensorMessage
+from swarm.vocabulary.pipeline_messages import (
+    Backward,
+    ControlMessage,
+    Documents,
+    Forward,
+    MicrobatchControl,
+    MicrobatchTensor,
+    Position,
+    Purpose,
+    Recall,
+    RouteSignature,
+    Settled,
+    TensorMessage,
+)
 from swarm.vocabulary.routing_messages import LaneControl
-from swarm.vocabulary.types import PeerId, RunId, VersionRange
+from swarm.vocabulary.types import MAX_HOPS, Hop, MicrobatchId, ModuleId, Path, PeerId, RunId, SignedRoute, VersionRange
+
+MAX_LIFETIME_MS: Final = 3_600_000
+
+_Hops = Annotated[tuple[Hop, ...], Length(0, MAX_HOPS)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Route:
+    microbatch: MicrobatchId
+    hops: _Hops
+    position: Position
+    modules: Annotated[tuple[ModuleId, ...], Length(0, MAX_HOPS)]
+    lifetime_s: Annotated[float, Range(0, MAX_LIFETIME_MS / 1000)]
+    signature: RouteSignature
+    documents: Documents
+    labels: Annotated[int, Range(0, 2**32 - 1)]
+
+    def fault(self) -> str | None:
+        """Why no microbatch goes this way; None when one may."""
+        if (self.modules or self.documents or self.labels) and not self.signature:
+            what = f"{len(self.modules)} modules, {len(self.documents)} documents and {self.labels} labels"
+            return f"{what} that nobody has signed"
+        return None
+
+    @property
+    def path(self) -> Path:
+        signed = None
+        if self.signature:
+            signed = SignedRoute(self.modules, self.lifetime_s, self.signature, self.documents, self.labels)
+        return Path(self.microbatch.data_node, self.hops, signed)
+
+
+@dataclass(frozen=True, slots=True)
+class _Settled:
+    microbatch: MicrobatchId
+    hops: _Hops
+
+
+_ROUTE: Final = converter(_Route, wire.Route.DESCRIPTOR)
+_SETTLED: Final = converter(_Settled, wire.Settled.DESCRIPTOR)
+
+
+def _write_route(message: MicrobatchTensor | Recall, _: Around) -> dict[str, Any]:
+    path, signed = message.path, message.path.route or SignedRoute((), 0.0, b"")
+    lifetime_s = message.lifetime_s if isinstance(message, Forward) else signed.lifetime_s
+    route = _Route(
+        message.microbatch,
+        path.hops,
+        message.position,
+        signed.modules,
+        lifetime_s,
+        signed.signature,
+        signed.documents,
+        signed.labels,
+    )
+    return {"route": _ROUTE.write(route, None)}
+
+
+def _write_forward(message: Forward, _: Around) -> dict[str, Any]:
+    return {**_write_route(message, None), "purpose": message.purpose.value}
+
+
+def _read_forward(said: wire.Forward, _: Around) -> Forward:
+    route: _Route = _ROUTE.read(said.route, None)
+    purpose = read_enum(Purpose, said.purpose, "purpose")
+    return faultless(Forward(route.microbatch, route.path, route.position, purpose, route.lifetime_s))
+
+
+def _read_routed(kind: type[Backward | Recall], said: wire.Backward | wire.Recall) -> Backward | Recall:
+    route: _Route = _ROUTE.read(said.route, None)
+    return faultless(kind(route.microbatch, route.path, route.position))
+
+
+def _write_settled(message: Settled, _: Around) -> Any:
+    return _SETTLED.write(_Settled(message.microbatch, message.path.hops), None)
+
+
+def _read_settled(said: wire.Settled, _: Around) -> Settled:
+    settled: _Settled = _SETTLED.read(said, None)
+    return Settled(settled.microbatch, Path(settled.microbatch.data_node, settled.hops))
+
+
+_ALONG_A_PATH: Final[dict[type, Converter]] = {
+    Forward: Converter(_write_forward, _read_forward),
+    Backward: Converter(_write_route, lambda said, _: _read_routed(Backward, said)),
+    Recall: Converter(_write_route, lambda said, _: _read_routed(Recall, said)),
+    Settled: Converter(_write_settled, _read_settled),
+}
+"""By class."""
+
 
 MAX_SMALL_FRAME_BYTES: Final = 72 * 1024
 """Of every frame that is not a chunk: a path of 256 hops takes about 20 KiB, a roster of 256 members about 24 KiB, the
@@ -145,20 +242,12 @@ def is_chunk(data: bytes) -> bool:
 
 
 def topic_of(data: bytes) -> Topic | None:
-    """The topic of a small frame, by its first bytes; None when that concerns everybody, or when it announces a tensor.
-
-    Raises:
-        ProtocolViolation: it is too long, or not exactly one field of a known kind.
-    """
+    """The topic of a small frame by its first bytes; None if it concerns everybody. Raises ProtocolViolation."""
     return _KINDS[_name_of(data)].topic
 
 
 def decode(data: bytes) -> Frame:
-    """Decodes and checks a frame from a peer.
-
-    Raises:
-        ProtocolViolation: says what is wrong with it.
-    """
+    """Decodes and checks a frame from a peer. Raises ProtocolViolation: says what is wrong with it."""
     if is_chunk(data):
         return decode_chunk(data)
     name = _name_of(data)
@@ -175,8 +264,7 @@ def decode(data: bytes) -> Frame:
 
 
 def _name_of(data: bytes) -> str:
-    """Of one field the whole frame consists of: its tag, its length, and so many bytes. protobuf would take several,
-    and believe the last."""
+    """The name of the one field that the frame consists of. protobuf would take several and believe the last."""
     if len(data) > MAX_SMALL_FRAME_BYTES:
         raise ProtocolViolation(f"a frame of {len(data)} bytes that is no chunk is longer than {MAX_SMALL_FRAME_BYTES}")
     tag, at = _varint(data, 0) if data else (_BYTES, 0)
@@ -257,7 +345,7 @@ _WITH_TENSOR: Final = get_args(TensorMessage)
 _BY_HAND: Final[dict[type, Converter]] = {
     Hello: Converter(_write_hello, _read_hello),
     AnnouncementFrame: Converter(lambda frame, _: frame.record, lambda said, _: AnnouncementFrame(_read_record(said))),
-    **pipeline.CONVERTERS,
+    **_ALONG_A_PATH,
     **rpc.CONVERTERS,
 }
 _NAMES: Final[dict[str, type]] = {

@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, get_type_hints
 
-from protocol.frames.codec import Around, Converter, MessageType, field_converter, inner_type
+from google.protobuf.message import DecodeError
+
+from protocol.frames.codec import Around, Converter, MessageType, checked_version, field_converter, inner_type
 from protocol.generated import link_pb2 as wire
 from protocol.interfaces.transport import Question, QuestionAbout
 from swarm.vocabulary.bounds import Detail, Length
 from swarm.vocabulary.errors import ProtocolViolation
+from swarm.vocabulary.types import AnchorVersion
 
 MAX_ANSWER_BYTES: Final = 68 * 1024
 
@@ -29,9 +32,7 @@ class QuestionFrame:
 
 @dataclass(frozen=True, slots=True)
 class AnswerFrame:
-    """An answer as a frame. `about` is None exactly when the question was refused; then `content` is the refusal's text
-    in UTF-8.
-    """
+    """An answer as a frame. A refusal has `about` None and its text in `content`."""
 
     id: int
     about: QuestionAbout | None
@@ -90,3 +91,58 @@ CONVERTERS: Final[dict[type, Converter]] = {
     AnswerFrame: Converter(_write_answer, _read_answer),
 }
 """By class."""
+
+
+HASH_BYTES: Final = 32
+
+
+@dataclass(frozen=True, slots=True)
+class HashList:
+    """The content that a digest covers, but for the chunks themselves."""
+
+    version: AnchorVersion
+    elements: int
+    """Of the parameters; the outer momentum has as many."""
+    chunk_elements: int
+    hashes: tuple[bytes, ...]
+    """BLAKE3, 32 bytes: of each chunk of the parameters, then of each chunk of the momentum."""
+
+
+def encode_hash_list(hash_list: HashList) -> bytes:
+    """Serialises a hash list, at most 64 KiB for up to 10^9 elements."""
+    version = hash_list.version
+    data: bytes = wire.HashList(
+        round=version.round,
+        steps=version.steps,
+        tokens=version.tokens,
+        fragment=version.fragment,
+        elements=hash_list.elements,
+        chunk_elements=hash_list.chunk_elements,
+        hashes=b"".join(hash_list.hashes),
+    ).SerializeToString()
+    return data
+
+
+def decode_hash_list(data: bytes, *, digest: bytes, elements: int, chunk_elements: int) -> HashList:
+    """Parses a peer's hash list for `digest`; the caller checks by hashing that it leads there.
+
+    Raises:
+        ProtocolViolation: Malformed, or not of a module with `elements` in chunks of `chunk_elements`.
+    """
+    if len(data) > MAX_ANSWER_BYTES:
+        raise ProtocolViolation(f"hash list: {len(data)} bytes are more than {MAX_ANSWER_BYTES}")
+    try:
+        said = wire.HashList.FromString(data)
+    except DecodeError:
+        raise ProtocolViolation(f"hash list: {len(data)} bytes are none") from None
+    if (said.elements, said.chunk_elements) != (elements, chunk_elements):
+        raise ProtocolViolation(
+            f"hash list: {said.elements} elements in chunks of {said.chunk_elements};"
+            f" this module has {elements} in chunks of {chunk_elements}"
+        )
+    count = 2 * -(-elements // chunk_elements)
+    if len(said.hashes) != count * HASH_BYTES:
+        raise ProtocolViolation(f"hash list: {len(said.hashes)} bytes are not {count} hashes of {HASH_BYTES} bytes")
+    version = checked_version(AnchorVersion(said.round, said.steps, said.tokens, said.fragment, digest))
+    hashes = tuple(said.hashes[at : at + HASH_BYTES] for at in range(0, len(said.hashes), HASH_BYTES))
+    return HashList(version, elements, chunk_elements, hashes)

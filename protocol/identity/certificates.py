@@ -128,11 +128,7 @@ def make_credentials(identity: Identity, run: RunId) -> TlsCredentials:
 
 
 def peer_of_certificate(der: bytes, run: RunId) -> PeerId:
-    """The peer that a certificate made for `run` proves to belong to. Dates are left to TLS.
-
-    Raises:
-        ProtocolViolation: says what is wrong with it.
-    """
+    """The peer that a certificate made for `run` proves. Dates are left to TLS. Raises ProtocolViolation."""
     if len(der) > MAX_CERTIFICATE_BYTES:
         raise ProtocolViolation(f"certificate: {len(der)} bytes are more than the {MAX_CERTIFICATE_BYTES} allowed")
     try:
@@ -169,8 +165,7 @@ def fingerprint(der: bytes) -> bytes:
 
 @functools.lru_cache(maxsize=_CACHED_AUTHORITIES)
 def _authority(run: RunId) -> _Authority:
-    """The key is the same on every machine, and no secret. That the modulus favours some keys therefore does not
-    matter."""
+    """The run's authority key, which is no secret, so that the modulus favours some keys does not matter."""
     scalar = int.from_bytes(hashlib.sha256(b"skipstone-authority:" + run.encode()).digest(), "big")
     key = ec.derive_private_key(scalar % (_P256_ORDER - 1) + 1, ec.SECP256R1())
     name = _name(f"skipstone run {run[:32]}")

@@ -56,11 +56,7 @@ class Identity:
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Reads the key file.
-
-        Raises:
-            IdentityError: the file is missing, a symbolic link, open to group or others, damaged, or no Ed25519 key.
-        """
+        """Reads the key file. Raises IdentityError if it is missing, unsafe or damaged."""
         try:
             return cls(_parse_key(_read_private_file(path), path))
         except FileNotFoundError:
@@ -70,11 +66,8 @@ class Identity:
 
     @classmethod
     def create(cls, path: Path) -> Self:
-        """Generates an identity and saves it; missing folders are made for the owner alone.
-
-        Raises:
-            IdentityError: something exists at `path` already, or it cannot be written.
-        """
+        """Generates an identity and saves it in a private folder. Raises IdentityError if `path` exists or is not
+        writable."""
         identity = cls.generate()
         pem = identity._key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
         try:
@@ -110,8 +103,8 @@ class Identity:
         return self._public_key
 
     def sign(self, data: bytes) -> bytes:
-        """An Ed25519 signature (RFC 8032), 64 bytes. The caller puts a purpose before `data`, so that a signature made
-        for one thing is worthless for another."""
+        """An Ed25519 signature (RFC 8032), 64 bytes. `data` starts with a purpose, so that no signature serves another
+        one."""
         return self._key.sign(data)
 
     def libp2p_private_key(self) -> bytes:
@@ -123,11 +116,7 @@ class Identity:
 
 
 def peer_id_of(public_key: bytes) -> PeerId:
-    """The peer id of a raw Ed25519 public key.
-
-    Raises:
-        ProtocolViolation: not 32 bytes.
-    """
+    """The peer id of a raw Ed25519 public key. Raises ProtocolViolation: not 32 bytes."""
     if len(public_key) != KEY_BYTES:
         raise ProtocolViolation(f"an Ed25519 public key has {KEY_BYTES} bytes, not {len(public_key)}")
     return PeerId(base58.b58encode(_IDENTITY_MULTIHASH_PREFIX + LIBP2P_PUBLIC_KEY_PREFIX + public_key).decode())
@@ -135,11 +124,7 @@ def peer_id_of(public_key: bytes) -> PeerId:
 
 @lru_cache(KEYS_KEPT)
 def public_key_of(peer: PeerId) -> bytes:
-    """The raw Ed25519 public key that a peer id contains.
-
-    Raises:
-        ProtocolViolation: not the libp2p id of an Ed25519 key, or written in another way than `peer_id_of` does.
-    """
+    """The raw Ed25519 public key in a peer id. Raises ProtocolViolation for any other spelling."""
     prefix = _IDENTITY_MULTIHASH_PREFIX + LIBP2P_PUBLIC_KEY_PREFIX
     # The length is checked first: decoding base58 takes quadratic time.
     if len(peer) == PEER_ID_CHARACTERS:
@@ -165,12 +150,7 @@ def verify(public_key: bytes, signature: bytes, data: bytes) -> bool:
 
 
 def _read_private_file(path: Path) -> bytes:
-    """Checks the opened file, not the name, so that nobody can swap it between check and use.
-
-    Raises:
-        FileNotFoundError: nothing is there.
-        IdentityError: it cannot be used as a secret.
-    """
+    """Reads a secret; checks the opened file, so that nobody can swap it. Raises FileNotFoundError, IdentityError."""
     try:
         # O_NONBLOCK: a named pipe in place of the file must not hang the start.
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -232,11 +212,7 @@ def _make_private_folders(folder: Path) -> None:
 
 
 def _write_private_file(path: Path, data: bytes) -> None:
-    """Puts a whole file at `path` or none: other processes never see a part of it, nor a mode other than 0600.
-
-    Raises:
-        FileExistsError: something is at `path` already, be it a dangling link.
-    """
+    """Puts a whole file of mode 0600 at `path` or none. Raises FileExistsError, also for a dangling link."""
     partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     descriptor = os.open(partial, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:

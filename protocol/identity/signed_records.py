@@ -1,9 +1,7 @@
-"""Signed announcement records, as peers keep them in the DHT and hand each other on a link (`proto/records.proto`).
+"""Signed announcement records, as peers keep them in the DHT and pass them on (`proto/records.proto`).
 
-A record is believed because its owner signed it, not because of who brought it. So everything that could be changed,
-replayed or misread is inside the signature or checked here: the key it belongs under, its expiry, its sequence, its
-certificate. There is exactly one byte string for a record: whatever protobuf would tolerate besides (unknown fields,
-other orders, defaults written out) is refused.
+A record is believed because its owner signed it: its key, expiry, sequence and certificate are inside the signature or
+checked here. There is exactly one byte string for a record; other encodings of protobuf are refused.
 """
 
 from __future__ import annotations
@@ -16,8 +14,7 @@ from typing import Final, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
-from protocol.frames.codec import checked_version
-from protocol.frames.fields import checked_peer
+from protocol.frames.codec import checked_peer, checked_version
 from protocol.generated import records_pb2
 from protocol.identity.certificates import peer_of_certificate
 from protocol.identity.keys import Identity, peer_id_of, verify
@@ -30,9 +27,8 @@ MAX_RECORD_BYTES = 2048
 RECORD_LIFETIME_S = 60.0
 """From signing to expiry, by the signer's clock."""
 MAX_LIFETIME_S = 2 * RECORD_LIFETIME_S
-"""From now to expiry: the signer's clock may be a minute ahead of ours. (One that is a minute behind has none left.)
-Whoever keeps records prefers what expires later, so this is also how long a clock that was ahead and has been set right
-can stand in its owner's way."""
+"""Longest time to expiry, in seconds: the signer's clock may be a minute ahead. Later expiry wins, so this is also how
+long a wrong clock can stand in its owner's way."""
 MAX_ADDRESSES = 8
 MAX_ADDRESS_LENGTH = 64
 MAX_VIA = 4
@@ -60,12 +56,7 @@ def directory_key(run: RunId, module: ModuleId | None) -> str:
 
 
 def encode_record(announcement: Announcement, identity: Identity) -> bytes:
-    """Encodes and signs our own announcement.
-
-    Raises:
-        ProtocolViolation: no peer would accept it: it is not `identity`'s, or a field is outside the bounds of the
-            protocol.
-    """
+    """Encodes and signs our own announcement. Raises ProtocolViolation if no peer would accept it."""
     if announcement.peer != identity.peer:
         raise ProtocolViolation(f"record: peer {announcement.peer} cannot be announced with the key of {identity.peer}")
     _check_fields(announcement)
@@ -82,21 +73,13 @@ def encode_record(announcement: Announcement, identity: Identity) -> bytes:
 
 
 _verified: OrderedDict[bytes, Announcement] = OrderedDict()
-"""What was found true of records whenever they are read. The same bytes come back from every replica of a key at every
-look-up, and the two signatures (record and certificate) are the expensive part of the work. Refusals are not
-remembered, so junk cannot fill it."""
+"""Verified records by their bytes: the two signatures are expensive and repeat at every look-up. Refusals are not kept.
+"""
 
 
 def decode_announced(data: bytes, *, run: RunId, now: float | None) -> Announcement:
-    """Decodes and checks a record of a peer of the run. What costs little comes first: whatever is too long, of another
-    run or out of date is refused before a signature is checked.
-
-    `now` is Unix time in seconds, or None when its owner says it on a link of its own: then it is fresh, whatever the
-    two clocks say.
-
-    Raises:
-        ProtocolViolation: it is malformed, forged, expired, or of another run; the message says which.
-    """
+    """Decodes and checks a record, cheap checks first. Raises ProtocolViolation."""
+    # `now` is Unix time in seconds, or None on the owner's own link, where a record is fresh.
     if len(data) > MAX_RECORD_BYTES:
         raise ProtocolViolation(f"record: {len(data)} bytes are more than the {MAX_RECORD_BYTES} allowed")
     data = bytes(data)

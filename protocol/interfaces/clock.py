@@ -1,7 +1,4 @@
-"""The clocks: the interface, and the machine's own. Tests and the simulator hand in others.
-
-It stands alone because everything that waits or measures gets a clock, whatever else it needs.
-"""
+"""The clock's interface, and the machine's own clock."""
 
 from __future__ import annotations
 

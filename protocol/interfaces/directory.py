@@ -1,7 +1,4 @@
-"""The directory's interface, and the contacts of the peers found in it.
-
-It stands alone because the transport needs contacts only, and the directory no transport.
-"""
+"""The directory's interface, and the contacts of the peers found in it."""
 
 from __future__ import annotations
 
@@ -39,17 +36,9 @@ class Directory(Protocol):
     """The DHT's interface to the node."""
 
     async def publish(self, announcement: Announcement) -> None:
-        """Signs and stores our record under its module's key (visitors under the visitors' key).
-
-        Raises:
-            Unreachable: the DHT could not store it just now; call again later.
-        """
+        """Signs and stores our record under its module's key. Raises Unreachable; call again later."""
         ...
 
     async def look_up(self, modules: Sequence[ModuleId]) -> list[Announcement]:
-        """All valid, unexpired records of these modules and of visitors; forged or malformed ones are left out.
-
-        Raises:
-            Unreachable: the DHT did not answer.
-        """
+        """All valid, unexpired records of these modules and of visitors. Raises Unreachable."""
         ...

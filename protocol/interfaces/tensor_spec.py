@@ -1,8 +1,4 @@
-"""A tensor's specification, known before its bytes come: shape, element type, encoding, and from these its length.
-
-The bound on what a receiver spends is here: every length follows from the header's few numbers (for PLANES: is at most
-that of the elements), and those are checked by `fault` and against the manifest before any memory is taken.
-"""
+"""A tensor's specification from its header; it bounds what a receiver spends, before memory is taken."""
 
 from __future__ import annotations
 
@@ -117,9 +113,7 @@ def most_outliers(shape: tuple[int, ...]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class SparseChunk:
-    """The layout of a chunk of the sparse codecs: two levels, the lower bits of the places, the upper ones, the codes;
-    each in whole bytes.
-    """
+    """The layout of a chunk of the sparse codecs: levels, lower bits of places, upper ones, codes, in whole bytes."""
 
     elements: int
     """1 to SPARSE_CHUNK."""

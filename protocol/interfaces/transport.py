@@ -1,7 +1,4 @@
-"""The transport's interface, and the interface of what handles its arrivals.
-
-The real one is `protocol.transport.grpc_transport`; tests and the simulator hand in others.
-"""
+"""The interfaces of the transport and of the handler of its arrivals."""
 
 from __future__ import annotations
 
@@ -64,7 +61,7 @@ class QuestionAbout(enum.Enum):
     STATUS = "status"
     EVALUATE = "evaluate"
     STATE = "state"
-    """Which hash list belongs to a digest; the answer is `protocol.frames.hash_list`'s."""
+    """Which hash list belongs to a digest; the answer is `protocol.frames.rpc`'s."""
     DIAL_BACK = "dial_back"
     """Whether the asker can be connected to; the answer is `protocol.nat.dial_back`'s."""
     CALL = "call"
@@ -82,20 +79,14 @@ Ask = Callable[[PeerId, Question, float], Awaitable[bytes]]
 
 
 class Caller(Protocol):
-    """Gets a peer that cannot be dialled to open a link to us ("call"). The real one is
-    `protocol.nat.reverse_connect.Calls`.
-    """
+    """Gets a peer that cannot be dialled to open a link to us (`protocol.nat.reverse_connect.Calls`)."""
 
     def can_be_dialled(self) -> bool:
         """Whether a peer that is called could connect to this one."""
         ...
 
     async def call(self, contact: Contact, ask: Ask, patience_s: float) -> None:
-        """Calls the peer; returns when it says that it has opened a link, which may arrive before or after that.
-
-        Raises:
-            Unreachable: nobody could pass the call on within `patience_s` seconds, or the peer could not follow it.
-        """
+        """Calls the peer; returns when it says that it has opened a link. Raises Unreachable."""
         ...
 
 
@@ -103,11 +94,7 @@ class Tunnels(Protocol):
     """Tunnels: ways between two peers of which neither can dial the other, carried by a third."""
 
     async def way_to(self, contact: Contact) -> str:
-        """Opens a tunnel. Returns the local `host:port` at which the peer then answers as if it had been dialled.
-
-        Raises:
-            Unreachable: there is none.
-        """
+        """Opens a tunnel; returns the local `host:port` at which the peer answers. Raises Unreachable."""
         ...
 
 
@@ -134,13 +121,11 @@ class LinkHandler(Protocol):
     """The receiver of what arrives on links. All methods but `answer` run on the event loop and must not block it."""
 
     def admit(self, sender: PeerId, message: TensorMessage, tensor: TensorSpec) -> memoryview | Refusal:
-        """Admits a tensor by its header, before any memory is spent on it.
+        """Admits a tensor by its header: a writable, contiguous buffer of `tensor.byte_length` bytes, or a refusal.
 
-        Returns a writable, contiguous buffer of exactly `tensor.byte_length` bytes, or a refusal, which the transport
-        answers with Cancel and, when it belongs to a microbatch, a Receipt (BUSY or REFUSED).
-
-        Raises:
-            ProtocolViolation: the header contradicts the manifest; the transport ends the link.
+        The transport answers a refusal with Cancel and, for a microbatch, a Receipt. Raises ProtocolViolation if the
+        header
+        contradicts the manifest, which ends the link.
         """
         ...
 
@@ -157,9 +142,7 @@ class LinkHandler(Protocol):
         ...
 
     def minds(self, sender: PeerId, topic: Topic) -> bool:
-        """Whether this peer's word about the topic means anything here. Asked before a frame is decoded, which is left
-        out if not.
-        """
+        """Whether this peer may speak about the topic. Asked before a frame is decoded."""
         ...
 
     def told(self, sender: PeerId, message: ControlMessage) -> None:
@@ -171,19 +154,13 @@ class LinkHandler(Protocol):
         ...
 
     async def answer(self, sender: PeerId, question: Question) -> bytes:
-        """Answers a question.
-
-        Raises:
-            PeerError: refused; its message becomes `Answer.refused`.
-        """
+        """Answers a question. Raises PeerError: refused; its message becomes `Answer.refused`."""
         ...
 
     def link_up(self, peer: PeerId) -> None: ...
 
     def link_down(self, peer: PeerId, error: PeerError) -> None:
-        """Notes that the last stream to the peer has ended. Everything not yet acknowledged on it is to be taken as
-        lost.
-        """
+        """Notes that the last stream has ended; everything unacknowledged is lost."""
         ...
 
 
@@ -203,14 +180,11 @@ class Transport(Protocol):
     """Links to the run's peers: sends tensors and small messages, asks questions."""
 
     async def send(self, peer: PeerId, message: TensorMessage, tensor: TensorSpec, data: memoryview) -> None:
-        """Sends a tensor, dialling first when there is no link. Waits while the link's send budget for such tensors is
-        used up; microbatches do not wait for rounds and state, nor those for them.
+        """Sends a tensor, dialling first if needed, within the budget of its traffic class.
 
-        Returns when the last byte has been handed to the stream, or when the receiver said it does not want the rest.
-        `data` must not change until then. That it returns does not mean that it arrived: only a Receipt does.
-
-        Raises:
-            Unreachable, Stalled, Rejected, StaleVersion: no link, or it broke before the end.
+        Returns when the last byte went to the stream or the receiver refused the rest; only a Receipt says that it
+        arrived.
+        `data` must not change until then. Raises Unreachable, Stalled, Rejected, StaleVersion.
         """
         ...
 

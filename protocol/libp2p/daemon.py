@@ -1,32 +1,32 @@
-"""The start of hivemind's libp2p daemon (`p2pd`, a Go program) with a node's settings.
-
-This module imports hivemind, so it belongs into the DHT's process.
-"""
+"""hivemind's libp2p daemon (`p2pd`, a Go program) with a node's settings, and its streams. Imports hivemind."""
 
 from __future__ import annotations
 
 import asyncio
 import ipaddress
 import os
+import re
 import socket
 import sys
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from hivemind.p2p import P2P
+from hivemind.p2p import P2P, PeerID
+from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
 from hivemind.utils.multiaddr import Multiaddr
 
 from protocol.generated import dht_process_pb2
-from protocol.libp2p import die_with_parent
-from swarm.vocabulary.errors import ConfigError, IdentityError
+from protocol.libp2p import child_process
+from protocol.libp2p.messages import RelayStream
+from swarm.vocabulary.errors import ConfigError, IdentityError, Unreachable
+from swarm.vocabulary.types import PeerId
 
 _MEMORY_GOAL = "512MiB"
 """For Go's garbage collector: p2pd itself limits nothing."""
 _CONNECTIONS = {"connLo": 160, "connHi": 256, "connGrace": "20s"}
-"""p2pd's connection manager: above `connHi` connections it closes those that are least worth to it and older than
-`connGrace`, until `connLo` are left. Its own defaults (256, 512, two minutes) let a flood of idle connections stay too
-long beside a node's other files."""
+"""p2pd's connection manager. Its defaults (256, 512, two minutes) keep a flood of idle connections too long."""
 
 
 class _Daemon(P2P):  # type: ignore[misc]  # hivemind has no types
@@ -35,21 +35,13 @@ class _Daemon(P2P):  # type: ignore[misc]  # hivemind has no types
     @staticmethod
     def _make_process_args(*args: Any, **kwargs: Any) -> list[str]:
         command: list[str] = P2P._make_process_args(*args, **kwargs, **_CONNECTIONS)
-        return [sys.executable, "-I", "-S", str(die_with_parent.__file__), str(os.getpid()), *command]
+        return [sys.executable, "-I", "-S", str(child_process.__file__), str(os.getpid()), *command]
 
 
 async def start_daemon(start: dht_process_pb2.DhtStart) -> P2P:
-    """Starts p2pd and connects to it. It is not given the initial peers: it would refuse to start while they are away.
-
-    Relaying for others is left off: p2pd's relay service gives away up to 4 GiB per circuit without asking its owner.
-    It never asks a router for a port either, whatever the node does for its own (`node.reachability`): whoever answers
-    its call on the local network would be listened to. Nor does it dial back for others (AutoNAT). Without `start.host`
-    it listens nowhere.
-
-    Raises:
-        ConfigError: it does not start; most often because the port is taken.
-        IdentityError: it came up under another peer id.
-    """
+    """Starts p2pd and connects to it. Raises ConfigError if it does not start, IdentityError for another peer id."""
+    # Off: relaying (p2pd's gives away 4 GiB a circuit), port mapping (it believes anybody in the local network),
+    # AutoNAT. Initial peers are not passed: p2pd would refuse to start while they are away.
     os.environ.setdefault("GOMEMLIMIT", _MEMORY_GOAL)
     folder = Path(start.folder)
     _Daemon._UNIX_SOCKET_PREFIX = f"/unix{folder}/"
@@ -84,9 +76,8 @@ async def start_daemon(start: dht_process_pb2.DhtStart) -> P2P:
 
 
 async def any_answers(addresses: list[Multiaddr]) -> bool:
-    """Whether somebody listens at one of the addresses. p2pd is only asked to dial then: after a dial that failed it
-    refuses to try again for 5 s and more, too long for a swarm whose nodes all start at once.
-    """
+    """Whether somebody listens at one of the addresses."""
+    # After a failed dial p2pd refuses to retry for 5 s, too long for a swarm that starts at once.
     answers = await asyncio.gather(*(_answers(address) for address in addresses))
     return any(answers)
 
@@ -104,9 +95,49 @@ async def _answers(address: Multiaddr) -> bool:
 
 
 def _check_port(address: ipaddress.IPv4Address | ipaddress.IPv6Address, port: int) -> None:
-    """Raises OSError when somebody listens there: p2pd would share the port with them (SO_REUSEPORT) and get half the
-    calls."""
+    """Raises OSError if the port is taken: p2pd would share it (SO_REUSEPORT) and get half the calls."""
     family = socket.AF_INET if address.version == 4 else socket.AF_INET6
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of a former life may linger
         probe.bind((str(address), port))
+
+
+PROTOCOL: Final = "/skipstone/relay/1"
+DIAL_S: Final = 5.0
+_RELAY: Final = re.compile(
+    r"(?P<way>/(ip4|ip6|dns4|dns6)/[A-Za-z0-9.:-]+/tcp/[0-9]{1,5})/p2p/(?P<peer>[1-9A-HJ-NP-Za-km-z]{46,64})"
+)
+"""Peers announce it, and libp2p knows transports that are not theirs to have us use."""
+
+
+class Libp2pStreams:
+    """Opens streams to relaying peers, and takes those that come to us."""
+
+    def __init__(self, daemon: P2P) -> None:
+        self._daemon = daemon
+
+    async def dial(self, relay: str) -> RelayStream:
+        """Opens a stream; see `protocol.libp2p.messages.Dial`."""
+        match = _RELAY.fullmatch(relay)
+        if match is None:
+            raise Unreachable(f"{relay[:128]!r} is not like /ip4/ADDRESS/tcp/PORT/p2p/PEER")
+        try:
+            peer, way = PeerID.from_base58(match["peer"]), Multiaddr(match["way"])
+            async with asyncio.timeout(DIAL_S):
+                if not await any_answers([way]):
+                    raise Unreachable(f"the relay does not answer at {match['way']}")
+                await self._daemon._client.connect(peer, [way])
+                _, reader, writer = await self._daemon.call_binary_stream_handler(peer, PROTOCOL)
+        except (P2PDaemonError, OSError, ValueError, asyncio.IncompleteReadError) as error:
+            raise Unreachable(f"no stream to the relay at {match['way']}: {error}") from None
+        except TimeoutError:
+            raise Unreachable(f"no stream to the relay at {match['way']} within {DIAL_S:g} s") from None
+        return RelayStream(PeerId(match["peer"]), reader, writer)
+
+    async def take(self, serve: Callable[[RelayStream], Awaitable[None]]) -> None:
+        """Serves incoming streams from now on. Raises P2PDaemonError."""
+
+        async def handle(info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await serve(RelayStream(PeerId(info.peer_id.to_base58()), reader, writer))
+
+        await self._daemon.add_binary_stream_handler(PROTOCOL, handle)

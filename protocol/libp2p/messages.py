@@ -30,11 +30,7 @@ class RelayStream:
     writer: asyncio.StreamWriter
 
     async def say(self, message: relay_pb2.RelayMessage) -> None:
-        """Sends a message; waits while the other side does not read.
-
-        Raises:
-            Unreachable: the stream broke.
-        """
+        """Sends a message; waits while the other side does not read. Raises Unreachable: the stream broke."""
         data = message.SerializeToString()
         assert len(data) <= MAX_MESSAGE_BYTES
         try:
@@ -44,12 +40,7 @@ class RelayStream:
             raise Unreachable("the stream broke") from error
 
     async def hear(self) -> relay_pb2.RelayMessage:
-        """The next message.
-
-        Raises:
-            Unreachable: the stream ended.
-            ProtocolViolation: too long, or no message of a kind that we know.
-        """
+        """The next message. Raises Unreachable at the end, ProtocolViolation for unknown or long ones."""
         try:
             length = int.from_bytes(await self.reader.readexactly(_LENGTH_BYTES), "big")
             if length > MAX_MESSAGE_BYTES:
@@ -67,8 +58,7 @@ class RelayStream:
         return message
 
     async def close(self) -> None:
-        """Ends the stream, after what is written has gone out if the other side takes it soon. Never raises but
-        CancelledError."""
+        """Ends the stream after what is written, if the other side takes it soon. Raises only CancelledError."""
         self.writer.close()
         try:
             with contextlib.suppress(OSError, TimeoutError):
@@ -87,13 +77,7 @@ Dial = Callable[[str], Awaitable[RelayStream]]
 
 
 async def ask(stream: RelayStream, message: relay_pb2.RelayMessage, timeout_s: float) -> None:
-    """Sends the first message of a stream, and returns when it was answered with success.
-
-    Raises:
-        Rejected: the relay refused.
-        Unreachable: the stream ended, or no answer came in time.
-        ProtocolViolation: what came is no answer.
-    """
+    """Sends the first message of a stream and waits for success. Raises Rejected, Unreachable, ProtocolViolation."""
     try:
         async with asyncio.timeout(timeout_s):
             await stream.say(message)
@@ -118,3 +102,58 @@ def readable(reason: str) -> str:
 def as_text(error: PeerError | TimeoutError) -> str:
     """An error as a reason for the other side."""
     return str(error) or "it took too long"
+
+
+READ_BYTES: Final = 128 * 1024
+"""What asyncio's reader holds at most with its ordinary limit."""
+
+Spend = Callable[[int], str]
+"""Asked before so many bytes are carried: why they are not, or an empty text."""
+
+
+def freely(amount: int) -> str:
+    return ""
+
+
+async def splice(
+    one: tuple[asyncio.StreamReader, asyncio.StreamWriter],
+    other: tuple[asyncio.StreamReader, asyncio.StreamWriter],
+    spend: Spend,
+    idle_s: float,
+) -> str:
+    """Carries bytes both ways until a stream ends, `spend` objects, or nothing moves for `idle_s`. Returns why."""
+    # Nothing is read while the other side does not take what was read before. The owners close the streams.
+    loop = asyncio.get_running_loop()
+    try:
+        async with asyncio.timeout(idle_s) as limit:
+
+            def moved() -> None:
+                limit.reschedule(loop.time() + idle_s)
+
+            async with asyncio.TaskGroup() as tasks:
+                ways = (
+                    tasks.create_task(_pump(one[0], other[1], spend, moved)),
+                    tasks.create_task(_pump(other[0], one[1], spend, moved)),
+                )
+                await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+                ended = next(way for way in ways if way.done())
+                for way in ways:
+                    way.cancel()
+            return ended.result()
+    except TimeoutError:
+        return f"nothing has moved for {idle_s:g} s"
+
+
+async def _pump(
+    source: asyncio.StreamReader, sink: asyncio.StreamWriter, spend: Spend, moved: Callable[[], None]
+) -> str:
+    try:
+        while chunk := await source.read(READ_BYTES):
+            if objection := spend(len(chunk)):
+                return objection
+            sink.write(chunk)
+            await sink.drain()
+            moved()
+    except (OSError, RuntimeError) as error:  # RuntimeError: asyncio's, of a transport that is closing
+        return f"a stream broke: {error}"
+    return "one side has ended it"

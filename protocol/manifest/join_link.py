@@ -39,10 +39,8 @@ _PORT: Final = re.compile(r"[1-9][0-9]{0,4}")
 
 @dataclass(frozen=True, slots=True)
 class JoinLink:
-    """A run and from 1 to 16 multiaddrs of peers in it. `str()` gives the text that `parse_link` reads.
-
-    Raises:
-        ConfigError: the run or an address is malformed. Addresses are kept in their shortest spelling.
+    """A run and from 1 to 16 multiaddrs of peers in it. `str()` gives the text that `parse_link` reads. Raises
+    ConfigError: the run or an address is malformed. Addresses are kept in their shortest spelling.
     """
 
     run: RunId
@@ -65,10 +63,8 @@ def is_link(text: str) -> bool:
 
 
 def parse_link(text: str) -> JoinLink:
-    """Reads a link; white space around it is ignored.
-
-    Raises:
-        ConfigError: says what is wrong with it and shows what a link looks like.
+    """Reads a link; white space around it is ignored. Raises ConfigError: says what is wrong with it and shows what a
+    link looks like.
     """
     link = text.strip()
     if len(link) > MAX_LINK_CHARACTERS:

@@ -382,10 +382,8 @@ def _local_name(value: str, path: str) -> str:
 
 
 def manifest_from_table(table: dict[str, Any]) -> Manifest:
-    """Checks a parsed TOML table (without its signature).
-
-    Raises:
-        ManifestError: names the key, what stands there and what is allowed.
+    """Checks a parsed TOML table (without its signature). Raises ManifestError: names the key, what stands there and
+    what is allowed.
     """
     _check_protocol(table.get("protocol"))
     try:
@@ -417,9 +415,7 @@ def _check_protocol(version: object) -> None:
 
 def parse_toml(text: bytes) -> dict[str, Any]:
     """Parses TOML bytes that may come from a peer: whatever they are, this ends soon and in a table or a ManifestError.
-
-    Raises:
-        ManifestError: it is too long, not UTF-8, not TOML, or nested too deeply.
+    Raises ManifestError: it is too long, not UTF-8, not TOML, or nested too deeply.
     """
     if len(text) > MAX_MANIFEST_BYTES:
         raise ManifestError(f"manifest: {len(text)} bytes are more than the {MAX_MANIFEST_BYTES} allowed")

@@ -17,7 +17,7 @@ Share = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
 class Section(BaseModel):
     """Unknown keys are refused, values are not coerced, and a manifest never changes once read.
 
-    The text under a key here is also the comment over that key in the file that `protocol.manifest.toml_writer` writes.
+    The text under a key here is also the comment over that key in the file that `protocol.manifest.signing` writes.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)

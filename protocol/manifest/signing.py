@@ -13,15 +13,70 @@ import base64
 import binascii
 import hashlib
 import json
+import textwrap
 from dataclasses import dataclass
 from typing import Any, Final
 
 from protocol.identity.keys import Identity, public_key_of, verify
 from protocol.manifest.manifest import Manifest, manifest_from_table, parse_toml
 from protocol.manifest.section import Section
-from protocol.manifest.toml_writer import toml_comment, toml_of, toml_value
 from swarm.vocabulary.errors import ManifestError, ProtocolViolation
 from swarm.vocabulary.types import SIGNATURE_BYTES, PeerId, RunId
+
+_COMMENT_WIDTH: Final = 100
+
+Scalar = bool | int | float | str
+TomlValue = Scalar | tuple["TomlValue", ...]
+
+
+def toml_of(manifest: Manifest) -> str:
+    """The TOML of every key of the manifest, defaults included (those of keys that were added later as comments);
+    reading it back gives the same manifest."""
+    head = toml_comment(
+        "A Skipstone run. Everything that must be equal on all peers is here: another value makes another run."
+    )
+    return "\n\n".join([head, *_table(manifest, "")]) + "\n"
+
+
+def toml_comment(text: str) -> str:
+    """`text` as TOML comment lines."""
+    return "\n".join(textwrap.wrap(" ".join(text.split()), _COMMENT_WIDTH, initial_indent="# ", subsequent_indent="# "))
+
+
+def toml_value(value: TomlValue) -> str:
+    """A value in TOML syntax. Floats keep all their bits (`repr`), but there is one zero only."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int):
+        return str(value)
+    if isinstance(value, float):
+        return repr(value + 0.0)
+    if isinstance(value, str):
+        # JSON's escapes are TOML's, except that TOML wants DEL escaped too.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return "[" + ", ".join(toml_value(item) for item in value) + "]"
+
+
+def _table(section: Section, path: str) -> list[str]:
+    """The blocks of lines of a section and of the sections in it. TOML wants a table's own keys before its
+    sub-tables."""
+    head = []
+    if path:
+        about = type(section).__doc__
+        head = [*([toml_comment(about)] if about else []), f"[{path}]"]
+    own: list[str] = []
+    inner: list[str] = []
+    for key, field in type(section).model_fields.items():
+        value = getattr(section, key)
+        if isinstance(value, Section):
+            inner += _table(value, f"{path}.{key}" if path else key)
+            continue
+        if field.description:
+            own.append(toml_comment(field.description))
+        line = f"# {key} is not set" if value is None else f"{key} = {toml_value(value)}"
+        own.append(f"# {line}" if section.leaves_out(key) else line)
+    return ["\n".join(head + own), *inner]
+
 
 _PURPOSE: Final = b"skipstone-manifest:"
 _SIGNATURE_COMMENT: Final = (
@@ -59,10 +114,8 @@ def run_id_of(manifest: Manifest) -> RunId:
 
 
 def sign_manifest(manifest: Manifest, identity: Identity) -> SignedManifest:
-    """Signs the manifest with the identity as its author. The result has been read back from its own text.
-
-    Raises:
-        ManifestError: a value cannot be written to a file and read back, which is a bug of the schema.
+    """Signs the manifest with the identity as its author. The result has been read back from its own text. Raises
+    ManifestError: a value cannot be written to a file and read back, which is a bug of the schema.
     """
     signature = identity.sign(_PURPOSE + canonical(manifest))
     return read_signed_manifest(render(manifest, identity.peer, signature), run_id_of(manifest))

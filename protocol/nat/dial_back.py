@@ -1,9 +1,4 @@
-"""Dialling back: the test whether a peer answers at a port of its own. The question and its answer are in link.proto.
-
-It is the smallest connection that proves something: TCP, and a TLS 1.3 handshake in which the server shows its
-certificate and that it has the key. Nothing of ours is sent beyond that; the server then turns us away, because we show
-no certificate.
-"""
+"""Dialling back: the test whether a peer answers at its port, by TCP and a TLS 1.3 handshake that proves its key."""
 
 from __future__ import annotations
 
@@ -52,11 +47,8 @@ _RESULT: Final = converter(DialBackResult, wire.DialBackResult.DESCRIPTOR)
 
 
 async def dial_back(host: str, port: int, certificate: bytes, timeout_s: float = DIAL_BACK_S) -> DialBackResult:
-    """Connects to an IP address and a port, and checks whether the owner of `certificate` (DER) answers. Raises nothing
-    of the network's.
-
-    A host's name is not looked up: its owner could let it stand for somebody else's address.
-    """
+    """Checks whether the owner of `certificate` (DER) answers at an IP address and port. No network errors."""
+    # A name is not looked up: its owner could point it at somebody else.
     try:
         ipaddress.ip_address(host)
     except ValueError:
@@ -85,11 +77,7 @@ def encode_dial_back(result: DialBackResult) -> bytes:
 
 
 def decode_dial_back(data: bytes) -> DialBackResult:
-    """Decodes a peer's answer.
-
-    Raises:
-        ProtocolViolation: it is none, or its host is no IP address.
-    """
+    """Decodes a peer's answer. Raises ProtocolViolation: it is none, or its host is no IP address."""
     if len(data) > MAX_RESULT_BYTES:
         raise ProtocolViolation(f"dial-back: {len(data)} bytes are more than {MAX_RESULT_BYTES}")
     try:
@@ -112,11 +100,7 @@ def _read_host(host: str, outcome: DialBackOutcome) -> str:
 
 
 async def _certificate_at(host: str, port: int) -> bytes:
-    """DER of what the server shows, whose key it has: TLS 1.3 proves that before the handshake is done.
-
-    Raises:
-        OSError: no connection, or no handshake (ssl.SSLError is one).
-    """
+    """The server's certificate (DER), whose key TLS 1.3 proves. Raises OSError."""
     _, writer = await asyncio.open_connection(host, port, ssl=_context())
     try:
         secured: ssl.SSLObject = writer.get_extra_info("ssl_object")

@@ -1,8 +1,4 @@
-"""Calls to peers that cannot be dialled: a peer linked to one passes the call on, and it dials the caller.
-
-The questions are `call` and `called` of link.proto. This is the side of the caller; who passes calls on and who follows
-them is in `node.reachability.reverse_calls`.
-"""
+"""The caller's side of calls: a linked peer passes the call on, and the called peer dials us."""
 
 from __future__ import annotations
 
@@ -17,11 +13,11 @@ from swarm.vocabulary.types import PeerId, short
 
 
 class Calls:
-    """Calls through the peers that the contact names, one after the other: `protocol.interfaces.transport.Caller`.
+    """`Caller` through the peers that the contact names, in turn.
 
     Args:
-        own_record: our current SignedRecord, which tells the called peer where to dial.
-        can_be_dialled: whether that record has an address.
+        own_record: Our current SignedRecord, which tells the called peer where to dial.
+        can_be_dialled: Whether that record has an address.
     """
 
     def __init__(
@@ -36,9 +32,7 @@ class Calls:
         return self._can_be_dialled()
 
     async def call(self, contact: Contact, ask: Ask, patience_s: float) -> None:
-        """Calls the peer, through one after the other; each but the last gets half of the time that is left. Raises
-        Unreachable with what the last one said.
-        """
+        """Calls the peer. Each passing peer but the last gets half of the remaining time. Raises Unreachable."""
         question = Question(QuestionAbout.CALL, peer=contact.peer, record=self._own_record())
         deadline = self._clock.monotonic() + patience_s
         through = self._who_can_pass_it_on(contact)

@@ -1,8 +1,4 @@
-"""A pool of receive buffers. Hidden states of a run all have one size at most, and fresh pages cost more than the copy
-into them.
-
-It stands alone because receivers of microbatches and of states reuse buffers, and no link knows of it.
-"""
+"""A pool of receive buffers: fresh pages would cost more than the copy into them."""
 
 from __future__ import annotations
 
@@ -12,13 +8,7 @@ from swarm.vocabulary.errors import ResourceExhausted
 
 
 class BufferPool:
-    """Buffers of one size, at most `limit` of them in use. Used on the event loop's thread only.
-
-    Args:
-        size_bytes: of every buffer.
-        limit: buffers in use at once; the bound on memory is `size_bytes` x `limit`.
-        allocate: makes a buffer of so many bytes, of memory that a device copies from, say; or raises MemoryError.
-    """
+    """At most `limit` buffers of `size_bytes` bytes. `allocate` makes one or raises MemoryError."""
 
     def __init__(self, size_bytes: int, limit: int, allocate: Callable[[int], memoryview] | None = None) -> None:
         self.size_bytes = size_bytes
@@ -28,11 +18,7 @@ class BufferPool:
         self._free: list[memoryview] = []
 
     def take(self) -> memoryview:
-        """A writable buffer of `size_bytes` bytes with whatever it held before.
-
-        Raises:
-            ResourceExhausted: `limit` buffers are in use, or this machine has no memory for another.
-        """
+        """A writable buffer with arbitrary content. Raises ResourceExhausted."""
         if self.in_use >= self.limit:
             raise ResourceExhausted(f"all {self.limit} receive buffers of {self.size_bytes} bytes are in use")
         try:

@@ -1,9 +1,4 @@
-"""Opening of a stream to a peer: by dialling it, by calling it, or through a tunnel.
-
-Dialling is address after address, TLS pinned to the peer's certificate, then both Hellos.
-
-How long to leave a peer alone after dialling it failed, or when links to it do not last.
-"""
+"""Opening of a stream to a peer: by dialling it, by calling it, or through a tunnel."""
 
 from __future__ import annotations
 
@@ -63,9 +58,7 @@ class Ways:
 
 
 class Dialler:
-    """Opens streams by whichever way is open. `own` makes our Hello, `ask` puts a question to a peer that can be
-    dialled.
-    """
+    """Opens streams by any way. `own` makes our Hello, `ask` puts a question to a peer that can be dialled."""
 
     def __init__(
         self,
@@ -89,12 +82,7 @@ class Dialler:
         return peer in self._called
 
     async def stream_to(self, contact: Contact) -> tuple[DialledStream, Hello]:
-        """Opens a stream, as `dial`. A peer that has to be called opens the stream itself: whoever gets it cancels
-        this.
-
-        Raises:
-            PeerError: as `dial`; Unreachable also when no way is open.
-        """
+        """Opens a stream. A called peer opens it itself, and the caller cancels this. Raises PeerError."""
         if contact.addresses:
             return await self._dialled(contact)
         if not self._ways.caller.can_be_dialled():
@@ -150,13 +138,12 @@ async def dial(
     timeout_s: float,
     far_end: Callable[[str, bytes], FarEnd] = far_end_at,
 ) -> tuple[DialledStream, Hello]:
-    """Dials a contact and exchanges Hellos; returns the stream and the peer's Hello. `far_end` says what an address and
-    a certificate make of its other end.
+    """Dials a contact and exchanges Hellos.
 
     Raises:
-        Unreachable: no address answered in time; Duplicate when the peer has a stream to us.
-        Rejected, StaleVersion: the peer's Farewell or our objection to its Hello.
-        ProtocolViolation: it began with something else than a Hello.
+        Unreachable: No address answered in time; Duplicate if the peer has a stream to us.
+        Rejected, StaleVersion: The peer's Farewell, or our objection to its Hello.
+        ProtocolViolation: The first frame was not a Hello.
     """
     try:
         async with asyncio.timeout(timeout_s):
@@ -175,8 +162,7 @@ async def _first_that_answers(
     timeout_s: float,
     far_end: Callable[[str, bytes], FarEnd],
 ) -> DialledStream:
-    """A connected stream with our Hello on it. The last address's error counts: earlier ones are more direct, not
-    truer."""
+    """A connected stream with our Hello on it. Raises the last address's error."""
     error: PeerError = Unreachable(f"no address is known of {short(contact.peer)}")
     for address in contact.addresses:
         try:

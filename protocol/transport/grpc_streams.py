@@ -1,7 +1,6 @@
-"""The gRPC layer of a link: channels, credentials, and streams of byte strings whose errors are ours.
+"""The gRPC layer of a link: channels, credentials, and streams of frames whose errors are ours.
 
-One method, `Connect`, streaming both ways, without generated stubs: messages are frames as bytes. Everything that
-grpc.aio can raise is mapped here, so that nobody else has to know it.
+One method, `Connect`, streams both ways without generated stubs. All errors of grpc.aio are mapped here.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from urllib.parse import unquote
 
 import grpc
 
-from protocol.frames.chunks import MAX_CHUNK_FRAME_BYTES
+from protocol.frames.tensors import MAX_CHUNK_FRAME_BYTES
 from protocol.identity.certificates import TlsCredentials, pem_of
 from protocol.interfaces.directory import Contact
 from protocol.interfaces.transport import FarEnd
@@ -77,11 +76,7 @@ class Stream(Protocol):
     """A bidirectional stream of frames as bytes, in order. One reader and one writer at a time."""
 
     async def read(self) -> bytes | None:
-        """The next frame; None when the other side ended the stream.
-
-        Raises:
-            PeerError: the stream broke.
-        """
+        """The next frame; None when the other side ended the stream. Raises PeerError: the stream broke."""
         ...
 
     async def write(self, frame: bytes) -> None:
@@ -150,11 +145,7 @@ class AcceptedStream:
         return FarEnd(_host_of_caller(self._context.peer()), self.certificate())
 
     def certificate(self) -> bytes:
-        """DER of the leaf that the caller proved to own in the TLS handshake.
-
-        Raises:
-            Rejected: there is none.
-        """
+        """DER of the leaf that the caller proved to own in the TLS handshake. Raises Rejected: there is none."""
         pem = self._context.auth_context().get("x509_pem_cert")
         if not pem:
             raise Rejected("the caller showed no certificate")
@@ -186,18 +177,12 @@ def far_end_at(address: str, certificate: bytes) -> FarEnd:
 
 
 def far_end_of_tunnel(_local: str, certificate: bytes) -> FarEnd:
-    """The far end of a stream through a tunnel, its address unknown. The local address must not pass for the peer's,
-    which would make this node look into its own ports for it.
-    """
+    """The far end of a stream through a tunnel, without address: the local one would make us probe our own ports."""
     return FarEnd("", certificate)
 
 
 def _host_of_caller(name: str) -> str:
-    """The IP address in gRPC's name for a caller, such as `ipv4:192.0.2.1:4002` or `ipv6:%5B2001:db8::1%5D:4002`; empty
-    if there is none.
-
-    A caller by IPv4 at a socket for both is named by its IPv4 address.
-    """
+    """The IP address in gRPC's caller name, such as `ipv6:%5B2001:db8::1%5D:4002`; empty without one."""
     kind, _, address = unquote(name).partition(":")
     host = address.rpartition(":")[0].strip("[]").partition("%")[0]
     try:
@@ -226,11 +211,7 @@ def _limits(max_frame_bytes: int) -> tuple[tuple[str, int], ...]:
 def open_channel(
     contact: Contact, address: str, credentials: TlsCredentials, *, max_frame_bytes: int = MAX_CHUNK_FRAME_BYTES
 ) -> grpc.aio.Channel:
-    """A channel that trusts the contact's certificate and nothing else, and shows ours.
-
-    Raises:
-        Unreachable: not an address of the form host:port.
-    """
+    """A channel that trusts only the contact's certificate and shows ours. Raises Unreachable."""
     return grpc.aio.secure_channel(
         target_of(address),
         grpc.ssl_channel_credentials(
@@ -243,12 +224,7 @@ def open_channel(
 
 
 def target_of(address: str) -> str:
-    """The gRPC target of an address. Peers announce addresses, and gRPC knows schemes (unix:, xds:) that are not theirs
-    to use.
-
-    Raises:
-        Unreachable: not an address of the form host:port.
-    """
+    """The gRPC target of a peer's `host:port`, never another scheme of gRPC (unix:, xds:). Raises Unreachable."""
     match = _ADDRESS.fullmatch(address)
     if match is None or not 0 < int(match["port"]) < 65536:
         raise Unreachable(f"{address[:80]!r} is not an address of the form host:port")
@@ -263,13 +239,7 @@ def make_server(
     *,
     max_frame_bytes: int = MAX_CHUNK_FRAME_BYTES,
 ) -> tuple[grpc.aio.Server, int]:
-    """A server that lets in peers with a certificate of its run, and the port it has.
-
-    It serves `Connect` and nothing else; gRPC answers UNIMPLEMENTED to the rest.
-
-    Raises:
-        RuntimeError: the address cannot be bound.
-    """
+    """A server of `Connect` for peers with a certificate of its run, and its port. Raises RuntimeError."""
     logging.getLogger(_GRPC_LOG).addFilter(_is_news)
     server = grpc.aio.server(options=(*_SERVER_OPTIONS, *_limits(max_frame_bytes)), maximum_concurrent_rpcs=max_streams)
     methods = {METHOD: grpc.stream_stream_rpc_method_handler(serve)}
@@ -289,8 +259,7 @@ def _printable(text: str) -> str:
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """gRPC writes an error with a traceback when a caller cuts its stream just as it ends: anybody could fill a log
-    with that."""
+    """Filters gRPC's traceback for a caller that cuts its stream: anybody could fill a log with it."""
     return not record.getMessage().startswith("ExecuteBatchError raised in core")
 
 

@@ -1,13 +1,11 @@
-"""The transport: one link for each pair of peers, whoever dials, over gRPC with mutual TLS.
+"""The transport: one link for each pair of peers, over gRPC with mutual TLS.
 
-Who may connect: whoever shows a certificate of the run that proves its peer id. When two peers dial each other at the
-same time, the stream dialled by the one with the smaller peer id is kept: that one lets the other's dial wait for its
-own, and the other takes the incoming stream at once and drops its own dial. So no stream that carries anything is ever
-given up for another, except when the peer has lost its end (a restart).
+When two peers dial each other, the stream dialled by the smaller peer id is kept: that side lets the other's dial
+wait, and the other takes the incoming stream and drops its own. So no stream in use is given up, except when the
+peer has restarted.
 
-A stream that another process with the same key opens is no restart while the one that is linked answers a ping: then
-somebody runs the same identity twice, and the older process is kept. The younger one is told so, and ends
-(`node.network.membership_sync`).
+A stream of another process with the same key is no restart while the linked process answers a ping. Then the older
+process is kept, and the younger one ends (`node.network.membership_sync`).
 """
 
 from __future__ import annotations
@@ -35,16 +33,15 @@ from protocol.transport.handshake import Door, SameKey, expect_hello, objection_
 from protocol.transport.link import Link, LinkSurroundings
 from protocol.transport.rate_limits import CommonPatience
 from protocol.transport.settings import TransportSettings
-from swarm.vocabulary.backoff import Exclusions, ExponentialBackoff
 from swarm.vocabulary.errors import ConfigError, PeerError, ProtocolViolation, Unreachable
 from swarm.vocabulary.pipeline_messages import ControlMessage, TensorMessage
+from swarm.vocabulary.statistics import Exclusions, ExponentialBackoff
 from swarm.vocabulary.types import PROTOCOL_VERSIONS, PeerId, short
 
 _SPARE_STREAMS: Final = 16
 """Streams beyond `max_links` that may be in their handshake."""
 _ABOUT_AS_OLD_S: Final = 1.0
-"""Of two processes with one key the one that is linked counts as the older, unless the other is by more than this: a
-Hello takes time to arrive."""
+"""Margin for the age of a duplicate process, in seconds: a Hello takes time to arrive."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,12 +53,10 @@ class _Dial:
 
 
 class GrpcTransport:
-    """`protocol.interfaces.transport.Transport` over gRPC. Use as `async with`; it listens inside the block and leaves
-    nothing behind.
+    """`Transport` over gRPC, within `async with`.
 
-    `own_record` gives our current SignedRecord (or b"") for each Hello. `ways` lead to peers without addresses.
-    An error of the handler that is not in its contract ends the block with that
-    error.
+    `own_record` gives our SignedRecord (or b"") for each Hello. `ways` lead to peers without addresses. An undeclared
+    error of the handler ends the block with that error.
     """
 
     def __init__(
@@ -106,11 +101,7 @@ class GrpcTransport:
         return self._port
 
     async def __aenter__(self) -> Self:
-        """Starts to listen.
-
-        Raises:
-            ConfigError: the address cannot be bound.
-        """
+        """Starts to listen. Raises ConfigError: the address cannot be bound."""
         address = f"{self._settings.listen_host}:{self._settings.listen_port}"
         most = self._settings.max_links + _SPARE_STREAMS
         try:
@@ -332,8 +323,7 @@ class GrpcTransport:
         return None
 
     def _objection_to_twin(self, link: Link, hello: Hello) -> Farewell | None:
-        """Two processes have one key, and both are alive. The link of the older one is kept, or ended in favour of the
-        stream at hand."""
+        """Keeps the link of the older of two live processes with one key."""
         now = self._clock.monotonic()
         if link.began < now - hello.age_ms / 1e3 + _ABOUT_AS_OLD_S:
             return Farewell(

@@ -1,11 +1,6 @@
-"""The handshake: the checks before a stream's first frame.
-
-A stream whose caller does not read cannot be ended by us: gRPC's status waits behind what was written, for as long as
-the connection lives. So each peer gets few streams, and who is turned away here is told by the status alone, which
-nothing can hold up.
-
-The first words on a stream, and the last: who speaks, whether they may, and what a Farewell means.
-"""
+"""The handshake: admission of streams, Hellos and Farewells."""
+# A stream whose caller does not read cannot be ended: gRPC's status waits behind what was written. So each peer gets
+# few streams, and a refusal is a status alone.
 
 from __future__ import annotations
 
@@ -25,20 +20,14 @@ MAX_STREAMS_PER_PEER: Final = 3
 
 
 class Door:
-    """Admission of streams: lets in the peers of a run, and counts the streams of each from their first moment until
-    gRPC has forgotten them.
-    """
+    """Admits the peers of a run, and counts each one's streams until gRPC has forgotten them."""
 
     def __init__(self, run: RunId) -> None:
         self._run = run
         self._streams: Counter[PeerId] = Counter()
 
     async def enter(self, context: ServicerContext) -> PeerId:
-        """Admits a caller and returns its peer.
-
-        Raises:
-            grpc.aio.AbortError: it may not, and has been told; gRPC wants this error back from its handler.
-        """
+        """Admits a caller and returns its peer. Raises grpc.aio.AbortError after telling a refused one."""
         try:
             peer = proven_peer(AcceptedStream(context).certificate(), self._run)
         except Rejected as error:
@@ -56,13 +45,8 @@ class Door:
 
 
 def proven_peer(certificate: bytes, run: RunId) -> PeerId:
-    """The peer that the caller's certificate for the run proves.
-
-    TLS alone says little: with the authority's key, which is no secret, anybody signs what he likes.
-
-    Raises:
-        Rejected: the certificate proves no peer.
-    """
+    """The peer that the caller's certificate proves. Raises Rejected."""
+    # TLS alone proves little: the authority's key is public.
     try:
         return peer_of_certificate(certificate, run)
     except ProtocolViolation as error:
@@ -82,11 +66,7 @@ def objection_to(hello: Hello, own_run: RunId, expected: PeerId) -> Farewell | N
 
 
 def expect_hello(frame: Frame, peer: PeerId) -> Hello:
-    """Reads the Hello that a stream has to begin with.
-
-    Raises:
-        PeerError: it is a Farewell, and then the error is its meaning; or something else, a ProtocolViolation.
-    """
+    """Reads the Hello that begins a stream. Raises PeerError for a Farewell, ProtocolViolation for other frames."""
     if isinstance(frame, Hello):
         return frame
     if isinstance(frame, Farewell):

@@ -1,7 +1,6 @@
-"""The incoming tensors of one link: admitted by their header, reassembled, handed over, or broken off.
+"""The incoming tensors of one link: admitted by header, reassembled, handed over, or broken off.
 
-A sender can hold at most MAX_OPEN_TRANSFERS buffers here, each for a limited time: a transfer that stands still, or is
-slower than the settings allow, is broken off. Refused ones are swallowed until the sender has noticed.
+A sender holds at most MAX_OPEN_TRANSFERS buffers, each for a limited time. Refused transfers are swallowed.
 """
 
 from __future__ import annotations
@@ -9,10 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from protocol.frames.chunks import Chunk
-from protocol.frames.fields import TensorFrame
 from protocol.frames.frames import Cancel, SmallFrame
-from protocol.frames.tensor_transfer import Arrival, Assembly
+from protocol.frames.tensors import Arrival, Assembly, Chunk, TensorFrame
 from protocol.interfaces.clock import Clock
 from protocol.interfaces.transport import LinkHandler, Refusal
 from swarm.vocabulary.errors import PeerError, ProtocolViolation, SkipstoneError, Stalled, Unreachable
@@ -51,11 +48,7 @@ class Inbox:
         return (transfer % 2 == 1) == self._odd_numbers
 
     def open(self, frame: TensorFrame) -> None:
-        """Takes the header of a transfer, and admits or refuses it.
-
-        Raises:
-            ProtocolViolation: a number in use or not the peer's, too many at once, or the handler says so.
-        """
+        """Admits or refuses a transfer by its header. Raises ProtocolViolation."""
         number = frame.transfer
         if not self.owns(number) or number in self._arrivals:
             raise ProtocolViolation(f"transfer number {number} is not free for the peer to use")
@@ -75,12 +68,7 @@ class Inbox:
         self._arrivals[number] = Assembly(frame, admitted, now, deadline)
 
     def add(self, chunk: Chunk) -> TensorFrame | None:
-        """Takes a chunk. When it was the last of a tensor that was wanted, that is handed over, and its header
-        returned.
-
-        Raises:
-            ProtocolViolation: of no open transfer, out of order, of a wrong size, or damaged.
-        """
+        """Takes a chunk; returns the header once a wanted tensor is complete. Raises ProtocolViolation."""
         arrival = self._arrivals.get(chunk.transfer)
         if arrival is None:
             raise ProtocolViolation(f"a chunk of transfer {chunk.transfer}, which is not open")

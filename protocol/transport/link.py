@@ -1,8 +1,7 @@
-"""A link: one stream between two peers after the handshake, until it ends.
+"""A link: one stream between two peers from the handshake to its end.
 
-Three tasks: one reads and dispatches, one writes what the outbox holds, one pings. None of them waits for another, so
-the two directions cannot block each other. `end` closes a link at once and for good; `run` then lets the last words
-out.
+Three tasks read, write and ping without waiting for each other, so the directions cannot block each other. `end`
+closes a link for good; `run` then lets the last words out.
 """
 
 from __future__ import annotations
@@ -11,8 +10,6 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 
-from protocol.frames.chunks import Chunk
-from protocol.frames.fields import TensorFrame
 from protocol.frames.frames import (
     AnnouncementFrame,
     Cancel,
@@ -28,23 +25,113 @@ from protocol.frames.frames import (
     is_chunk,
     topic_of,
 )
-from protocol.frames.rpc import AnswerFrame, QuestionFrame
-from protocol.frames.tensor_transfer import OutgoingTransfer, chunk_bytes_for, chunk_count_of
+from protocol.frames.rpc import MAX_ANSWER_BYTES, AnswerFrame, QuestionFrame
+from protocol.frames.tensors import Chunk, OutgoingTransfer, TensorFrame, chunk_bytes_for, chunk_count_of
 from protocol.interfaces.clock import Clock
 from protocol.interfaces.tensor_spec import TensorSpec
-from protocol.interfaces.transport import FarEnd, LinkFigures, LinkHandler, Question
+from protocol.interfaces.transport import FarEnd, LinkFigures, LinkHandler, Question, QuestionAbout
 from protocol.transport.grpc_streams import Stream
 from protocol.transport.handshake import meaning_of
 from protocol.transport.inbox import Inbox
 from protocol.transport.meter import Meter
-from protocol.transport.outbox import Outbox
 from protocol.transport.rate_limits import CommonPatience, Patience
-from protocol.transport.rpc import Answering, Asking
-from protocol.transport.send_queue import ByteBudget, Lane
-from protocol.transport.settings import TransportSettings
-from swarm.vocabulary.errors import PeerError, ProtocolViolation, Stalled, Unreachable
+from protocol.transport.send_queue import ByteBudget, Lane, Outbox
+from protocol.transport.settings import MAX_OPEN_QUESTIONS, TransportSettings
+from swarm.vocabulary.errors import PeerError, ProtocolViolation, Rejected, Stalled, Unreachable
 from swarm.vocabulary.pipeline_messages import Backward, ControlMessage, Forward, TensorMessage
 from swarm.vocabulary.types import PeerId, short
+
+
+class Asking:
+    """The open questions to a peer."""
+
+    def __init__(self, peer: PeerId) -> None:
+        self._peer = peer
+        self._places = asyncio.Semaphore(MAX_OPEN_QUESTIONS)
+        self._open: dict[int, tuple[QuestionAbout, asyncio.Future[bytes]]] = {}
+        self._next_id = 1
+        self._closed: PeerError | None = None
+
+    async def ask(self, question: Question, timeout_s: float, say: Callable[[SmallFrame], None]) -> bytes:
+        """Asks and waits for the answer, and for a place before. Errors as `Transport.ask`."""
+        try:
+            async with asyncio.timeout(timeout_s), self._places:
+                return await self._ask(question, say)
+        except TimeoutError:
+            raise Stalled(
+                f"{short(self._peer)} did not answer a {question.about.value} question within {timeout_s:g} s"
+            ) from None
+
+    def answered(self, answer: AnswerFrame) -> None:
+        """Takes an answer, or drops a late one. Raises ProtocolViolation for another kind of answer."""
+        about, result = self._open.get(answer.id, (None, None))
+        if result is None or result.done():
+            return
+        if answer.about is None:
+            result.set_exception(Rejected(f"{short(self._peer)} refused to answer: {answer.content.decode()}"))
+        elif answer.about is about:
+            result.set_result(answer.content)
+        else:
+            raise ProtocolViolation(f"answer {answer.id} is about something else than the question")
+
+    def close(self, error: PeerError) -> None:
+        self._closed = error
+        for _, result in self._open.values():
+            if not result.done():
+                result.set_exception(error)
+
+    async def _ask(self, question: Question, say: Callable[[SmallFrame], None]) -> bytes:
+        if self._closed is not None:
+            raise self._closed
+        number, self._next_id = self._next_id, self._next_id % (2**32 - 1) + 1
+        result: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._open[number] = (question.about, result)
+        try:
+            say(QuestionFrame(number, question))
+            return await result
+        finally:
+            del self._open[number]
+
+
+class Answering:
+    """The open questions of a peer, each answered in a task of the link's group."""
+
+    def __init__(
+        self, peer: PeerId, handler: LinkHandler, tasks: asyncio.TaskGroup, say: Callable[[SmallFrame], None]
+    ) -> None:
+        self._peer = peer
+        self._handler = handler
+        self._tasks = tasks
+        self._say = say
+        self._open = 0
+
+    def asked(self, frame: QuestionFrame) -> None:
+        if self._open >= MAX_OPEN_QUESTIONS:
+            self._say(_refusal(frame, f"{MAX_OPEN_QUESTIONS} questions are open already"))
+            return
+        self._open += 1
+        self._tasks.create_task(self._answer(frame))
+
+    async def _answer(self, frame: QuestionFrame) -> None:
+        try:
+            content = await self._handler.answer(self._peer, frame.question)
+        except PeerError as error:
+            answer = _refusal(frame, str(error))
+        else:
+            answer = (
+                AnswerFrame(frame.id, frame.question.about, content)
+                if len(content) <= MAX_ANSWER_BYTES
+                else _refusal(
+                    frame, f"the answer has {len(content)} bytes, more than the {MAX_ANSWER_BYTES} that travel"
+                )
+            )
+        finally:
+            self._open -= 1
+        self._say(answer)
+
+
+def _refusal(frame: QuestionFrame, why: str) -> AnswerFrame:
+    return AnswerFrame(frame.id, None, why.encode())
 
 
 class _Over(Exception):

@@ -1,11 +1,7 @@
-"""Measurements of a link: round trip, goodput, bytes each way, and when its peer was last heard. Times are the clock's
-monotonic seconds.
+"""Measurements of a link: round trip, goodput, bytes each way, and when its peer was last heard.
 
-How fast a tensor can be handed to a stream says little: buffers of the system, of gRPC and of home routers take
-megabytes at once. That the receiver has all of it is known when it answers a Ping that came behind it. The bytes
-answered, over the time in which something was on its way, are what the link carries; one round trip of that time is not
-the link's fault. The shortest one seen is taken, as a busy link makes round trips longer. Whoever wants to know how
-fast a link is asks for this figure.
+Buffers take megabytes at once, so a tensor counts as received when the receiver answers a Ping sent behind it.
+Goodput is the bytes answered over the busy time, less one shortest round trip.
 """
 
 from __future__ import annotations
@@ -16,18 +12,16 @@ from typing import Final
 
 from protocol.interfaces.clock import Clock
 from protocol.interfaces.transport import LinkFigures
-from swarm.vocabulary.ewma import Ewma
+from swarm.vocabulary.statistics import Ewma
 
 ROUND_TRIP_WEIGHT: Final = 1 / 8
 """Of RFC 6298, section 2."""
 
 HORIZON_S: Final = 1.0
-"""Of busy time: what was measured so long ago counts for 1/e. Bytes and seconds are summed apart, so that answers that
-come all at once after a delay count right together."""
+"""Busy time after which a measurement counts 1/e, in seconds. Bytes and seconds are summed apart."""
 
 MOST_ON_THE_WAY: Final = 1024
-"""Tensors; more than the slots of any receiver. The oldest is given up for the next: a peer that answers nothing must
-not fill this memory."""
+"""Tensors in flight that are remembered; a peer that answers nothing must not fill this memory."""
 
 
 @dataclass(slots=True)
@@ -55,11 +49,7 @@ class Goodput:
         self._on_the_way[transfer] = size_bytes, now
 
     def accepted(self, transfer: int, round_trip_s: float, now: float) -> None:
-        """Notes that the receiver has all of a tensor. Answers to what was not sent, and second ones, do not count.
-
-        Args:
-            round_trip_s: as measured of late; 0 when not known.
-        """
+        """Notes that the receiver has all of a tensor; unknown and second answers do not count."""
         known = self._on_the_way.pop(transfer, None)
         if known is None:
             return
@@ -107,9 +97,7 @@ class Meter:
         return self._clock.monotonic() - self._heard_at
 
     def forgive(self, seconds: float) -> None:
-        """Shifts the time of the last sign of life by a time in which this process did not run and could not hear
-        anything.
-        """
+        """Shifts the last sign of life by a time in which this process did not run."""
         self._heard_at = min(self._heard_at + seconds, self._clock.monotonic())
 
     def ping(self) -> int:

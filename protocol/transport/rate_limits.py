@@ -1,14 +1,8 @@
-"""Rate limits: a token bucket, one for each of many askers, and what small frames may cost.
+"""Rate limits: token buckets, and the price of small frames.
 
-How much of a peer is listened to: small frames are in proportion to the tensors that are exchanged with it.
-
-Each frame costs its reader the same few dozen microseconds of the event loop, however little it says, and more the
-longer it is; its sender pays less. So frames are weighed: one, and one more for each BYTES_A_FRAME. Who says more than
-its due is not cut off and loses nothing: the next frame is read later. Its stream's window fills up meanwhile, and the
-sender waits, as it does for any peer that reads slowly.
-
-What is left over for all links together is for the peers that serve a module: strangers with the link get half of what
-is due to each, and no more.
+Small frames are allowed in proportion to exchanged tensors. A frame weighs one, and one more for each BYTES_A_FRAME.
+A peer beyond its share loses nothing: its next frame is read later, and flow control makes it wait. Links share a
+common rest; strangers get half of what is due to each and none of the rest.
 """
 
 from __future__ import annotations
@@ -18,14 +12,11 @@ from typing import Final
 
 MAX_REMEMBERED: Final = 1024
 FRAMES_A_TENSOR: Final = 16.0
-"""Due for each tensor that has been exchanged, either way. Its header, receipts and the rest are two (measured with
-`skipstone up`)."""
+"""Frames allowed per exchanged tensor; its header, receipts and the rest are two."""
 BYTES_A_FRAME: Final = 256.0
-"""To read a frame of 60 KiB takes as long as to read some 200 pings (measured with the talk about lanes, the
-dearest)."""
+"""Bytes that weigh as much as one frame: 60 KiB take as long to read as some 200 pings."""
 STRANGERS: Final = 2.0
-"""How much more a frame weighs of who is not known to serve: newcomers and visitors say some four frames a second,
-records included."""
+"""Weight of frames from peers not known to serve; newcomers send some four a second."""
 FRAMES_A_SECOND: Final = 50.0
 """Due to each link besides."""
 IN_ADVANCE: Final = 200.0
@@ -35,21 +26,16 @@ MOST_SAVED: Final = 2000.0
 COMMON_A_SECOND: Final = 500.0
 """What all links together may say beyond what is due to each."""
 COMMON_A_TENSOR: Final = 8.0
-"""Likewise for each tensor that has been exchanged with anybody. In the middle of a path are peers that exchange none
-with the data node and report to it, two frames for each microbatch; talk about paths and rounds goes with the work,
-too."""
+"""Frames allowed in common per tensor exchanged with anybody: peers in mid-path report to a data node."""
 COMMON_SAVED: Final = 1000.0
 PAUSE_AFTER: Final = 2.0
 """Frames that are read beyond all that before there is a pause: half as many pauses, twice as long."""
 LONGEST_PAUSE_S: Final = 5.0
-"""Less than a link may be silent before its peer is taken for stalled. What is still owed then, the next pause has to
-bring in."""
+"""Longest pause before the next frame is read, in seconds: less than the timeout of a silent link."""
 
 
 class TokenBucket:
-    """A token bucket: holds `most` at most, full unless `left` says otherwise, and gets one more in `refill_s` seconds.
-    Times are monotonic seconds.
-    """
+    """A token bucket of `most` tokens that gets one more in `refill_s` seconds. Times are monotonic."""
 
     def __init__(self, most: float, refill_s: float, now: float, left: float | None = None) -> None:
         self._most = most
@@ -112,7 +98,7 @@ class CommonPatience:
         self._bucket = TokenBucket(COMMON_SAVED, 1 / COMMON_A_SECOND, now)
 
     def exchanged(self, hops: int) -> None:
-        """Adds what a whole tensor, sent or received on a path of so many hops, allows."""
+        """Adds the allowance of a whole tensor. A path makes a frame longer by a third of a frame a hop."""
         self._bucket.earn(COMMON_A_TENSOR + hops)
 
     def take(self, now: float, weight: float = 1.0) -> bool:
@@ -135,10 +121,7 @@ class Patience:
         self._common.exchanged(hops)
 
     def heard(self, now: float, octets: int = 0, *, serves: bool = True) -> float:
-        """Charges one small frame of so many bytes; returns how many seconds to wait before the next one is read.
-
-        `serves` says whether its sender is known to serve a module of the run.
-        """
+        """Charges one small frame; returns the seconds to wait before the next one is read."""
         weight = (1.0 + octets / BYTES_A_FRAME) * (1.0 if serves else STRANGERS)
         if self._own.take(now, weight) or (serves and self._common.take(now, weight)):
             return 0.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from protocol.frames.chunks import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
+from protocol.frames.tensors import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
 from protocol.transport.inbox import MAX_OPEN_TRANSFERS
 from swarm.vocabulary.errors import ConfigError
 
@@ -15,45 +15,35 @@ MAX_OPEN_QUESTIONS: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class TransportSettings:
-    """Settings of a transport; impossible values are refused when it is made.
-
-    Raises:
-        ConfigError: names the setting and what is allowed.
-    """
+    """Settings of a transport. Raises ConfigError for impossible values."""
 
     listen_host: str = "127.0.0.1"
     """Address to bind: `0.0.0.0` or `[::]` for all interfaces."""
     listen_port: int = 0
     """0 takes any free port."""
     chunk_bytes: int = 512 * 1024
-    """Of a microbatch's tensor in one frame, at most; 4 KiB to 1 MiB. Fastest at 512 KiB (benchmarks/transport.py).
-    Slow links take less (`protocol.frames.tensor_transfer.chunk_bytes_for`)."""
+    """Largest chunk of a microbatch's tensor, 4 KiB to 1 MiB. Slow links take less (`chunk_bytes_for`)."""
     bulk_chunk_bytes: int = 1024 * 1024
     """Likewise of a piece of a round or of state: nobody waits for its beginning, and fewer frames cost less."""
     send_budget_bytes: int = 64 * 1024 * 1024
-    """Sum of the tensors under way in one lane of a link; who wants to send more waits. One larger than this goes
-    alone."""
+    """Bytes in flight in one traffic class of a link. A larger tensor goes alone."""
     max_open_transfers: int = 16
     """Microbatches' tensors that take turns on one link, 1 to 32."""
     max_bulk_transfers: int = 4
-    """Likewise pieces of rounds and of state. Few: each has to go on within the receiver's `stall_after_s` also on a
-    slow link."""
+    """Concurrent pieces of rounds and state. Few, so that each progresses on a slow link."""
     max_links: int = 256
     """Peers that we are connected to at once."""
     ping_period_s: float = 2.0
     stall_after_s: float = 10.0
-    """A peer from which nothing was heard for so long, though pinged, is taken for dead; so is a transfer that makes no
-    progress. At least two ping periods."""
+    """Timeout of a silent peer and of a transfer without progress, at least two ping periods."""
     slowest_bytes_per_s: float = 16 * 1024
-    """A transfer that is slower on average (after `stall_after_s`) is broken off, so that nobody can hold a buffer for
-    ever."""
+    """Slowest average rate of a transfer, after `stall_after_s`: nobody can hold a buffer for ever."""
     dial_timeout_s: float = 5.0
     """For connecting, TLS and both Hellos, over all addresses of a peer."""
     hello_timeout_s: float = 3.0
     """Who opens a stream and says no Hello for so long is dropped."""
     proof_of_life_s: float = 2.0
-    """For the answer to a ping that tells a process whose key another one shows from one that it has replaced. The
-    other waits for a Hello meanwhile."""
+    """Timeout of the ping that tells a duplicate process from a restarted one."""
     first_retry_s: float = 0.2
     """After a dial that failed the next one waits this long, then twice as long each time, less a random part."""
     longest_retry_s: float = 5.0

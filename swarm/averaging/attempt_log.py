@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from swarm.averaging.round_events import RoundRules
 from swarm.vocabulary.averaging_messages import MAX_ATTEMPTS, Commit, Roster, RoundId
-from swarm.vocabulary.backoff import ExponentialBackoff
+from swarm.vocabulary.statistics import ExponentialBackoff
 from swarm.vocabulary.types import ModuleId, PeerId
 
 ATTEMPTS_AT_ONCE = 4

@@ -21,8 +21,7 @@ from random import Random
 from typing import Final
 
 from swarm.vocabulary.averaging_messages import StateRefusal
-from swarm.vocabulary.backoff import ExponentialBackoff
-from swarm.vocabulary.ewma import Ewma
+from swarm.vocabulary.statistics import Ewma, ExponentialBackoff
 from swarm.vocabulary.types import PeerId, short
 
 LARGEST_BATCH: Final = 16

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from swarm.vocabulary.backoff import Exclusions, ExponentialBackoff
+from swarm.vocabulary.statistics import Exclusions, ExponentialBackoff
 from swarm.vocabulary.types import PeerId
 
 FORGIVEN_AFTER_S: Final = 600.0

@@ -19,7 +19,7 @@ from swarm.averaging.roster import MOST_STEPS
 from swarm.averaging.round_events import OtherReplica, RoundRules, Seal, Tell
 from swarm.averaging.schedule import convener_order, due, next_number, plausible_round, standing
 from swarm.vocabulary.averaging_messages import MAX_MEMBERS, Progress
-from swarm.vocabulary.backoff import ExponentialBackoff
+from swarm.vocabulary.statistics import ExponentialBackoff
 from swarm.vocabulary.types import AnchorVersion, ModuleId, PeerId, Reasoned
 
 WORD_HOLDS_S = 30.0

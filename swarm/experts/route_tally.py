@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from swarm.experts.routes import module_at
-from swarm.vocabulary.ewma import Ewma
+from swarm.vocabulary.statistics import Ewma
 from swarm.vocabulary.types import ModuleId, Path, Route
 
 MAX_ROUTES: Final = 256

@@ -1,19 +1,19 @@
-"""The membership view of one peer: the newest valid announcement of every other peer, and which of them fail us.
+"""The membership view of one peer: everybody's newest valid announcement, and who fails us.
 
-All times are monotonic seconds of this machine; an announcement's wall-clock expiry is turned into a remaining time
-when it is seen, so that a clock that jumps does not empty the view.
+Times are monotonic seconds. Wall-clock expiry becomes remaining time, so that a clock jump does not empty the view.
 """
 
 from __future__ import annotations
 
 import enum
+import hashlib
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from swarm.vocabulary.announcement import Announcement
-from swarm.vocabulary.backoff import Exclusions, ExponentialBackoff
+from swarm.vocabulary.statistics import Exclusions, ExponentialBackoff
 from swarm.vocabulary.types import PROTOCOL_VERSIONS, ModuleId, PeerId, PeerState, RunId
 
 MAX_PEERS = 20_000
@@ -53,12 +53,7 @@ class _Member:
 
 
 class Membership:
-    """The membership view. Announcements put in have been verified by whoever read them.
-
-    Args:
-        run: announcements of other runs are ignored.
-        own: this peer; what it says of itself is ignored too.
-    """
+    """The membership view of verified announcements of one `run`, without `own`."""
 
     def __init__(self, run: RunId, own: PeerId) -> None:
         self.run = run
@@ -68,8 +63,7 @@ class Membership:
         """Whoever is heard again or announces itself anew stays left out."""
 
     def observe(self, announcement: Announcement, *, now: float, wall: float) -> Change:
-        """Takes in an announcement. One of another run, of ourselves, expired, or older than one that still holds
-        changes nothing."""
+        """Takes in an announcement; of another run, our own, expired or old ones are ignored."""
         remaining = announcement.expires_at - wall
         if announcement.run != self.run or announcement.peer == self.own or remaining <= 0:
             return Change.IGNORED
@@ -216,3 +210,50 @@ def _serves(member: _Member, now: float) -> bool:
         and member.expires > now
         and announcement.versions.common(PROTOCOL_VERSIONS) is not None
     )
+
+
+_STAY: tuple[PeerState, ...] = (PeerState.JOINING, PeerState.SERVING)
+
+
+def by_worth(
+    own: PeerId, module: ModuleId | None, announcements: Iterable[Announcement], kept: Collection[PeerId]
+) -> list[PeerId]:
+    """The peers that can be dialled and mean to stay, the best to hold on to first.
+
+    Peers that links are needed to anyway come first: of the stages before and after ours (the last is before the first:
+    a path ends where it began), and replicas of our own module. Among equals those that we hold on to already, so that
+    nothing is given up without need; then a hash decides, so that many such peers spread over those they can be called
+    through.
+
+    Args:
+        module: that `own` hosts, if any.
+        kept: peers that `own` holds on to now.
+    """
+    fit = [a for a in announcements if a.addresses and a.module is not None and a.state in _STAY and a.peer != own]
+    stages = 1 + max((a.module.stage for a in fit if a.module is not None), default=0)
+    if module is not None:
+        stages = max(stages, module.stage + 1)
+
+    def worth(announcement: Announcement) -> tuple[bool, bool, bytes]:
+        near = announcement.module is not None and _is_near(module, announcement.module, stages)
+        return not near, announcement.peer not in kept, _draw(own, announcement.peer)
+
+    return [announcement.peer for announcement in sorted(fit, key=worth)]
+
+
+def relays_first(order: Sequence[PeerId], relaying: Collection[PeerId], wanted: int = 2) -> list[PeerId]:
+    """The peers reordered: the first `wanted` of those that serve tunnels before all others, because without one of
+    them, peers that cannot be dialled either have no way to us.
+    """
+    chosen = [peer for peer in order if peer in relaying][:wanted]
+    return chosen + [peer for peer in order if peer not in chosen]
+
+
+def _is_near(own: ModuleId | None, other: ModuleId, stages: int) -> bool:
+    if own is None:
+        return False
+    return other == own or (other.stage - own.stage) % stages in (1, stages - 1)
+
+
+def _draw(own: PeerId, other: PeerId) -> bytes:
+    return hashlib.sha256(f"{own} {other}".encode()).digest()

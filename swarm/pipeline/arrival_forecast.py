@@ -12,7 +12,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Final
 
-from swarm.vocabulary.ewma import Ewma
+from swarm.vocabulary.statistics import Ewma
 from swarm.vocabulary.types import PeerId
 
 MOST_SENDERS: Final = 256

@@ -18,8 +18,8 @@ from typing import Final, Generic, TypeVar
 
 from swarm.routing.cost_model import Costs
 from swarm.vocabulary.announcement import Announcement, Speed
-from swarm.vocabulary.ewma import Ewma
 from swarm.vocabulary.pipeline_messages import Direction
+from swarm.vocabulary.statistics import Ewma
 from swarm.vocabulary.types import PeerId, Reasoned
 from swarm.workload.microbatch_sizes import MicrobatchSizes
 

@@ -1,3 +1,1 @@
-"""The vocabulary as types: ids, paths, versions, errors, announcements, the messages of each vertical. All that
-`protocol` may import of `swarm`.
-"""
+"""The vocabulary: ids, paths, versions, errors, announcements, messages. All that `protocol` may import of `swarm`."""

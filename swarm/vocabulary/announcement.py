@@ -1,7 +1,4 @@
-"""A peer's announcement of itself, as plain data. `protocol.identity.signed_records` turns it into signed bytes.
-
-It stands alone because directory, links and every decision speak of announcements, and messages do not.
-"""
+"""A peer's announcement of itself, as plain data (`protocol.identity.signed_records` signs it)."""
 
 from __future__ import annotations
 
@@ -18,12 +15,10 @@ class Speed:
     tokens_per_s: float = 0.0
     """0 when not known."""
     quadratic_share: float = 0.0
-    """The cost of a document's attention, in tokens for each square of its tokens; 0 where all microbatches are
-    alike."""
+    """Cost of a document's attention, in tokens per square of its tokens; 0 if all microbatches are alike."""
 
     def seconds(self, tokens: float, squares: float) -> float:
-        """For a microbatch of so many tokens, in documents whose tokens have this sum of squares. It is known how fast
-        the peer is."""
+        """Seconds for a microbatch of so many tokens with this sum of squares, for a known speed."""
         return (tokens + self.quadratic_share * squares) / self.tokens_per_s
 
 
@@ -33,10 +28,7 @@ NO_SPEED: Final = Speed()
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """One peer's current record: which module it hosts, where it is reached, how fast it is, how far it has come.
-
-    Figures are the peer's own claims. The planner believes them only until it has measurements of its own.
-    """
+    """One peer's current record. The planner believes its figures only until it has its own."""
 
     run: RunId
     peer: PeerId
@@ -44,8 +36,7 @@ class Announcement:
     module: ModuleId | None
     """None exactly when `state` is VISITING."""
     addresses: tuple[str, ...]
-    """`host:port` of its gRPC server, most direct first; at most 8. Empty for a peer that cannot be dialled; then see
-    `via`."""
+    """`host:port` of its gRPC server, most direct first, at most 8. Empty if it cannot be dialled (see `via`)."""
     certificate: bytes
     """DER of the P-256 TLS certificate that the run's authority signed and whose libp2p extension proves `peer`."""
     versions: VersionRange
@@ -59,21 +50,17 @@ class Announcement:
     anchor: AnchorVersion | None
     """The agreed state of its module that it stands on; None while it has none."""
     incarnation: int
-    """Unix time in milliseconds at which the announcing process started, from 1: another one is another life, which
-    remembers nothing."""
+    """Start of the announcing process, Unix time in ms, from 1. Another one remembers nothing."""
     sequence: int
-    """Milliseconds of this life so far, counted from `incarnation` by a clock that never goes back, strictly
-    increasing: while a record holds, an older one never replaces it."""
+    """Strictly increasing, in ms of this life from `incarnation` on: an older record never replaces a newer one."""
     expires_at: float
     """Unix time in seconds."""
     via: tuple[PeerId, ...] = ()
-    """Peers that a peer without addresses keeps links to: through them it can be called, and then opens a link itself.
-    At most 4."""
+    """Peers through which a peer without addresses can be called. At most 4."""
     quadratic_share: float = 0.0
     """What this peer has measured that attention costs it; see `Speed`."""
     relay: str = ""
-    """The libp2p multiaddr at which this peer serves tunnels for others, at most 128 characters; empty when it does
-    not."""
+    """libp2p multiaddr at which it serves tunnels, at most 128 characters; empty if it does not."""
 
     memory_bytes: int = 0
     """The memory of its machine that it has for a module, whatever it hosts now; 0 when there is room for

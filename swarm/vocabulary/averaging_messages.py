@@ -99,7 +99,7 @@ class Entry:
     """The complete result of an earlier attempt at this round that it still has, if any. Such a result is never thrown
     away: the convener settles on it, because somebody may have committed it."""
     signature: Signature = b""
-    """Ed25519, over all of the above and the run (`protocol.identity.round_signatures`)."""
+    """Ed25519, over all of the above and the run (`protocol.identity.signatures`)."""
 
 
 class DeclineReason(enum.Enum):
@@ -216,7 +216,7 @@ class Contribution(_AboutPiece):
     After the round also to whoever audits them and has asked for it."""
 
     signature: Signature = field(default=b"", compare=False)
-    """The sender's, over all this and the tensor's hash (`protocol.identity.round_signatures`). It does not make it
+    """The sender's, over all this and the tensor's hash (`protocol.identity.signatures`). It does not make it
     another piece."""
 
 

@@ -1,9 +1,6 @@
-"""Bounds that the fields of messages are declared with, as in `Annotated[int, Range(0, MAX_ROUND)]`.
+"""Bounds of message fields, as in `Annotated[int, Range(0, MAX_ROUND)]`, checked where they are decoded.
 
-What a peer sends is held against them where it is read (`protocol.frames.codec`), and nowhere else: they are no types.
-What several fields have to agree on is said by a method `fault` of the message.
-
-It stands alone because the messages of all features are declared with it.
+A method `fault` of the message says what several fields have to agree on.
 """
 
 from __future__ import annotations

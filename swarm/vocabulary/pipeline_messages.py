@@ -1,8 +1,4 @@
-"""The messages among peers about a microbatch, as plain data, and the union of all that travels.
-`protocol.frames.frames` turns it into bytes.
-
-A message that carries a tensor is sent together with it; the tensor itself never appears here.
-"""
+"""Messages about microbatches, as plain data. A message's tensor travels beside it."""
 
 from __future__ import annotations
 

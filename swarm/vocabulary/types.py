@@ -107,7 +107,7 @@ class Hop:
 @dataclass(frozen=True, slots=True)
 class SignedRoute:
     """The part of a path that a data node fixes at a microbatch's start, and signs together with its run, number and
-    purpose (`protocol.identity.route_signatures`). Peers are not in it: repair may replace them.
+    purpose (`protocol.identity.signatures`). Peers are not in it: repair may replace them.
     """
 
     modules: tuple[ModuleId, ...]
@@ -160,10 +160,8 @@ class Path:
         return 0 if self.route is None else self.route.labels
 
     def peer_at(self, position: int) -> PeerId:
-        """The peer at a position; both ends are the data node.
-
-        Raises:
-            IndexError: `position` is not from -1 to `len(hops)`.
+        """The peer at a position; both ends are the data node. Raises IndexError: `position` is not from -1 to
+        `len(hops)`.
         """
         if position in (-1, len(self.hops)):
             return self.data_node

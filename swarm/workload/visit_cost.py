@@ -16,7 +16,7 @@ from itertools import combinations
 from typing import Final
 
 from swarm.vocabulary.announcement import NO_SPEED, Speed
-from swarm.vocabulary.ewma import Ewma
+from swarm.vocabulary.statistics import Ewma
 
 KEPT: Final = 0.98
 """Of the weight of all samples, with each new one: about fifty of them count."""

@@ -13,9 +13,7 @@ import socket
 import sys
 import threading
 
-from node.reachability.nat_pmp import NatPmp
-from node.reachability.port_mapping import NotMapped
-from node.reachability.upnp import Upnp
+from node.reachability.port_mapping import NatPmp, NotMapped, Upnp
 
 LEASE_S = 120
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from node.cli.existing_model import starting_from
+from node.cli.manifests import starting_from
 from node.local_swarm.local_swarm import LocalSwarm
 from node.local_swarm.setup import LocalSwarmOptions
 from node.observability.events import CatchingUp

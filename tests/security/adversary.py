@@ -15,12 +15,11 @@ from dataclasses import dataclass, replace
 import grpc
 
 from protocol.dht.directory import DhtDirectory, DirectorySettings
-from protocol.frames.chunks import MAX_CHUNK_BYTES
-from protocol.frames.fields import TensorFrame
 from protocol.frames.frames import Hello
+from protocol.frames.tensors import MAX_CHUNK_BYTES, TensorFrame
 from protocol.identity.certificates import pem_of
 from protocol.identity.keys import Identity
-from protocol.identity.route_signatures import Routes
+from protocol.identity.signatures import Routes
 from protocol.identity.signed_records import encode_record
 from protocol.interfaces.clock import SystemClock
 from protocol.interfaces.directory import Contact

@@ -27,7 +27,7 @@ from node.averaging.exchange.reducer import Reduction
 from node.averaging.replica_sync import ReplicaSync, Snapshot
 from node.pipeline.interfaces import Job, Output
 from node.pipeline.stage_worker import HopWorker
-from protocol.identity.round_signatures import EntrySeal
+from protocol.identity.signatures import EntrySeal
 from protocol.interfaces.tensor_spec import TensorSpec
 from protocol.transport.grpc_transport import GrpcTransport
 from swarm.averaging import convener as convening

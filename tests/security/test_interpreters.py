@@ -18,7 +18,7 @@ from node.local_swarm.setup import LocalSetup, LocalSwarmOptions
 from protocol.dht.child import running_child
 from protocol.generated import dht_process_pb2
 from protocol.identity.keys import Identity
-from protocol.libp2p.child_environment import child_environment, with_packages
+from protocol.libp2p.child_process import child_environment, with_packages
 from tests.node.small_manifest import small_manifest
 from tests.protocol.announcements import RUN
 from tests.protocol.dht.running import Marked, needs_proc, until

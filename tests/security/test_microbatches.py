@@ -9,8 +9,8 @@ from collections import Counter
 from contextlib import suppress
 from dataclasses import replace
 
-from protocol.frames.chunks import encode_chunk
 from protocol.frames.frames import FarewellReason, Frame
+from protocol.frames.tensors import encode_chunk
 from protocol.interfaces.tensor_spec import DType, TensorSpec
 from protocol.interfaces.transport import Question, QuestionAbout
 from swarm.vocabulary.pipeline_messages import (

@@ -8,9 +8,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 
-from protocol.frames.chunks import encode_chunk
-from protocol.frames.fields import TensorFrame
 from protocol.frames.frames import Cancel, Farewell
+from protocol.frames.tensors import TensorFrame, encode_chunk
 from protocol.interfaces.tensor_spec import DType, TensorSpec
 from swarm.vocabulary.averaging_messages import (
     Accepting,

@@ -14,9 +14,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from protocol.frames.chunks import encode_chunk
-from protocol.frames.fields import TensorFrame
 from protocol.frames.frames import Farewell, FarewellReason, Ping, Pong
+from protocol.frames.tensors import TensorFrame, encode_chunk
 from swarm.pipeline.ledger import STRANGER
 from swarm.vocabulary.errors import PeerError
 from swarm.vocabulary.pipeline_messages import Backward, Direction, Forward, MicrobatchTensor, Receipt, ReceiptStatus

@@ -15,7 +15,7 @@ from node.averaging.exchange.all_reduce import ExchangeRecord
 from node.averaging.exchange.partition import Piece
 from node.averaging.exchange.reducer import read_encoding
 from protocol.codecs import encoded_bytes
-from protocol.identity.round_signatures import PieceSignatures, hash_of_piece
+from protocol.identity.signatures import PieceSignatures, hash_of_piece
 from swarm.averaging.audits import Reckoning, chance_of_audit, unexplained
 from swarm.averaging.round_events import Caught
 from swarm.vocabulary.averaging_messages import Evidence, SignedHash

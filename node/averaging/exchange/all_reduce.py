@@ -36,7 +36,7 @@ from node.concurrency.task_groups import task_scope
 from node.model.device import gradual_underflow
 from node.observability.failpoints import crash_point
 from protocol.codecs import encoded_bytes
-from protocol.identity.round_signatures import PieceSignatures, hash_of_piece
+from protocol.identity.signatures import PieceSignatures, hash_of_piece
 from protocol.interfaces.clock import Clock
 from protocol.interfaces.transport import Transport
 from swarm.averaging.round_events import Event, LinkLost, Owing, PieceCame, PieceRejected

@@ -23,7 +23,7 @@ from node.averaging.state_sync.partial_state import ChunkWriter, Space
 from node.concurrency.machine_runner import MachineRunner
 from node.network.session import NetworkSession
 from node.observability.failpoints import crash_point
-from protocol.frames.hash_list import HashList
+from protocol.frames.rpc import HashList
 from protocol.interfaces.tensor_spec import TensorSpec
 from protocol.interfaces.transport import Refusal
 from protocol.transport.buffer_pool import BufferPool

@@ -12,7 +12,7 @@ from typing import Final
 from node.averaging.anchor.anchor import version_of
 from node.averaging.anchor.layout import Layout
 from node.concurrency.task_groups import task_scope
-from protocol.frames.hash_list import HashList, decode_hash_list
+from protocol.frames.rpc import HashList, decode_hash_list
 from protocol.interfaces.transport import Question, QuestionAbout, Transport
 from swarm.vocabulary.errors import NoQuorum, PeerError, ProtocolViolation, SkipstoneError, Stalled, Unreachable
 from swarm.vocabulary.types import AnchorVersion, ModuleId, PeerId, short

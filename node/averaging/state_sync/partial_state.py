@@ -22,7 +22,7 @@ from node.averaging.anchor.anchor import Anchor, chunk_bytes, hash_of
 from node.averaging.anchor.layout import Layout
 from node.averaging.anchor.shared_vector import SharedVector, StateVectors, empty_vector
 from node.averaging.state_sync.chunk_codec import ChunkDecoder
-from protocol.frames.hash_list import HashList
+from protocol.frames.rpc import HashList
 from protocol.interfaces.tensor_spec import TensorSpec
 from swarm.vocabulary.errors import ProtocolViolation
 

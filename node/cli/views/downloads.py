@@ -1,7 +1,4 @@
-"""The progress bar of a download on a terminal.
-
-It stands alone because it needs a terminal's library, which commands load only when they show something.
-"""
+"""The progress bar of a download on a terminal."""
 
 from __future__ import annotations
 
@@ -16,10 +13,7 @@ from swarm.vocabulary.types import ModuleId
 
 @contextmanager
 def download_bar(*, silent: bool) -> Iterator[Callable[[ModuleId, int, int], None]]:
-    """Shows a progress bar; yields what takes the progress: the module that is being fetched, bytes here, bytes in all.
-
-    The bar is on standard error, and only when that is a terminal; it comes with the first progress.
-    """
+    """Shows a progress bar on a terminal; yields its callback: module, bytes here, bytes in all."""
     console = Console(stderr=True)
     columns = (TextColumn("module {task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(

@@ -1,9 +1,7 @@
 """Signals and the end of standard input as requests to stop.
 
-The first SIGINT, SIGTERM or SIGHUP asks for a stop in good order; the second ends the process at once. A run that was
-cut short by a signal (`up`, `solo`) exits with 128 + its number, however well it stopped, so that a script can tell it
-from one that reached its end (0). A node has no end of its own: one that left in good order exits with 0, whoever
-asked, by a signal, by `skipstone leave` or through the end of standard input.
+The first SIGINT, SIGTERM or SIGHUP asks for a stop in good order, the second ends the process. `up` and `solo` then
+exit with 128 + the signal's number, so that scripts can tell; a node that left in good order exits with 0.
 """
 
 from __future__ import annotations
@@ -29,11 +27,9 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupts:
-    """Turns signals into requests to stop: while entered, the first calls `ask` and says `line`, the second calls
-    `at_once`; to be used in the main thread.
+    """Turns signals into requests to stop: the first calls `ask` and says `line`, the second calls `at_once`."""
 
-    Python's own handlers, not the event loop's: these still run when the loop is stuck.
-    """
+    # Python's own handlers, which run even when the event loop is stuck.
 
     def __init__(self, ask: Callable[[], object], at_once: Callable[[int], None], line: str = STOPPING) -> None:
         self._ask = ask
@@ -87,10 +83,8 @@ def end_by(seconds: float) -> None:
 
 
 def stop_on_end_of_input(ask: Callable[[], None]) -> None:
-    """Calls `ask` on the event loop when standard input ends, and ends the process if that does not stop it in time.
-
-    A thread, because standard input may be anything, and because it must work when the loop is stuck.
-    """
+    """Calls `ask` when standard input ends, and ends the process if that does not stop it in time."""
+    # A thread works with any standard input, and when the loop is stuck.
     loop = asyncio.get_running_loop()
 
     def watch() -> None:
@@ -105,12 +99,7 @@ def stop_on_end_of_input(ask: Callable[[], None]) -> None:
 
 
 async def until_stopped(work: Awaitable[Result], stop: asyncio.Event, kill: Callable[[], None]) -> tuple[Result, int]:
-    """Waits for work that ends in good order when `stop` is set: its result, or 128 + the signal's number when one
-    ended it.
-
-    Args:
-        kill: ends at once whatever the work has started; called from a signal handler.
-    """
+    """Work that ends when `stop` is set: its result, or 128 + the signal. `kill` runs in a signal handler."""
     loop = asyncio.get_running_loop()
     with Interrupts(lambda: loop.call_soon_threadsafe(stop.set), lambda _: kill(), f"\n{STOPPING}") as interrupts:
         return await work, interrupts.exit_code

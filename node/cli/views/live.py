@@ -36,9 +36,7 @@ _NOTE_STYLES = {"info": "dim", "warning": "yellow", "error": "red"}
 
 
 def render(state: SwarmProgress, title: str, elapsed_s: float, now: float) -> RenderableType:
-    """Renders the whole view at `now` (monotonic seconds). Everything that came from a peer is made harmless and never
-    read as markup.
-    """
+    """Renders the view at `now` (monotonic seconds). Peers' text is made harmless and never markup."""
     parts: list[RenderableType] = [_headline(state, title, elapsed_s)]
     if state.target is not None:
         bar = Table.grid()  # a bar alone does not end its line
@@ -138,10 +136,7 @@ def download_bar(done: float, total: float) -> RenderableType:
 
 
 async def draw(console: Console, view: Callable[[], RenderableType]) -> None:
-    """Draws `view()` a few times a second until cancelled, and leaves the last picture standing.
-
-    A terminal that has been closed is nobody's error: the drawing ends, and the hang-up signal ends the rest.
-    """
+    """Draws `view()` a few times a second until cancelled. A closed terminal ends the drawing."""
     with contextlib.suppress(OSError), Live(view(), console=console, auto_refresh=False) as live:
         try:
             while True:

@@ -11,21 +11,171 @@ import secrets
 import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
 
 import typer
 
-from node.cli.views.plain import PlainSink
+from node.cli.views.text import count, duration, harmless, loss_text, megabytes, peer_name
 from node.observability.event_json import JsonLinesSink
-from node.observability.events import EventSink
+from node.observability.events import (
+    Abandoned,
+    CatchingUp,
+    CaughtUp,
+    Completed,
+    Continued,
+    Ended,
+    Event,
+    EventSink,
+    InnerStep,
+    LastPeer,
+    Load,
+    Move,
+    NodeStatus,
+    NodeSummary,
+    Note,
+    PeerChange,
+    Reach,
+    ReplicaAccused,
+    Restored,
+    Resumed,
+    Retracted,
+    RoundCommitted,
+    RoundProgress,
+    Started,
+    Step,
+    Summary,
+    Visit,
+    Waiting,
+)
+
+
+class PlainSink:
+    """Writes a line for every event that has one. A reader that goes away silences it."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream: TextIO | None = stream
+
+    def emit(self, event: Event) -> None:
+        """Writes the event's line."""
+        line = plain_line(event)
+        if line is None or self._stream is None:
+            return
+        try:
+            self._stream.write(line + "\n")
+            self._stream.flush()
+        except (BrokenPipeError, ValueError):
+            self._stream = None
+
+
+def plain_line(event: Event) -> str | None:
+    """The event in words; None for those that only a live view shows."""
+    match event:
+        case Step():
+            return f"step {event.step}  loss {loss_text(event.loss)}  {count(event.tokens_per_s)} tokens/s"
+        case NodeStatus():
+            return _node_line(event)
+        case Reach():
+            return _reach_line(event)
+        case Move():
+            goal = f"module {harmless(event.target)}"
+            return (
+                f"node {peer_name(event.peer)} leaves module {harmless(event.module)} for {goal}: "
+                f"{harmless(event.reason)}"
+            )
+        case InnerStep():
+            name = f"{harmless(event.module)} {peer_name(event.peer)}"
+            return f"{name}  inner step {event.step}  {event.visits} visits  gradient norm {event.gradient_norm:.3g}"
+        case Load() | Visit() | Retracted() | Completed() | RoundProgress() | Started() | Continued() | Ended():
+            return None
+        case RoundCommitted():
+            return (
+                f"{harmless(event.module)} {peer_name(event.peer)}  round {event.round} of {len(event.members)} peers"
+                f"  {count(event.tokens)} tokens  {duration(event.seconds)}"
+            )
+        case ReplicaAccused():
+            return (
+                f"warning: {harmless(event.module)} {peer_name(event.peer)}  round {event.round}: "
+                f"{peer_name(event.accused)}"
+                f" is left out of rounds: {harmless(event.why, 400)}"
+            )
+        case CatchingUp():
+            done = f"{megabytes(event.bytes)} of {megabytes(event.total_bytes)}"
+            return f"{harmless(event.module)} {peer_name(event.peer)}  catching up with round {event.round}: {done}"
+        case CaughtUp():
+            donors = f"{len(event.donors)} peers"
+            return f"{harmless(event.module)} {peer_name(event.peer)}  caught up with round {event.round} from {donors}"
+        case Restored():
+            return f"{harmless(event.module)} {peer_name(event.peer)}  restored at round {event.round}"
+        case Waiting():
+            return f"waiting: {harmless(event.reason)}"
+        case Resumed():
+            return f"module {harmless(event.module)} is served again"
+        case PeerChange():
+            reason = f": {harmless(event.reason)}" if event.reason else ""
+            return f"peer {peer_name(event.peer)} is {event.change}{reason}"
+        case Abandoned():
+            return f"microbatch {harmless(event.microbatch)} abandoned: {harmless(event.reason)}"
+        case Note():
+            return harmless(event.message) if event.level == "info" else f"{event.level}: {harmless(event.message)}"
+        case LastPeer():
+            return _last_peer_line(event)
+        case NodeSummary():
+            return _node_summary_line(event)
+        case Summary():
+            return summary_lines(event)
+
+
+def summary_lines(event: Summary) -> str:
+    """The lines of a finished run's summary: figures first, then one line a peer."""
+    counts = event.microbatches
+    lines = [
+        f"{event.steps} steps  loss {loss_text(event.loss_first)} -> {loss_text(event.loss_last)}"
+        f"  {count(event.tokens)} tokens  {count(event.tokens_per_s)} tokens/s",
+        f"microbatches: {counts.started} started, {counts.completed} completed, {counts.abandoned} abandoned,"
+        f" {counts.duplicated} counted twice",
+    ]
+    for peer in event.peers:
+        code = "" if peer.exit_code is None else f", exit code {peer.exit_code}"
+        module = harmless(peer.module or "-")
+        lines.append(f"{module}  {peer_name(peer.peer)}  {peer.steps} inner steps, {peer.accumulated} gradients{code}")
+    return "\n".join(lines)
+
+
+def _node_line(event: NodeStatus) -> str:
+    module = f" module {harmless(event.module)}" if event.module else ""
+    address = f" at {harmless(event.address)}" if event.address else ""
+    return f"node {peer_name(event.peer)} {harmless(event.state)}{module}{address}"
+
+
+def _reach_line(event: Reach) -> str:
+    address = f" at {harmless(event.address)}" if event.address else ""
+    line = f"node {peer_name(event.peer)} reach {harmless(event.step)}{address}: {harmless(event.reason, 400)}"
+    return f"{line}\n  {harmless(event.fix, 400)}" if event.fix else line
+
+
+def _last_peer_line(event: LastPeer) -> str:
+    line = f"you are the last peer of module {harmless(event.module)}; its state is"
+    if event.saved_in is not None:
+        return f"{line} saved in {harmless(event.saved_in, 400)}"
+    return f"warning: {line} lost; keep it with --checkpoint-dir FOLDER next time"
+
+
+def _node_summary_line(event: NodeSummary) -> str:
+    busy = event.busy_s
+    loss = "" if event.loss_last is None else f"  loss {loss_text(event.loss_first)} -> {loss_text(event.loss_last)}"
+    times = f"compute {duration(busy.compute)}, in idle time {duration(busy.idle_work)}"
+    times = f"{times}, codec {duration(busy.codec)}, wire {duration(busy.wire)}"
+    return (
+        f"{harmless(event.module or '-')} {peer_name(event.peer)}  {event.steps} inner steps"
+        f"  {event.accumulated} gradients{loss}  {count(event.tokens)} tokens  ({times}, wait {duration(busy.wait)})"
+    )
+
 
 Result = TypeVar("Result")
 
 
 def announce(line: str, *, as_json: bool) -> None:
-    """Prints the first line, before anything heavy is loaded. Standard output holds nothing but JSON when that was
-    asked for.
-    """
+    """Prints the first line, before anything heavy is loaded; on standard error with JSON."""
     typer.echo(line, err=as_json)
 
 
@@ -63,14 +213,8 @@ def run_loop(main: Coroutine[Any, Any, Result]) -> Result:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Writes a whole file at `path` atomically, or leaves what was there.
-
-    Its beginnings have a name that nobody can guess and that must be free: in a folder that others may write to, a link
-    laid there beforehand would otherwise lead the writing to any file of ours.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Writes a whole file atomically, or leaves what was there. Raises OSError."""
+    # An unguessable fresh name: in a shared folder, a link laid beforehand would lead the writing to a file of ours.
     partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     with partial.open("xb") as file:
         file.write(data)

@@ -1,6 +1,4 @@
-"""The views of `skipstone status`: a swarm's peers, who is accused, the paths of its data nodes, and the codecs that
-are used. What a peer says of itself may be anything, so it is made harmless.
-"""
+"""The views of `skipstone status`. What a peer says of itself is made harmless."""
 
 from __future__ import annotations
 
@@ -93,8 +91,7 @@ def _status_row(peer: PeerStatus) -> tuple[RenderableType, ...]:
 
 
 def _address_text(peer: PeerStatus) -> str:
-    """Its addresses, or through whom it is called, in brackets how others reach it as far as it knows, and what it has
-    carried as a relay."""
+    """Addresses or callers, how others reach it in brackets, and what it carried as a relay."""
     where = f"via {', '.join(map(peer_name, peer.via))}" if peer.via else ", ".join(peer.addresses)
     if peer.said.reach.step != "unknown":
         where = f"{where} ({peer.said.reach.step})".strip()
@@ -216,8 +213,7 @@ def _waits(stage: int, lanes: list[LaneStatus], waiting_s: Mapping[str, float]) 
 
 
 def compute_tables(status: SwarmStatus) -> Iterator[RenderableType]:
-    """The table of what the peers' compute threads do with their time; nothing where nobody has anything for idle
-    time."""
+    """The table of the peers' compute threads; nothing without idle work."""
     rows = [(peer, said) for peer in status.peers if (said := peer.said.compute) is not None]
     if not any(said.idle_work_s > 0 for _, said in rows):
         return

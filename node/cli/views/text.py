@@ -17,11 +17,8 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 
 def harmless(text: str, limit: int = MAX_FOREIGN_CHARACTERS) -> str:
-    """Text from another machine as one printable line of at most `limit` characters.
-
-    Control, format and surrogate characters become a blank: they could move the cursor, change colours, reverse the
-    direction of writing or break the terminal's encoding.
-    """
+    """Text from another machine as one printable line of at most `limit` characters."""
+    # Control, format and surrogate characters could move the cursor, change colours or the writing direction.
     cut = text[: limit + 1]
     clean = "".join(" " if unicodedata.category(character)[0] in "CZ" else character for character in cut)
     return clean if len(text) <= limit else clean[: limit - 1] + "…"
@@ -36,9 +33,7 @@ def plain_table(*headings: str, right: Sequence[str] = ()) -> Table:
 
 
 def harmless_lines(text: str) -> str:
-    """A model's text made harmless with its lines kept: it learnt from strangers' text, so the same is taken out as
-    from a peer's words.
-    """
+    """A model's text made harmless, with its lines kept."""
     return "".join(
         " " if character not in "\n\t" and unicodedata.category(character) in ("Cc", "Cf", "Cs") else character
         for character in text
@@ -81,9 +76,7 @@ def megabytes(amount: float) -> str:
 
 
 def round_text(number: float, members: float, seconds_ago: float | None) -> str:
-    """A peer's last round, as in `12 3 peers 4s ago`; members and time are those of the last round in which the peer
-    had a part, if there was one.
-    """
+    """A peer's last round, as in `12 3 peers 4s ago`, if it had a part in one."""
     if seconds_ago is None:
         return count(number)
     company = "alone" if members == 1 else f"{count(members)} peers"

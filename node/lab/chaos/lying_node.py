@@ -26,7 +26,7 @@ from node.averaging.replica_sync import ReplicaSync, Snapshot
 from node.averaging.workspace import RoundWorkspace
 from node.network.local_peer import LocalPeer
 from protocol.codecs import encode_into
-from protocol.identity.round_signatures import EntrySeal
+from protocol.identity.signatures import EntrySeal
 from protocol.interfaces.tensor_spec import TensorSpec
 from protocol.transport.grpc_transport import GrpcTransport
 from swarm.vocabulary.announcement import Announcement

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from typing import Final
 
 from node.lab.doctor.finding import Finding, Level, bounded_async
-from node.network.asking import parse_status
 from node.network.reach_status import ReachMode, ReachStep, Standing, held_by
 from node.network.session import NetworkSession, visit
-from node.reachability.held_links import Attachments
+from node.observability.status import parse_status
 from node.reachability.ladder import climb
 from node.reachability.monitor import ways_to_map
 from node.reachability.port_mapping import Router
 from node.reachability.reach_test import witnesses_of
+from node.reachability.reverse_calls import Attachments
 from protocol.interfaces.clock import Clock
 from protocol.interfaces.transport import Question, QuestionAbout
 from protocol.manifest.join_link import JoinLink

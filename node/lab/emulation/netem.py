@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 
-from protocol.libp2p.child_environment import child_environment
+from protocol.libp2p.child_process import child_environment
 from swarm.vocabulary.types import Reasoned
 
 _TRY_S = 5.0

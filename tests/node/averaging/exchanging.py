@@ -36,7 +36,7 @@ RULE = OuterRule(0.7, 0.9)
 
 
 class NamedSignatures:
-    """`protocol.identity.round_signatures.PieceSignatures` of peers that have names instead of keys; whoever signs by
+    """`protocol.identity.signatures.PieceSignatures` of peers that have names instead of keys; whoever signs by
     another's name is not believed."""
 
     def __init__(self, own: PeerId) -> None:

@@ -29,7 +29,7 @@ from node.concurrency.task_groups import task_scope
 from node.model.optimizer import StepFigures
 from node.network.dispatcher import Dispatcher
 from node.network.local_peer import LocalPeer
-from protocol.identity.round_signatures import EntrySeal, PieceSignatures
+from protocol.identity.signatures import EntrySeal, PieceSignatures
 from protocol.interfaces.clock import SystemClock
 from protocol.interfaces.tensor_spec import TensorSpec
 from protocol.interfaces.transport import LinkFigures, Question, Refusal, Transport

@@ -15,7 +15,7 @@ import torch
 from node.averaging.anchor.anchor import Anchor
 from node.averaging.first_state import first_state
 from node.checkpoint.state import ReplicaState, Resumed
-from node.cli.existing_model import starting_from
+from node.cli.manifests import starting_from
 from node.context.module_context import ModuleContext
 from node.local_swarm.default_manifest import default_manifest
 from node.model.moments import Allowance

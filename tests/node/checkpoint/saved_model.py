@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from node.checkpoint.folder import CheckpointFolder, save_state
-from node.checkpoint.replica import capture_module
+from node.checkpoint.saver import capture_module
 from node.model.initialization import parameters_of
 from node.model.optimizer import Accumulator, InnerOptimizer
 from node.solo.solo_checkpoint import solo_peer

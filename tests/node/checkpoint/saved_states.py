@@ -9,10 +9,9 @@ from pathlib import Path
 
 import torch
 
-from node.checkpoint.folder import CheckpointFolder
+from node.checkpoint.folder import CheckpointFolder, Storage
 from node.checkpoint.snapshot import own_tensors
 from node.checkpoint.state import AnchorState, Counters, DataState, ReplicaState
-from node.checkpoint.storage import DiskStorage, Storage
 from node.data.documents import Place
 from node.data.packing import Cursor
 from node.model.optimizer import InnerState
@@ -29,7 +28,7 @@ PEER, OTHER = PeerId("12D3KooWpeer"), PeerId("12D3KooWother")
 
 def folder_at(path: Path, storage: Storage | None = None, manifest: Manifest | None = None) -> CheckpointFolder:
     signed = sign_manifest(manifest or small_manifest(), Identity.generate())
-    return CheckpointFolder(path, signed.run, signed.text, storage or DiskStorage())
+    return CheckpointFolder(path, signed.run, signed.text, storage or Storage())
 
 
 def version(round_: int, digest: int = 7) -> AnchorVersion:
@@ -88,21 +87,19 @@ def _moved(state: ReplicaState) -> dict[str, int]:
     return {name: own.steps for name, own in state.inner.parameters.items()}
 
 
-class SteppedStorage:
-    """The real disk, with a hook before every single thing that is done to it; of a write, before and after each
-    piece."""
+class SteppedStorage(Storage):
+    """The real disk, with a hook before every operation; of a write, before and after each piece."""
 
     def __init__(self, before: Callable[[str], None]) -> None:
-        self._disk = DiskStorage()
         self._before = before
 
     def make_folder(self, path: Path) -> None:
         self._before("make_folder")
-        self._disk.make_folder(path)
+        super().make_folder(path)
 
     def write(self, path: Path, pieces: Iterable[memoryview]) -> None:
         self._before("write")
-        self._disk.write(path, self._stepped(pieces))
+        super().write(path, self._stepped(pieces))
 
     def _stepped(self, pieces: Iterable[memoryview]) -> Iterator[memoryview]:
         for piece in pieces:
@@ -113,18 +110,15 @@ class SteppedStorage:
 
     def sync(self, path: Path) -> None:
         self._before("sync")
-        self._disk.sync(path)
+        super().sync(path)
 
     def rename(self, source: Path, target: Path) -> None:
         self._before("rename")
-        self._disk.rename(source, target)
+        super().rename(source, target)
 
     def remove(self, path: Path) -> None:
         self._before("remove")
-        self._disk.remove(path)
-
-    def names(self, folder: Path) -> tuple[str, ...]:
-        return self._disk.names(folder)
+        super().remove(path)
 
 
 class Countdown:

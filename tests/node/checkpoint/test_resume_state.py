@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from node.checkpoint.folder import load_newest, save_state
-from node.checkpoint.replica import capture_as_written, capture_module, restore_module
+from node.checkpoint.saver import capture_module, restore_module
 from node.checkpoint.state import Agreed, ReplicaState
 from node.concurrency.compute_thread import ComputeThread, Priority
 from node.model.initialization import digest_of_tensors, parameters_of
@@ -79,7 +79,7 @@ def test_moments_in_8_bits_go_on_to_the_bit_and_either_form_is_read_as_the_other
     one.steps(0, 5)
     with ComputeThread() as compute:
         post = partial(compute.post, Priority.UPKEEP)
-        captured = partial(capture_as_written, (one.part,), one.optimizer, post, visits=5, tokens=5 * 32)
+        captured = partial(capture_module, (one.part,), one.optimizer, post, visits=5, tokens=5 * 32)
         states = list[ReplicaState]()
         post(lambda: states.append(captured())).result()
         save_state(folder_at(tmp_path), PEER, ONE, states.pop())

@@ -12,11 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from node.checkpoint import state_copy
+from node.checkpoint import state as state_copy
 from node.checkpoint.folder import load_newest, save_state
-from node.checkpoint.replica import capture_as_written, capture_module
-from node.checkpoint.state import ReplicaState
-from node.checkpoint.state_copy import StateCopy
+from node.checkpoint.saver import capture_module
+from node.checkpoint.state import ReplicaState, StateCopy
 from node.concurrency.compute_thread import ComputeThread, Priority
 from swarm.vocabulary.errors import ResourceExhausted, StateError
 from tests.node.checkpoint.saved_states import ONE, PEER, SteppedStorage, folder_at, same
@@ -100,7 +99,7 @@ def written_meanwhile(replica: Replica, compute: ComputeThread, path: Path) -> t
 
     post = partial(compute.post, Priority.UPKEEP)
     as_it_was = on_compute(lambda: capture_module((replica.part,), replica.optimizer, visits=3, tokens=96))
-    state = on_compute(lambda: capture_as_written((replica.part,), replica.optimizer, post, visits=3, tokens=96))
+    state = on_compute(lambda: capture_module((replica.part,), replica.optimizer, post, visits=3, tokens=96))
 
     def step() -> None:
         stepped.set()
@@ -127,7 +126,7 @@ def test_what_is_written_is_the_replica_at_one_moment(compute: ComputeThread, tm
 def test_a_failed_write_holds_nobody_up(compute: ComputeThread, tmp_path: Path) -> None:
     replica = Replica()
     replica.steps(0, 3)
-    state = capture_as_written((replica.part,), replica.optimizer, at_once, visits=3, tokens=96)
+    state = capture_module((replica.part,), replica.optimizer, at_once, visits=3, tokens=96)
 
     def full(step: str) -> None:
         raise OSError(28, "No space left on device")
@@ -144,7 +143,7 @@ def test_the_next_capture_does_not_mix_with_the_one_before(compute: ComputeThrea
     replica = Replica()
     replica.steps(0, 3)
     post = partial(compute.post, Priority.UPKEEP)
-    capture = partial(capture_as_written, (replica.part,), replica.optimizer, post, visits=3, tokens=96)
+    capture = partial(capture_module, (replica.part,), replica.optimizer, post, visits=3, tokens=96)
     expected_first = capture_module((replica.part,), replica.optimizer, visits=3, tokens=96)
     captured: list[ReplicaState] = []
     post(lambda: captured.append(capture())).result(LONG_S)

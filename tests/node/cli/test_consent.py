@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from node.cli.consent import Consent, description
+from node.cli.join import Consent, description
 from node.context.options import NodeOptions
 from node.data.places import ToldPlaces, places
 from node.model.shapes import BYTES_PER_PARAMETER, parameter_bytes, parameter_shapes

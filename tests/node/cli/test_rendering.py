@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from node.cli.views.live import remaining_s, render
-from node.cli.views.plain import plain_line
+from node.cli.views.output import plain_line
 from node.cli.views.status_view import (
     MOST_ROWS,
     accused_lines,
@@ -27,9 +27,8 @@ from node.cli.views.status_view import (
 )
 from node.cli.views.text import MAX_FOREIGN_CHARACTERS, duration, harmless, sparkline
 from node.local_swarm.swarm_progress import SwarmProgress, apply, noted, peer_exited, peer_started
-from node.network.asking import parse_status
 from node.observability import events
-from node.observability.status import PeerStatus, SwarmStatus
+from node.observability.status import PeerStatus, SwarmStatus, parse_status
 from swarm.compression.microbatch_codecs import NO_CHOICE
 
 NOW = 10.0

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from node.averaging.anchor.module_vector import LocalReplica
-from node.checkpoint.replica import capture_module, restore_module
+from node.checkpoint.saver import capture_module, restore_module
 from node.model.initialization import floats_of, parameters_of
 from node.model.moments import Allowance, MomentType
 from node.pipeline.block_passes import BlockByBlock

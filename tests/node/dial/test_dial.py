@@ -7,10 +7,7 @@ import re
 import pytest
 
 from node.dial.cut import FILLED, Peers, spread
-from node.dial.dial import Wish, turn
-from node.dial.forecast import forecast
-from node.dial.recipe import choose_recipe
-from node.dial.shape import LARGEST, SMALLEST, choose_shape
+from node.dial.dial import LARGEST, SMALLEST, Wish, choose_recipe, choose_shape, forecast, turn
 from node.model.memory_need import need_of
 from node.model.shapes import BYTES_PER_PARAMETER, parameter_bytes, parameter_shapes
 from protocol.identity.keys import Identity

@@ -12,10 +12,8 @@ import torch
 
 from node.data.tokenizers import ByteTokenizer
 from node.experts.route_tables import trained_router
-from node.export.offline_evaluation import evaluate_model
-from node.export.open_model import open_model
-from node.export.routed_model import RoutedModel, routed_model
-from node.export.source import parse_path, path_modules
+from node.export.open_model import evaluate_model, open_model
+from node.export.source import RoutedModel, parse_path, path_modules, routed_model
 from node.export.writer import export, export_all
 from node.model.decoder import Decoder
 from node.model.generation import Continuation, Sampling

@@ -16,9 +16,8 @@ from safetensors.torch import load_file, save_file
 from node.data.feed import held_out_microbatches
 from node.data.places import ToldPlaces
 from node.export import source as source_module
-from node.export.file_plan import SHARD_BYTES, plan_shards
-from node.export.offline_evaluation import evaluate_model
-from node.export.open_model import open_model
+from node.export.hugging_face import SHARD_BYTES, plan_shards
+from node.export.open_model import evaluate_model, open_model
 from node.export.source import read_decoder
 from node.export.writer import Export, export
 from node.model.decoder import Decoder

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from node.network.addresses import KnownPeers
 from node.network.local_peer import FORMER_LIFE_MS, LocalPeer, OwnRecord
-from node.network.membership_sync import MembershipSync
+from node.network.membership_sync import KnownPeers, MembershipSync
 from node.observability.events import Event, PeerChange
 from protocol.identity.certificates import make_credentials
 from protocol.identity.keys import Identity

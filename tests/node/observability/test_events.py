@@ -105,9 +105,9 @@ def test_what_a_newer_node_adds_is_ignored() -> None:
         ('"step"', "not an object"),
         ('{"step":1}', "not an object"),
         ('{"event":"resumed"}', "resumed.module is missing"),
-        ('{"event":"resumed","module":1}', "resumed.module must be str"),
+        ('{"event":"resumed","module":1}', "resumed.module is malformed"),
         ('{"event":"load","peer":"p","module":"1.0","slots":true,"busy_slots":0,"tokens_per_s":1}', "load.slots"),
-        ('{"event":"peer","peer":"p","change":"sideways","reason":""}', "up or down"),
+        ('{"event":"peer","peer":"p","change":"sideways","reason":""}', "peer.change is malformed"),
         ("x" * (event_lines.MAX_LINE_BYTES + 1), "more than"),
     ],
 )

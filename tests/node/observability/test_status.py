@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.network.asking import parse_status
 from node.observability.events import MicrobatchCounts
 from node.observability.status import (
     Accusation,
@@ -29,6 +28,7 @@ from node.observability.status import (
     ShareStatus,
     Status,
     SwarmStatus,
+    parse_status,
 )
 from node.observability.typed_json import to_json
 from swarm.vocabulary.errors import ProtocolViolation

@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import dataclass, field
 
 from node.network.local_peer import LocalPeer
-from node.reachability.held_links import AVOIDED_S, CONNECT_S, MAX_TRIED, WANTED, Attachments
+from node.reachability.reverse_calls import AVOIDED_S, CONNECT_S, MAX_TRIED, WANTED, Attachments
 from protocol.identity.keys import Identity
 from swarm.membership.membership import Membership
 from swarm.vocabulary.errors import Unreachable

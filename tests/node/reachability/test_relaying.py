@@ -10,14 +10,13 @@ import pytest
 from node.network.local_peer import LocalPeer
 from node.network.reach_status import ReachStep, Standing
 from node.network.session import Whereabouts
-from node.reachability.held_links import Attachments
+from node.reachability.monitor import RelayPart, without_tunnels
 from node.reachability.reach_test import Witness
-from node.reachability.relaying import RelayPart, without_tunnels
+from node.reachability.reverse_calls import Attachments
 from protocol.identity.keys import Identity
 from protocol.interfaces.transport import FarEnd, Question, QuestionAbout
 from protocol.nat.dial_back import DialBackOutcome, decode_dial_back
-from swarm.membership.contact_selection import relays_first
-from swarm.membership.membership import Membership
+from swarm.membership.membership import Membership, relays_first
 from swarm.vocabulary.errors import Unreachable
 from swarm.vocabulary.types import ModuleId, PeerId, PeerState, RunId
 from tests.node.network.small_swarm import ManualClock

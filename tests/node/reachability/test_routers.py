@@ -12,9 +12,16 @@ from typing import Any
 
 import pytest
 
-from node.reachability.nat_pmp import NatPmp
-from node.reachability.port_mapping import Mapping, NotMapped, default_gateway
-from node.reachability.upnp import Upnp, description_of, leads_to, location_in
+from node.reachability.port_mapping import (
+    Mapping,
+    NatPmp,
+    NotMapped,
+    Upnp,
+    default_gateway,
+    description_of,
+    leads_to,
+    location_in,
+)
 
 HERE = "127.0.0.1"
 PORT = 4002
@@ -99,7 +106,7 @@ def test_a_router_that_does_not_speak_nat_pmp(monkeypatch: pytest.MonkeyPatch) -
     refused = NatPmp(lambda: HERE, port).map(PORT, PORT, 600)
     assert isinstance(refused, NotMapped)
     assert "does not speak it" in refused.reason
-    monkeypatch.setattr("node.reachability.nat_pmp.WAITS_S", (0.01, 0.01))
+    monkeypatch.setattr("node.reachability.port_mapping.WAITS_S", (0.01, 0.01))
     asked: list[bytes] = []
     with gateway(lambda request: asked.append(request)) as silent:
         unanswered = NatPmp(lambda: HERE, silent).map(PORT, PORT, 600)
@@ -198,7 +205,7 @@ def test_the_search_takes_the_gateways_own_description(monkeypatch: pytest.Monke
     there = f"http://{HERE}:5000/root.xml"
     with gateway(lambda request: f"HTTP/1.1 200 OK\r\nLocation: {there}\r\n\r\n".encode()) as port:
         assert description_of(HERE, [(HERE, port)]) == there
-        monkeypatch.setattr("node.reachability.upnp.SEARCH_S", 0.1)
+        monkeypatch.setattr("node.reachability.port_mapping.SEARCH_S", 0.1)
         assert description_of("127.0.0.9", [(HERE, port)]) is None, "somebody else answers"
 
 

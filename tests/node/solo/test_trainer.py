@@ -15,7 +15,7 @@ from node.checkpoint.folder import CheckpointFolder, load_newest
 from node.checkpoint.gather import gather_modules
 from node.data.feed import TrainingFeed, held_out_microbatches, open_documents
 from node.data.places import ToldPlaces
-from node.export.offline_evaluation import evaluate_model
+from node.export.open_model import evaluate_model
 from node.local_swarm.default_manifest import default_manifest
 from node.model.initialization import digest_of_tensors, parameters_of
 from node.observability.event_json import event_to_json

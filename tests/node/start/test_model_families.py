@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from node.averaging.anchor.anchor import tensors_of
-from node.cli.existing_model import starting_from
+from node.cli.manifests import starting_from
 from node.data.packing import Microbatch
 from node.data.places import ToldPlaces
 from node.export.open_model import open_model

@@ -11,12 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from node.cli.existing_model import starting_from
+from node.cli.manifests import starting_from
 from node.dial.cut import spread
 from node.local_swarm.default_manifest import default_manifest
 from node.start.cut_model import CutModel, open_start
-from node.start.model_config import model_table
-from node.start.model_folder import INDEX, SINGLE, ModelFolder
+from node.start.model_folder import INDEX, SINGLE, ModelFolder, model_table
 from protocol.manifest.manifest import Manifest, manifest_from_table
 from protocol.manifest.signing import run_id_of
 from swarm.vocabulary.errors import ConfigError, ManifestError

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from protocol.frames.chunks import Chunk
 from protocol.frames.frames import decode, encode
+from protocol.frames.tensors import Chunk
 from swarm.vocabulary.errors import ProtocolViolation
 
 

@@ -24,6 +24,7 @@ from protocol.dht.guards import (
     GuardedProtocol,
     GuardedStorage,
     RecordRules,
+    RecordStore,
     SourceBudgets,
     guard_serializer,
     node_id_of,
@@ -31,7 +32,6 @@ from protocol.dht.guards import (
     recomputed,
     unpack_bytes,
 )
-from protocol.dht.record_store import RecordStore
 from protocol.identity.keys import Identity
 from protocol.identity.signed_records import directory_key, encode_record
 from swarm.vocabulary.errors import ProtocolViolation, ResourceExhausted

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.dht.record_store import MAX_KEYS_OF_OWNER, Kept, RecordStore, owners_per_key
+from protocol.dht.guards import MAX_KEYS_OF_OWNER, Kept, RecordStore, owners_per_key
 
 
 class HandClock:

@@ -11,7 +11,7 @@ import signal
 
 import pytest
 
-from protocol.dht.tunnels import RelayTunnels
+from protocol.dht.directory import RelayTunnels
 from protocol.interfaces.directory import Contact
 from swarm.vocabulary.errors import Unreachable
 from tests.protocol.dht.running import PATIENCE_S, Marked, needs_proc, until

@@ -11,9 +11,8 @@ from google.protobuf.descriptor import FieldDescriptor
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.frames.chunks import MAX_CHUNK_BYTES, Chunk, checksum_of, decode_chunk, encode_chunk
-from protocol.frames.fields import TensorFrame
 from protocol.frames.frames import (
+    MAX_LIFETIME_MS,
     MAX_SMALL_FRAME_BYTES,
     AnnouncementFrame,
     Cancel,
@@ -27,8 +26,8 @@ from protocol.frames.frames import (
     is_chunk,
     topic_of,
 )
-from protocol.frames.pipeline import MAX_LIFETIME_MS
 from protocol.frames.rpc import AnswerFrame, QuestionFrame
+from protocol.frames.tensors import MAX_CHUNK_BYTES, Chunk, TensorFrame, checksum_of, decode_chunk, encode_chunk
 from protocol.generated import link_pb2 as wire
 from protocol.interfaces.tensor_spec import DType, TensorSpec
 from protocol.interfaces.transport import Question, QuestionAbout, Topic

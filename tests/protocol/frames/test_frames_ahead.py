@@ -6,10 +6,9 @@ import asyncio
 
 import pytest
 
-from protocol.frames import tensor_transfer as transfers
-from protocol.frames.tensor_transfer import OutgoingTransfer
-from protocol.transport.outbox import Outbox
-from protocol.transport.send_queue import ByteBudget, Lane
+from protocol.frames import tensors as transfers
+from protocol.frames.tensors import OutgoingTransfer
+from protocol.transport.send_queue import ByteBudget, Lane, Outbox
 from swarm.vocabulary.errors import Unreachable
 
 DATA = memoryview(bytes(range(256)) * 100)

@@ -6,9 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.frames.chunks import MIN_CHUNK_BYTES, Chunk, decode_chunk
-from protocol.frames.fields import TensorFrame
-from protocol.frames.tensor_transfer import Arrival, Assembly, OutgoingTransfer, chunk_bytes_for, chunk_count_of
+from protocol.frames.tensors import (
+    MIN_CHUNK_BYTES,
+    Arrival,
+    Assembly,
+    Chunk,
+    OutgoingTransfer,
+    TensorFrame,
+    chunk_bytes_for,
+    chunk_count_of,
+    decode_chunk,
+)
 from protocol.interfaces.tensor_spec import DType, TensorSpec
 from swarm.vocabulary.errors import ProtocolViolation
 from swarm.vocabulary.types import PeerId

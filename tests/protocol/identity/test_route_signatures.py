@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from protocol.frames.fields import TensorFrame
 from protocol.frames.frames import decode, encode
-from protocol.identity import route_signatures as routes
+from protocol.frames.tensors import TensorFrame
+from protocol.identity import signatures as routes
 from protocol.identity.keys import Identity
-from protocol.identity.route_signatures import Routes, signed_bytes
+from protocol.identity.signatures import Routes, signed_bytes
 from protocol.interfaces.tensor_spec import DType, TensorSpec
 from swarm.vocabulary.pipeline_messages import Backward, Forward, MicrobatchTensor, Purpose
 from swarm.vocabulary.types import Hop, MicrobatchId, ModuleId, Path, RunId, SignedRoute

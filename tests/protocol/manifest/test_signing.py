@@ -18,8 +18,15 @@ from hypothesis import strategies as st
 
 from protocol.identity.keys import Identity, verify
 from protocol.manifest.manifest import MAX_MANIFEST_BYTES, Manifest, manifest_from_table, parse_toml
-from protocol.manifest.signing import canonical, read_signed_manifest, render, run_id_of, sign_manifest
-from protocol.manifest.toml_writer import toml_of, toml_value
+from protocol.manifest.signing import (
+    canonical,
+    read_signed_manifest,
+    render,
+    run_id_of,
+    sign_manifest,
+    toml_of,
+    toml_value,
+)
 from swarm.vocabulary.errors import ManifestError
 from swarm.vocabulary.types import MAX_MODULES, ModuleId, RunId
 

@@ -11,9 +11,8 @@ import pytest
 from protocol.generated import relay_pb2
 from protocol.libp2p.messages import RelayStream, answer
 from protocol.nat import relay_client as attaching
-from protocol.nat import tunnel_opener as opening
-from protocol.nat.relay_client import MAX_INCOMING, Attachment, Incoming
-from protocol.nat.tunnel_opener import OpenTunnels
+from protocol.nat import relay_client as opening
+from protocol.nat.relay_client import MAX_INCOMING, Attachment, Incoming, OpenTunnels
 from swarm.vocabulary.errors import PeerError, ProtocolViolation, Rejected, ResourceExhausted, Unreachable
 from tests.protocol.announcements import RUN
 from tests.protocol.nat.relay_ends import ANNA, BERT, PING, attach, stream_pair

@@ -6,11 +6,9 @@ import asyncio
 
 import pytest
 
-from protocol.frames.chunks import Chunk
 from protocol.frames.frames import Cancel, decode
-from protocol.frames.tensor_transfer import OutgoingTransfer
-from protocol.transport.outbox import MAX_WAITING_BYTES, Outbox
-from protocol.transport.send_queue import ByteBudget, Lane
+from protocol.frames.tensors import Chunk, OutgoingTransfer
+from protocol.transport.send_queue import MAX_WAITING_BYTES, ByteBudget, Lane, Outbox
 from swarm.vocabulary.errors import Stalled, Unreachable
 
 CHUNK = 4096

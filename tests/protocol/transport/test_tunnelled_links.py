@@ -16,10 +16,8 @@ from protocol.interfaces.directory import Contact
 from protocol.interfaces.tensor_spec import DType, TensorSpec
 from protocol.interfaces.transport import Ask
 from protocol.libp2p.messages import RelayStream
-from protocol.nat.relay_client import Attachment, Incoming
-from protocol.nat.relay_limits import RelayLimits
-from protocol.nat.relay_server import RelayService
-from protocol.nat.tunnel_opener import OpenTunnels
+from protocol.nat.relay_client import Attachment, Incoming, OpenTunnels
+from protocol.nat.relay_server import RelayLimits, RelayService
 from protocol.transport.dialer import NoTunnels, Ways
 from swarm.vocabulary.errors import Unreachable
 from swarm.vocabulary.pipeline_messages import Close

@@ -8,8 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from protocol.dht.directory import DhtDirectory
-from protocol.dht.tunnels import RelayTunnels
+from protocol.dht.directory import DhtDirectory, RelayTunnels
 from protocol.identity.keys import Identity
 from protocol.interfaces.directory import Contact
 from tests.protocol.dht.running import directory, until

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from swarm.averaging.penalties import FORGIVEN_AFTER_S, Penalties
-from swarm.vocabulary.backoff import REMEMBERED
+from swarm.vocabulary.statistics import REMEMBERED
 from swarm.vocabulary.types import PeerId
 
 A, B = PeerId("A"), PeerId("B")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from swarm.membership.contact_selection import by_worth
+from swarm.membership.membership import by_worth
 from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.types import ModuleId, PeerId, PeerState
 from tests.swarm.membership.announcements import announcement

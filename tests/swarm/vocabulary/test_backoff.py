@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.vocabulary.backoff import REMEMBERED, Exclusions, ExponentialBackoff
+from swarm.vocabulary.statistics import REMEMBERED, Exclusions, ExponentialBackoff
 from swarm.vocabulary.types import PeerId
 
 A = PeerId("a")

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from swarm.vocabulary.ewma import Ewma
+from swarm.vocabulary.statistics import Ewma
 
 
 def test_the_first_samples_count_alike_and_later_ones_by_the_weight() -> None:

@@ -16,7 +16,7 @@ from node.averaging.anchor.lone_replica import LoneReplica, anchor_of
 from node.averaging.anchor.module_vector import LocalReplica
 from node.averaging.anchor.outer_step import OuterRule
 from node.averaging.replica_sync import AloneRule, ReplicaSync, Work
-from node.checkpoint.replica import capture_module, restore_module
+from node.checkpoint.saver import capture_module, restore_module
 from node.concurrency.compute_thread import ComputeThread, Priority
 from node.model.optimizer import RAMP_STEPS, Accumulator, InnerOptimizer, StepFigures
 from node.model.parts import build_block_stack

@@ -1,4 +1,4 @@
-"""Exponential backoff: pauses after failures, and exclusion of peers after offences."""
+"""Moving averages, and the pauses of repeated attempts."""
 
 from __future__ import annotations
 
@@ -9,6 +9,29 @@ from dataclasses import dataclass
 from typing import Final
 
 from swarm.vocabulary.types import PeerId
+
+
+@dataclass(slots=True)
+class Ewma:
+    """A running average, exponentially weighted; the first samples count alike, so that it is soon an average."""
+
+    weight: float = 0.1
+    """Of a new sample, once there are many; as in SWARM (Ryabinin et al. 2023, section 3.2) where nothing else is
+    said."""
+    mean: float = 0.0
+    """0 before the first sample."""
+    samples: int = 0
+
+    @property
+    def gain(self) -> float:
+        """The weight that the next sample will have."""
+        return max(self.weight, 1 / (self.samples + 1))
+
+    def add(self, sample: float) -> None:
+        """Takes a sample in."""
+        self.mean += self.gain * (sample - self.mean)
+        self.samples += 1
+
 
 MOST_DOUBLINGS: Final = 16
 REMEMBERED: Final = 256

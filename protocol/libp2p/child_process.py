@@ -1,17 +1,22 @@
-"""The environment of a child process: an allowlist of this one's variables, so that no token or password gets there.
+"""Child processes: the environment that they get, and a program that ends a command with its parent.
 
-A node speaks with strangers in two of its children (the DHT's process and p2pd below it), and neither has any use for
-the keys that a person's shell, a CI job or a notebook carries about.
-
-It stands alone because children of several kinds are started with it.
+The environment is an allowlist, so that no token or password gets there: two of a node's children (the DHT's process
+and p2pd below it) speak with strangers. The program is `python -I -S child_process.py PARENT_PID COMMAND ...`; it runs
+isolated from everything installed, so this module imports the standard library alone.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
+import sys
 from collections.abc import Mapping
 from typing import Final
 
+_PR_SET_PDEATHSIG = 1
+_MAX_OPEN_FILES = 4096
+"""p2pd has no limits of its own; its connection manager prunes at 512 connections."""
 NAMES: Final = frozenset(
     {
         *("HOME", "USER", "LOGNAME", "LANG", "LANGUAGE", "TZ", "TERM", "NO_COLOR", "COLUMNS"),
@@ -30,8 +35,7 @@ PREFIXES: Final = (
     *("CUDA_", "NVIDIA_", "CUBLAS_", "CUDNN_", "NCCL_", "HIP_", "ROCR_", "HSA_"),
 )
 PATHS: Final = frozenset({"PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH"})
-"""Lists of folders that programs, code or libraries come from: handed on, for whoever set them decided about this
-process too, but without relative and empty entries, which mean the folder that the user happens to stand in."""
+"""Search paths, handed on without relative and empty entries, which would mean the current folder."""
 
 
 def child_environment(inherited: Mapping[str, str], **more: str) -> dict[str, str]:
@@ -44,8 +48,30 @@ def child_environment(inherited: Mapping[str, str], **more: str) -> dict[str, st
 
 
 def with_packages(inherited: Mapping[str, str], packages: str, **more: str) -> dict[str, str]:
-    """The environment, as `child_environment`, for a child that is to import from the folder `packages` before any
-    other of PYTHONPATH.
-    """
+    """`child_environment` for a child that imports from `packages` first."""
     kept = child_environment(inherited, **more)
     return kept | {"PYTHONPATH": os.pathsep.join(filter(None, (packages, kept.get("PYTHONPATH"))))}
+
+
+def main() -> None:
+    """Runs a command that ends when its parent ends.
+
+    Between fork and exec of another program there is no room for code of ours, so this small program goes between. On
+    Linux the kernel kills the command when its parent dies (`prctl(2)`, PR_SET_PDEATHSIG, which survives execve).
+    Elsewhere the node kills the process group instead.
+    """
+    import resource
+
+    parent, command = int(sys.argv[1]), sys.argv[2:]
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:  # it died before the kernel was asked
+            sys.exit(1)
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(_MAX_OPEN_FILES, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    os.execv(command[0], command)  # noqa: S606  # no shell wanted
+
+
+if __name__ == "__main__":
+    main()

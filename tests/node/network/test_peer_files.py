@@ -1,4 +1,4 @@
-"""A tokenizer's file is put together of pieces, and taken only when its hash is the manifest's."""
+"""A run's files are taken from any peer that gives the ones that the manifest names, and from nobody else."""
 
 from __future__ import annotations
 
@@ -13,15 +13,27 @@ from typing import Any
 import pytest
 
 from node.data.tokenizers import MAX_TOKENIZER_BYTES
-from node.network.session import NetworkSession
-from node.network.tokenizer_exchange import PIECES_AT_ONCE, fetch_tokenizer, tokenizer_given
+from node.network.peer_files import PIECES_AT_ONCE, fetch_router, fetch_tokenizer, router_given, tokenizer_given
+from node.network.session import Answered, NetworkSession, first_good
 from protocol.interfaces.transport import MAX_TOKENIZER_PIECES, TOKENIZER_PIECE_BYTES, Question, QuestionAbout
-from swarm.vocabulary.errors import Rejected, Unreachable
+from swarm.vocabulary.errors import ManifestError, Rejected, Unreachable
 from swarm.vocabulary.types import PeerId
-from tests.node.network.test_router_exchange import Seen
+from tests.node.experts.routed import manifest_with, some_router
+from tests.node.small_manifest import small_manifest
 
 FILE = random.Random(1).randbytes(6 * TOKENIZER_PIECE_BYTES + 1000)
+ROUTER = some_router()
+MANIFEST = manifest_with(ROUTER)
 SHA256 = hashlib.sha256(FILE).hexdigest()
+
+
+class Seen:
+    """An announcement, as far as asking goes."""
+
+    is_reachable = True
+
+    def __init__(self, peer: PeerId) -> None:
+        self.peer = peer
 
 
 class Peers:
@@ -41,7 +53,6 @@ class Peers:
         return [Seen(PeerId(peer)) for peer in self._files]
 
     async def ask(self, peer: PeerId, question: Question, timeout_s: float) -> bytes:
-        assert question.about is QuestionAbout.TOKENIZER
         self.asked[peer] += 1
         self.open += 1
         self.most_open = max(self.open, self.most_open)
@@ -52,6 +63,8 @@ class Peers:
             raise Rejected("it has none")
         if isinstance(file, int):
             return bytes(file)
+        if question.about is QuestionAbout.ROUTER:
+            return file
         giving = Peers({})
         with tokenizer_given(giving, file):
             answer: bytes = await giving.answers[QuestionAbout.TOKENIZER](PeerId("asker"), question)
@@ -98,3 +111,68 @@ async def test_without_a_tokenizer_nothing_is_given() -> None:
     peers = Peers({})
     with tokenizer_given(peers, None):
         assert peers.answers == {}
+
+
+async def fetched(answers: Mapping[str, bytes | None]) -> bytes:
+    found = await fetch_router(Peers(answers), MANIFEST, 0.0)
+    assert found is not None
+    return found.to_bytes()
+
+
+async def test_the_one_whose_hash_is_right_is_taken() -> None:
+    answers = {"none": None, "other": some_router(seed=4).to_bytes(), "long": bytes(10**5), "good": ROUTER.to_bytes()}
+    assert await fetched(answers) == ROUTER.to_bytes()
+
+
+async def test_when_nobody_has_it_that_is_said() -> None:
+    with pytest.raises(Unreachable, match="no peer has given this run's router"):
+        await fetched({"none": None, "other": some_router(seed=4).to_bytes()})
+
+
+async def test_a_run_without_a_router_asks_nobody() -> None:
+    session = Peers({"good": ROUTER.to_bytes()})
+    assert await fetch_router(session, small_manifest(), 1.0) is None
+    assert not session.asked
+    with router_given(session, None):
+        assert session.answers == {}
+
+
+async def test_whoever_has_it_gives_it() -> None:
+    session = Peers({})
+    with router_given(session, ROUTER):
+        answer = session.answers[QuestionAbout.ROUTER]
+        assert await answer(PeerId("asker"), Question(QuestionAbout.ROUTER)) == ROUTER.to_bytes()
+    assert session.answers == {}
+
+
+SILENT, LIAR, REFUSING, HONEST = PeerId("silent"), PeerId("a-liar"), PeerId("refusing"), PeerId("honest")
+
+
+class Asked:
+    """Answers by who is asked."""
+
+    def __init__(self) -> None:
+        self.let_go: list[PeerId] = []
+
+    async def __call__(self, peer: PeerId) -> str:
+        if peer == LIAR:
+            raise ManifestError("another run's manifest")
+        if peer == REFUSING:
+            raise Rejected("no")
+        if peer == SILENT:
+            try:
+                await asyncio.get_running_loop().create_future()
+            finally:
+                self.let_go.append(peer)
+        return "the manifest"
+
+
+async def test_one_honest_peer_is_enough() -> None:
+    ask = Asked()
+    assert await first_good((SILENT, LIAR, REFUSING, HONEST), ask) == Answered("the manifest")
+    assert ask.let_go == [SILENT]
+
+
+async def test_without_a_good_answer_one_is_told_why() -> None:
+    assert await first_good((LIAR,), Asked()) == "a-liar: another run's manifest"
+    assert await first_good((), Asked()) == "nobody was asked"

@@ -1,0 +1,199 @@
+"""Signatures of routes and of rounds, Ed25519 (RFC 8032) by keys whose public halves are in the peer ids.
+
+A data node signs the route of a microbatch, so that no peer on the way can change it. The signature covers
+
+    "skipstone-route:2" 0 | run (32 bytes) | number (8) | purpose (1) | lifetime in ms (4) | modules: stage (2), expert
+    (2) each
+
+with all integers big-endian; for a microbatch of documents
+
+    "skipstone-route-documents:1" 0 | ... as above, with the number of modules (2) before them | tokens of each document
+    (4)
+
+and for documents of which only some tokens are labels
+
+    "skipstone-route-labels:1" 0 | ... as that, with the number of labels (4) before the tokens of each document
+
+A member of a round signs its entry (the bytes are in link.proto, at Entry) and the pieces that it contributes: a
+piece's signature covers the tensor's BLAKE3 hash and holds for one attempt at one round of one module of one run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections import OrderedDict
+from dataclasses import replace
+from functools import lru_cache
+from typing import Final
+
+from blake3 import blake3
+
+from protocol.frames.codec import milliseconds, packed
+from protocol.identity.keys import Identity, public_key_of, verify
+from swarm.vocabulary.averaging_messages import Contribution, Entry
+from swarm.vocabulary.errors import ProtocolViolation
+from swarm.vocabulary.pipeline_messages import Forward, MicrobatchTensor, Purpose
+from swarm.vocabulary.types import AnchorVersion, MicrobatchId, ModuleId, Path, PeerId, RunId, SignedRoute
+
+_ENTRY_DOMAIN: Final = b"skipstone-entry:2\0"
+_PIECE_DOMAIN: Final = b"skipstone-piece:2\0"
+_PIECE_NUMBERS: Final = struct.Struct("<6Q")
+
+
+class EntrySeal:
+    """Signs and checks entries of one run: a `Seal`. Other runs, rounds, attempts and anchors have other bytes."""
+
+    def __init__(self, identity: Identity, run: RunId) -> None:
+        self._identity = identity
+        self._run = run
+
+    def sign(self, entry: Entry) -> Entry:
+        return replace(entry, signature=self._identity.sign(entry_statement(self._run, entry)))
+
+    def verify(self, entry: Entry) -> bool:
+        """Whether the entry's peer has signed it. Takes 0.1 ms. Raises ProtocolViolation for a malformed peer id."""
+        return verify(public_key_of(entry.peer), entry.signature, entry_statement(self._run, entry))
+
+
+def entry_statement(run: RunId, entry: Entry) -> bytes:
+    """The bytes that are signed: all of the entry but its peer, which the key names."""
+    attempt = entry.round
+    return b"".join(
+        (
+            _ENTRY_DOMAIN,
+            run.encode(),
+            struct.pack("<IIQI", attempt.module.stage, attempt.module.expert, attempt.number, attempt.attempt),
+            attempt.convener.encode(),
+            _version(entry.base),
+            struct.pack("<QQd", entry.steps, entry.tokens, entry.norm),
+            struct.pack(f"<I{len(entry.measured)}I", len(entry.measured), *map(packed, entry.measured)),
+            b"\0" if entry.staged is None else b"\1" + _version(entry.staged),
+        )
+    )
+
+
+def _version(version: AnchorVersion) -> bytes:
+    return struct.pack("<QQQI", version.round, version.steps, version.tokens, version.fragment) + version.digest
+
+
+class PieceSignatures:
+    """Signs and checks pieces as one member of one run."""
+
+    def __init__(self, run: RunId, identity: Identity) -> None:
+        self._run = bytes.fromhex(run)
+        self._identity = identity
+
+    def sign(self, piece: Contribution, data_hash: bytes) -> bytes:
+        """The signature of a piece, 64 bytes. The piece's own signature does not matter."""
+        return self._identity.sign(self._statement(piece, data_hash))
+
+    def holds(self, peer: PeerId, piece: Contribution, data_hash: bytes, signature: bytes) -> bool:
+        """Whether this peer has signed a contribution with this hash."""
+        try:
+            key = public_key_of(peer)
+        except ProtocolViolation:
+            return False
+        return verify(key, signature, self._statement(piece, data_hash))
+
+    def _statement(self, piece: Contribution, data_hash: bytes) -> bytes:
+        about = piece.round
+        numbers = (about.module.stage, about.module.expert, about.number, about.attempt)
+        fixed = _PIECE_NUMBERS.pack(*numbers, piece.first_chunk, piece.end_chunk)
+        return _PIECE_DOMAIN + self._run + fixed + about.convener.encode() + data_hash
+
+
+def hash_of_piece(data: memoryview) -> bytes:
+    """BLAKE3 of a piece as it is encoded."""
+    return blake3(data).digest()
+
+
+DOMAIN: Final = b"skipstone-route:2\0"
+DOCUMENTS_DOMAIN: Final = b"skipstone-route-documents:1\0"
+LABELS_DOMAIN: Final = b"skipstone-route-labels:1\0"
+REMEMBERED: Final = 4096
+"""Verified signatures that are remembered: every microbatch comes again on its way back."""
+
+
+class Routes:
+    """Signs this node's routes, and checks everybody's, in one run."""
+
+    def __init__(self, identity: Identity, run: RunId) -> None:
+        self._identity = identity
+        self._run = run
+        self._good: OrderedDict[bytes, None] = OrderedDict()
+
+    def signed(
+        self,
+        microbatch: MicrobatchId,
+        path: Path,
+        purpose: Purpose,
+        lifetime_s: float,
+        documents: tuple[int, ...] = (),
+        labels: int = 0,
+    ) -> Path:
+        """Signs the route of our own microbatch; returns its path with the lifetime in whole milliseconds."""
+        lifetime_s = milliseconds(lifetime_s) / 1000
+        modules = tuple(hop.module for hop in path.hops)
+        data = signed_bytes(self._run, microbatch, purpose, lifetime_s, modules, documents, labels)
+        signature = self._identity.sign(data)
+        self._remember(_name_of(microbatch.data_node, signature, data))
+        return replace(path, route=SignedRoute(modules, lifetime_s, signature, documents, labels))
+
+    def fault(self, message: MicrobatchTensor) -> str | None:
+        """Why the message deviates from its signed route; None if it does not. 0.2 ms the first time, 10 us then."""
+        route, microbatch = message.path.route, message.microbatch
+        if route is None:
+            return "its data node has not signed the route"
+        if not route.allows(message.path):
+            return "the path visits other modules than its data node has signed"
+        purpose = (
+            message.purpose if isinstance(message, Forward) else Purpose.TRAIN
+        )  # what is evaluated never comes back
+        data = signed_bytes(
+            self._run, microbatch, purpose, route.lifetime_s, route.modules, route.documents, route.labels
+        )
+        name = _name_of(microbatch.data_node, route.signature, data)
+        if name in self._good:
+            return None
+        if not verify(_key_of(microbatch.data_node), route.signature, data):
+            return "the route's signature is not its data node's"
+        self._remember(name)
+        return None
+
+    def _remember(self, name: bytes) -> None:
+        self._good[name] = None
+        while len(self._good) > REMEMBERED:
+            self._good.popitem(last=False)
+
+
+def signed_bytes(
+    run: RunId,
+    microbatch: MicrobatchId,
+    purpose: Purpose,
+    lifetime_s: float,
+    modules: tuple[ModuleId, ...],
+    documents: tuple[int, ...] = (),
+    labels: int = 0,
+) -> bytes:
+    """The bytes that are signed. The data node is not in it: its key is."""
+    parts = [LABELS_DOMAIN if labels else DOCUMENTS_DOMAIN if documents else DOMAIN]
+    parts += [bytes.fromhex(run), microbatch.number.to_bytes(8), purpose.value.to_bytes(1)]
+    parts.append(milliseconds(lifetime_s).to_bytes(4))
+    if documents or labels:
+        parts.append(len(modules).to_bytes(2))
+    parts += [module.stage.to_bytes(2) + module.expert.to_bytes(2) for module in modules]
+    if labels:
+        parts.append(labels.to_bytes(4))
+    parts += [tokens.to_bytes(4) for tokens in documents]
+    return b"".join(parts)
+
+
+def _name_of(data_node: PeerId, signature: bytes, data: bytes) -> bytes:
+    return hashlib.sha256(b"".join((data_node.encode(), signature, data))).digest()
+
+
+@lru_cache(maxsize=1024)
+def _key_of(data_node: PeerId) -> bytes:
+    """Raises ProtocolViolation."""
+    return public_key_of(data_node)
