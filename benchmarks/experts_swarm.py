@@ -3,7 +3,7 @@ as many peers.
 
     python benchmarks/experts_swarm.py [--rounds 3] [--seconds 20] [--json]
 
-Five real nodes on this machine, one thread each, behind links of 20 ms (`node.lab`). Arms in turns, from the first step
+Five real nodes on this machine, one thread each, behind links of 20 ms (`lab`). Arms in turns, from the first step
 on; medians over the rounds. Bytes are all that the peers send: hidden states, gradients, rounds and the directory.
 
 How even the experts' work is, is counted from the data node's log: of any 32 microbatches in a row, the most visits of
@@ -26,9 +26,9 @@ from typing import Any, Final
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from node.lab.experiment.run import Run
-from node.lab.experiment.scenario import Scenario, scenario_from_table
-from node.lab.wan.outcome import Outcome, outcome_of
+from lab.experiment.run import Run
+from lab.experiment.scenario import Scenario, scenario_from_table
+from lab.wan.outcome import Outcome, outcome_of
 from node.observability.event_json import event_from_json
 from node.observability.events import Completed
 

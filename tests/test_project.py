@@ -17,7 +17,7 @@ from docs import generate_architecture
 from swarm.vocabulary import errors
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("swarm", "protocol", "node")
+PACKAGES = ("swarm", "protocol", "node", "lab")
 GENERATED = ROOT / "protocol" / "generated"
 # Who may import whom, from the ground up; `swarm/vocabulary` is free for all. `protocol` imports nothing else of
 # `swarm`, only the entry point imports the
@@ -30,14 +30,12 @@ swarm/compression:
 swarm/experts:
 swarm/membership:
 swarm/workload:
-node/lab/emulation: protocol/libp2p
 node/observability: protocol/interfaces swarm/workload
 protocol/codecs: protocol/interfaces
 protocol/frames: protocol/interfaces
 swarm/averaging: swarm/compression
 swarm/pipeline: swarm/workload
 swarm/routing: swarm/experts swarm/membership swarm/workload
-node/lab/audit: node/observability
 protocol/identity: protocol/frames
 swarm/routing/plans: swarm/routing
 swarm/routing/negotiation: swarm/routing swarm/routing/plans
@@ -74,8 +72,6 @@ node/averaging/exchange: node/averaging/anchor node/concurrency node/model node/
     protocol/identity protocol/interfaces swarm/averaging swarm/compression
 node/averaging/state_sync: node/averaging/anchor node/concurrency node/network node/observability node/start
     protocol/codecs protocol/frames protocol/interfaces protocol/transport swarm/averaging
-node/lab/doctor: node/concurrency node/model node/network node/reachability protocol/interfaces protocol/manifest
-    swarm/membership swarm/pipeline
 node/local_swarm: node/context node/data node/experts node/model node/observability protocol/identity protocol/libp2p
     protocol/manifest swarm/pipeline swarm/workload
 node/routing: node/concurrency node/context node/data node/experts node/network node/observability
@@ -88,12 +84,9 @@ node/averaging/audit: node/averaging/anchor node/averaging/exchange node/concurr
 node/cli/views: node/local_swarm node/observability swarm/compression swarm/workload
 node/export: node/averaging/anchor node/averaging/state_sync node/checkpoint node/context node/data node/experts
     node/model node/network node/observability protocol/manifest swarm/averaging swarm/experts swarm/workload
-node/lab/experiment: node/concurrency node/data node/lab/audit node/lab/emulation node/local_swarm node/network
-    node/observability protocol/manifest
 node/averaging: node/averaging/anchor node/averaging/audit node/averaging/exchange node/averaging/state_sync
     node/checkpoint node/concurrency node/context node/model node/network node/observability node/start protocol/codecs
     protocol/identity protocol/interfaces protocol/manifest swarm/averaging swarm/compression
-node/lab/wan: node/lab/audit node/lab/experiment node/local_swarm protocol/manifest
 node/runtime: node/averaging node/averaging/anchor node/checkpoint node/concurrency node/context node/data node/experts
     node/model node/network node/observability node/pipeline node/reachability node/routing node/start protocol/dht
     protocol/identity protocol/interfaces protocol/manifest swarm/experts swarm/membership swarm/pipeline swarm/routing
@@ -101,13 +94,19 @@ node/dial: node/model protocol/interfaces protocol/manifest swarm/membership swa
 node/cli: node/checkpoint node/cli/views node/context node/data node/data/formats node/dial node/experts node/export
     node/local_swarm node/model node/network node/observability node/runtime node/solo node/start protocol/identity
     protocol/manifest swarm/experts swarm/membership swarm/pipeline swarm/workload
-node/lab/chaos: node/averaging node/averaging/anchor node/averaging/exchange node/cli node/lab/audit
-    node/lab/emulation node/lab/experiment node/local_swarm node/network node/observability protocol/codecs
-    protocol/identity protocol/interfaces protocol/transport swarm/pipeline
-node/lab/commands: node/cli/views node/context node/data node/lab/audit node/lab/chaos node/lab/doctor
-    node/lab/emulation node/lab/experiment node/lab/simulation node/lab/wan node/model node/network protocol/manifest
-    swarm/simulation
-node: node/cli node/lab/commands
+node/lab/commands: node/cli/views node/lab/simulation swarm/simulation
+lab/emulation: protocol/libp2p
+lab/audit: node/observability
+lab/experiment: lab/audit lab/emulation node/concurrency node/data node/local_swarm node/network node/observability
+    protocol/manifest
+lab/wan: lab/audit lab/experiment node/local_swarm protocol/manifest
+node/doctor: node/cli/views node/concurrency node/context node/model node/network node/reachability
+    protocol/interfaces protocol/manifest swarm/membership swarm/pipeline
+lab/chaos: lab/audit lab/emulation lab/experiment node/averaging node/averaging/anchor node/averaging/exchange
+    node/cli node/local_swarm node/network node/observability protocol/codecs protocol/identity protocol/interfaces
+    protocol/transport swarm/pipeline
+lab/commands: lab/audit lab/chaos lab/emulation lab/experiment lab/wan node/cli/views node/data
+node: lab/commands node/cli node/doctor node/lab/commands
 """
 FOLDERS = {
     name: " ".join(others.split())
@@ -161,13 +160,21 @@ def test_swarm_imports_the_standard_library_and_itself_and_does_no_io(path: Path
         assert top(name) == "swarm" or (top(name) in sys.stdlib_module_names and top(name) not in NO_IO), name
 
 
-@pytest.mark.parametrize("path", sources("node"), ids=name_of)
-def test_node_imports_neither_tests_nor_benchmarks(path: Path) -> None:
+@pytest.mark.parametrize("path", sources("node", "protocol", "lab"), ids=name_of)
+def test_the_product_imports_neither_tests_nor_benchmarks(path: Path) -> None:
     assert not {top(name) for name in imported_by(path)} & {"tests", "benchmarks"}
 
 
+@pytest.mark.parametrize("path", sources("node", "protocol"), ids=name_of)
+def test_only_the_entry_point_imports_the_laboratory_and_not_before_a_command_asks_for_it(path: Path) -> None:
+    tree = parsed(path)
+    at_load = ast.Module([node for node in tree.body if not isinstance(node, ast.FunctionDef)], [])
+    looked_at = at_load if name_of(path) == "node/__main__.py" else tree
+    assert "lab" not in {top(name) for name in imports(looked_at, "")}
+
+
 @pytest.mark.parametrize(
-    "path", [*sources("node/cli", "node/lab/commands"), ROOT / "node" / "__main__.py"], ids=name_of
+    "path", [*sources("node/cli", "node/lab/commands", "lab/commands"), ROOT / "node" / "__main__.py"], ids=name_of
 )
 def test_the_command_line_loads_nothing_heavy(path: Path) -> None:
     at_load = ast.Module([node for node in parsed(path).body if not isinstance(node, ast.FunctionDef)], [])

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from node.lab.audit.log_files import check_folder
-from node.lab.emulation.sockets import Callers, read_sockets
-from node.lab.experiment.metrics import Mark, Row
-from node.lab.experiment.scenario import Scenario, scenario_from_table
-from node.lab.wan.measurement import Measurement
+from lab.audit.log_files import check_folder
+from lab.emulation.sockets import Callers, read_sockets
+from lab.experiment.metrics import Mark, Row
+from lab.experiment.scenario import Scenario, scenario_from_table
+from lab.wan.measurement import Measurement
 from tests.e2e.small_run import small_run, write_text
-from tests.node.lab.wan.test_wan_report import read_rows
+from tests.lab.wan.test_wan_report import read_rows
 
 pytestmark = [
     pytest.mark.e2e,

@@ -1,0 +1,1 @@
+"""The commands wan, chaos and check."""
