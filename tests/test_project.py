@@ -95,17 +95,17 @@ node/cli: node/checkpoint node/cli/views node/context node/data node/data/format
     node/local_swarm node/model node/network node/observability node/runtime node/solo node/start protocol/identity
     protocol/manifest swarm/experts swarm/membership swarm/pipeline swarm/workload
 node/lab/commands: node/cli/views node/lab/simulation swarm/simulation
-lab/emulation: protocol/libp2p
-lab/audit: node/observability
-lab/experiment: lab/audit lab/emulation node/concurrency node/data node/local_swarm node/network node/observability
-    protocol/manifest
-lab/wan: lab/audit lab/experiment node/local_swarm protocol/manifest
 node/doctor: node/cli/views node/concurrency node/context node/model node/network node/reachability
     protocol/interfaces protocol/manifest swarm/membership swarm/pipeline
-lab/chaos: lab/audit lab/emulation lab/experiment node/averaging node/averaging/anchor node/averaging/exchange
-    node/cli node/local_swarm node/network node/observability protocol/codecs protocol/identity protocol/interfaces
+lab/emulation: protocol/libp2p
+lab: node/observability
+lab/experiment: lab lab/emulation node/concurrency node/data node/local_swarm node/network node/observability
+    protocol/manifest
+lab/wan: lab lab/experiment node/local_swarm protocol/manifest
+lab/chaos: lab lab/emulation lab/experiment node/averaging node/averaging/anchor node/averaging/exchange node/cli
+    node/local_swarm node/network node/observability protocol/codecs protocol/identity protocol/interfaces
     protocol/transport swarm/pipeline
-lab/commands: lab/audit lab/chaos lab/emulation lab/experiment lab/wan node/cli/views node/data
+lab/commands: lab lab/chaos lab/emulation lab/experiment lab/wan node/cli/views node/data
 node: lab/commands node/cli node/doctor node/lab/commands
 """
 FOLDERS = {

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from lab.audit.audit import Report
+from lab.audit import Report
 from lab.chaos.chaos_run import ChaosRun, Peaks
 from lab.chaos.chaos_scenario import ChaosScenario, Expectations
 from lab.chaos.recovery import Recovery

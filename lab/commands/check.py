@@ -14,7 +14,7 @@ from node.cli.views.output import announce, print_json
 from node.cli.views.text import harmless
 
 if TYPE_CHECKING:
-    from lab.audit.audit import Report
+    from lab.audit import Report
 
 SHOWN = 20
 
@@ -25,7 +25,7 @@ def check(
 ) -> None:
     """Check the event logs of a run: every microbatch exactly once, one anchor a round. Exits with 1 if not."""
     announce(f"skipstone check: reading {folder}", as_json=json)
-    from lab.audit.log_files import check_folder
+    from lab.audit import check_folder
 
     report = check_folder(folder)
     if json:

@@ -1,34 +1,50 @@
-"""The emulated network's state: every member's site, who is cut off from whom, and what has passed between them.
+"""The emulated network: the site of each member, partitions and faults, and the bytes that have passed.
 
-Members are known by their index in the swarm. None stands for whoever is not a member, such as a `skipstone status`
-from outside: its own link is ideal.
+Members are known by their index in the swarm. None is a caller from outside, with an ideal link.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from lab.emulation import regions
-from lab.emulation.flow import Shaper
-from lab.emulation.link_shape import Fault, LinkShape, Site
+from lab.emulation.link_shape import Fault, LinkShape, Site, region_bytes_per_s, region_delay_s
 
 Member = int | None
 Way = tuple[Member, Member]
-"""From whom to whom."""
+"""Sender and receiver."""
 
+BURST_S = 0.005
+"""Time's worth of bytes that leaves at once after a pause. Timers are no finer."""
 CHUNK_S = 0.005
 MIN_CHUNK_BYTES = 2 * 1024
 MAX_CHUNK_BYTES = 64 * 1024
 
 
+class Shaper:
+    """Delays what exceeds a rate, first come, first served; all connections of a link share it.
+
+    The virtual scheduling form of a token bucket (ITU-T I.371, GCRA).
+    """
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self.bytes_per_s = bytes_per_s
+        self._free_at = -math.inf
+
+    def grant(self, size_bytes: int, now: float) -> float:
+        """Returns the time, `now` or later, at which these bytes have left."""
+        if math.isinf(self.bytes_per_s):
+            return now
+        self._free_at = max(self._free_at, now) + size_bytes / self.bytes_per_s
+        return max(now, self._free_at - BURST_S)
+
+
 @dataclass(slots=True, eq=False)
 class _Access:
-    """A member's site, and the buckets that all its connections share."""
-
     site: Site
     up: Shaper = field(init=False)
     down: Shaper = field(init=False)
@@ -50,10 +66,9 @@ class _Breaks:
 
 
 class Emulation:
-    """The emulated network, settable at any time; everything that is under way at the moment follows. For one event
-    loop.
+    """The emulated network of one event loop; changes take effect at once.
 
-    The same seed draws the same jitter for the n-th connection between two members; when bytes come is the clock's.
+    The same seed draws the same jitter for the n-th connection between two members.
     """
 
     def __init__(self, seed: int) -> None:
@@ -68,38 +83,36 @@ class Emulation:
         self._passed: Counter[Way] = Counter()
         self._changed = asyncio.Event()
 
-    # ---- setting -------------------------------------------------------------------------------------------------
+    # ---- changes -------------------------------------------------------------------------------------------------
 
     def place(self, member: int, site: Site) -> None:
-        """Places a member at a site, for the first time or again."""
+        """Places a member at a site, or moves it there."""
         if member in self._members:
             self._members[member].move_to(site)
         else:
             self._members[member] = _Access(site)
-        self._tell()
+        self._notify()
 
     def reshape(self, member: int, shape: LinkShape) -> None:
-        """Gives a placed member another link; its region stays."""
+        """Gives a member another link; its region stays."""
         self.place(member, Site(shape, self._members[member].site.region))
 
     def partition(self, sides: Sequence[Sequence[int]]) -> None:
-        """Cuts members of different sides off from each other, and nobody is told. Members of no side reach all."""
+        """Silently cuts the sides off from each other. Members of no side reach all."""
         self._sides = {member: side for side, members in enumerate(sides) for member in members}
-        self._tell()
+        self._notify()
 
     def heal(self) -> None:
         """Ends a partition. Faults of single links stay."""
         self.partition(())
 
     def block(self, ways: Iterable[Way]) -> None:
-        """Blocks these ways, and nobody is told; what was blocked before no longer is."""
+        """Silently blocks these ways, and only these."""
         self._blocked = frozenset(ways)
-        self._tell()
+        self._notify()
 
     def break_every(self, member: int, size_bytes: int | None) -> None:
-        """Resets, whenever so many more bytes have come to a member, the connection that brought the last one, right
-        behind it. None ends that.
-        """
+        """Resets a connection to the member after every `size_bytes` that came to it; None stops that."""
         if size_bytes is None:
             self._breaks.pop(member, None)
         else:
@@ -113,18 +126,18 @@ class Emulation:
             self.place(member, Site())
         self.heal()
 
-    # ---- asking --------------------------------------------------------------------------------------------------
+    # ---- the current state ---------------------------------------------------------------------------------------
 
     def site(self, member: Member) -> Site:
-        """The member's current site."""
+        """Returns the member's current site."""
         return self._access(member).site
 
     def is_reset(self, member: Member) -> bool:
-        """Whether connections from and to it are reset."""
+        """Whether the member's connections are reset."""
         return self.site(member).shape.fault is Fault.RESET
 
     def passes(self, way: Way) -> bool:
-        """Whether anything is delivered on that way now."""
+        """Whether anything is delivered on this way now."""
         source, target = way
         if way in self._blocked:
             return False
@@ -135,51 +148,53 @@ class Emulation:
         return self._sides[source] == self._sides[target]
 
     async def passable(self, way: Way) -> None:
-        """Waits until something is delivered on that way."""
+        """Waits until the way delivers."""
         while not self.passes(way):
             await self.change()
 
     async def change(self) -> None:
-        """Waits until anything is set."""
+        """Waits for the next change."""
         await self._changed.wait()
 
     def one_way_s(self, way: Way, randomness: random.Random) -> float:
-        """The delay of the next piece in seconds, rates apart."""
+        """Draws the delay of the next piece, in seconds, without the time its bytes take."""
         one, other = (self.site(member) for member in way)
         delay_s = one.shape.latency_s + other.shape.latency_s
         jitter_s = one.shape.jitter_s * randomness.random() + other.shape.jitter_s * randomness.random()
         if one.region is not None and other.region is not None:
-            delay_s += regions.one_way_s(one.region, other.region)
+            delay_s += region_delay_s(one.region, other.region)
         return delay_s + jitter_s
 
     def chunk_bytes(self, way: Way) -> int:
-        """The number of bytes to take in at once, so that many connections share a narrow link piece by piece."""
+        """Returns how much to read at once, so that connections share a narrow link piece by piece."""
         source, target = way
         rate = min(self._access(source).up.bytes_per_s, self._access(target).down.bytes_per_s)
         return int(min(MAX_CHUNK_BYTES, max(MIN_CHUNK_BYTES, rate * CHUNK_S)))
 
     def randomness(self, way: Way) -> random.Random:
-        """A random generator for a new connection."""
+        """Returns the random generator of a new connection."""
         self._connections[way] += 1
         return random.Random(f"{self._seed} {way} {self._connections[way]}")  # noqa: S311 - no secret
 
-    # ---- passing -------------------------------------------------------------------------------------------------
+    # ---- traffic -------------------------------------------------------------------------------------------------
 
     def leave(self, way: Way, size_bytes: int, now: float) -> float:
-        """Sends a piece off; returns when it has left the sender's link and what lies between."""
+        """Returns when a piece has left the sender's link and the link between the regions."""
         left_at = self._access(way[0]).up.grant(size_bytes, now)
-        between = self._bucket_between(way)
-        return left_at if between is None else between.grant(size_bytes, left_at)
+        one, other = (self.site(member).region for member in way)
+        if one is None or other is None:
+            return left_at
+        between = self._between.setdefault(way, Shaper(0.0))
+        between.bytes_per_s = region_bytes_per_s(one, other)
+        return between.grant(size_bytes, left_at)
 
     def arrive(self, way: Way, size_bytes: int, now: float) -> float:
-        """Brings a piece into the receiver's link; returns when it is through, and counts it."""
+        """Counts a piece and returns when it is through the receiver's link."""
         self._passed[way] += size_bytes
         return self._access(way[1]).down.grant(size_bytes, now)
 
     def before_break(self, way: Way, size_bytes: int) -> int | None:
-        """Counts a piece that is about to be handed over against the next break. Returns how much of it comes before a
-        break; None when there is none in it.
-        """
+        """Counts a piece against the next reset; returns how much of it comes before one, None if all does."""
         breaks = None if way[1] is None else self._breaks.get(way[1])
         if breaks is None:
             return None
@@ -190,23 +205,12 @@ class Emulation:
         return through
 
     def passed(self) -> dict[Way, int]:
-        """The bytes so far, by way."""
+        """Returns the bytes delivered so far, by way."""
         return dict(self._passed)
-
-    # ---- inside --------------------------------------------------------------------------------------------------
 
     def _access(self, member: Member) -> _Access:
         return self._outside if member is None else self._members[member]
 
-    def _bucket_between(self, way: Way) -> Shaper | None:
-        """The limit between two regions, one for each pair of machines and direction."""
-        one, other = (self.site(member).region for member in way)
-        if one is None or other is None:
-            return None
-        bucket = self._between.setdefault(way, Shaper(0.0))
-        bucket.bytes_per_s = regions.bytes_per_s(one, other)
-        return bucket
-
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()

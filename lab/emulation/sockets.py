@@ -1,7 +1,6 @@
-"""The members at the other end of connections on this machine, and who listens: read from Linux's /proc (proc(5)).
+"""TCP sockets of this machine and the processes that hold them, read from Linux's /proc (proc(5)).
 
-A node cannot choose the address that its calls come from (neither gRPC nor libp2p's daemon lets it), so the caller of a
-connection is found by the process that holds its socket. Only sockets of this user's processes can be told.
+A node cannot choose the source address of its calls, so a caller is known by the process that holds its socket.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _TABLES = ("/proc/net/tcp", "/proc/net/tcp6")
 
 @dataclass(frozen=True, slots=True)
 class Socket:
-    """A TCP socket: one line of the kernel's table. IPv4 addresses in IPv6 form are given as IPv4."""
+    """One line of the kernel's table. IPv4 addresses in IPv6 form become IPv4."""
 
     local: Endpoint
     remote: Endpoint
@@ -31,7 +30,7 @@ class Socket:
 
 
 def require_proc() -> None:
-    """Checks that the kernel says whose a socket is. Raises ConfigError where it does not."""
+    """Raises ConfigError unless the kernel tells which process holds a socket."""
     if sys.platform != "linux" or not Path(_TABLES[0]).is_file():
         raise ConfigError(
             "the WAN emulation needs Linux: it tells nodes apart by /proc",
@@ -40,7 +39,7 @@ def require_proc() -> None:
 
 
 def read_sockets() -> list[Socket]:
-    """Reads every TCP socket of this network namespace."""
+    """Reads all TCP sockets of this network namespace."""
     found: list[Socket] = []
     for table in _TABLES:
         try:
@@ -52,29 +51,24 @@ def read_sockets() -> list[Socket]:
 
 
 def parse_socket(line: str) -> Socket:
-    """One line of /proc/net/tcp or tcp6."""
+    """Parses one line of /proc/net/tcp or tcp6."""
     fields = line.split()
     return Socket(_endpoint(fields[1]), _endpoint(fields[2]), int(fields[3], 16) == _LISTENS, int(fields[9]))
 
 
 def listening() -> frozenset[Endpoint]:
-    """The ports on which anybody listens."""
+    """Returns the open ports."""
     return frozenset(socket.local for socket in read_sockets() if socket.listens)
 
 
 class Callers:
-    """The members of the swarm behind connections that were opened.
-
-    Args:
-        roots: gives the process id of each running member's node, by index.
-    """
+    """Finds the member behind a connection. `roots` returns the process id of each member's node, by index."""
 
     def __init__(self, roots: Callable[[], Mapping[int, int]]) -> None:
         self._roots = roots
 
     def caller(self, source: Endpoint, target: Endpoint) -> int | None:
-        """The member; None when it is none of them, or has closed its end already. Reads /proc, so it is for a
-        thread."""
+        """Returns the member, or None if it is none of them or its end is closed. Reads /proc: call it in a thread."""
         inode = next((s.inode for s in read_sockets() if s.local == source and s.remote == target and s.inode), None)
         if inode is None:
             return None
@@ -83,7 +77,7 @@ class Callers:
 
 
 def descendants(roots: set[int]) -> Iterator[tuple[int, int]]:
-    """Every living process that descends from one of `roots`, and those themselves, as (root, process)."""
+    """Yields all living descendants of `roots`, and the roots themselves, as (root, process)."""
     parents = {pid: parent for pid in _processes() if (parent := _parent(pid)) is not None}
     for pid in parents:
         ancestor: int | None = pid
@@ -120,7 +114,7 @@ def _holds(pid: int, inode: int) -> bool:
 
 
 def _endpoint(text: str) -> Endpoint:
-    """`0100007F:96A9`: the address as words of the machine's byte order, then the port."""
+    """Parses `0100007F:96A9`: the address in words of the machine's byte order, then the port."""
     address, _, port = text.partition(":")
     raw = bytes.fromhex(address)
     if sys.byteorder == "little":

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lab.audit.route_audit import is_rerouted
+from lab.audit import is_rerouted
 from node.observability.event_json import event_from_json
 from node.observability.events import (
     CaughtUp,

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from lab.audit.audit import Report
+from lab.audit import Report
 from swarm.vocabulary.errors import ConfigError
 
 

@@ -16,8 +16,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import TypeVar
 
-from lab.audit.audit import Report
-from lab.audit.log_files import check_folder
+from lab.audit import Report, check_folder
 from lab.emulation.link_shape import Site
 from lab.experiment.laboratory import Laboratory
 from lab.experiment.log_watch import LogWatch

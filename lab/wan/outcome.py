@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lab.audit.audit import Report
+from lab.audit import Report
 from lab.experiment.metrics import Mark, Row
 from lab.experiment.run import Run
 from node.local_swarm.swarm_progress import SwarmProgress

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from lab.audit.log_files import check_folder
+from lab.audit import check_folder
 from lab.emulation.sockets import Callers, read_sockets
 from lab.experiment.metrics import Mark, Row
 from lab.experiment.scenario import Scenario, scenario_from_table

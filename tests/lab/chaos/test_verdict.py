@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lab.audit.audit import Report
-from lab.audit.findings import Violation
+from lab.audit import Report, Violation
 from lab.chaos.chaos_report import Judged, draw, judged, report_json, report_text
 from lab.chaos.chaos_run import Peaks
 from lab.chaos.chaos_scenario import ChaosScenario, find_scenarios, known_scenarios

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lab.audit.audit import Report
-from lab.audit.findings import Violation
+from lab.audit import Report, Violation
 from lab.experiment.metrics import Kind, Mark, Meter, Row, row_line
 from lab.experiment.scenario import Scenario, scenario_from_table
 from lab.wan.outcome import Capacity, Outcome, capacity_of, last_loss, totals, utilization_of

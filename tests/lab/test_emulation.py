@@ -6,11 +6,20 @@ import asyncio
 import random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from lab.emulation.emulation import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, Emulation
-from lab.emulation.flow import BURST_S
-from lab.emulation.link_shape import PROFILES, Fault, LinkShape, Site, profile_of
-from lab.emulation.regions import REGIONS, bytes_per_s, one_way_s
+from lab.emulation.emulation import BURST_S, MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, Emulation, Shaper
+from lab.emulation.link_shape import (
+    PROFILES,
+    REGIONS,
+    Fault,
+    LinkShape,
+    Site,
+    profile_of,
+    region_bytes_per_s,
+    region_delay_s,
+)
 from swarm.vocabulary.errors import ConfigError
 
 SLOW = LinkShape(latency_s=0.01, up_bytes_per_s=1000.0, down_bytes_per_s=4000.0)
@@ -115,10 +124,10 @@ def test_regions_add_their_delay_and_their_rate() -> None:
 def test_the_tables_of_regions_are_symmetric_and_whole() -> None:
     for one in REGIONS:
         for other in REGIONS:
-            assert one_way_s(one, other) == one_way_s(other, one) > 0
-            assert bytes_per_s(one, other) == bytes_per_s(other, one) > 2**20
-    assert one_way_s("belgium", "nl") == 0.003
-    assert bytes_per_s("iowa", "oregon") == 92.5 * 2**20
+            assert region_delay_s(one, other) == region_delay_s(other, one) > 0
+            assert region_bytes_per_s(one, other) == region_bytes_per_s(other, one) > 2**20
+    assert region_delay_s("belgium", "nl") == 0.003
+    assert region_bytes_per_s("iowa", "oregon") == 92.5 * 2**20
 
 
 def test_impossible_links_and_unknown_profiles_are_refused() -> None:
@@ -155,3 +164,23 @@ def test_a_connection_breaks_behind_every_so_many_bytes() -> None:
     assert network.before_break((0, 1), 1) == 1
     network.break_every(1, None)
     assert network.before_break((0, 1), 1000) is None
+
+
+@given(st.lists(st.tuples(st.floats(0, 10), st.integers(1, 100_000)), min_size=1, max_size=50), st.floats(100, 1e6))
+def test_no_more_passes_than_the_rate_and_one_burst(sends: list[tuple[float, int]], rate: float) -> None:
+    shaper = Shaper(rate)
+    now, left_at, passed = 0.0, 0.0, 0
+    for pause_s, size_bytes in sends:
+        now = max(now + pause_s, left_at)
+        granted = shaper.grant(size_bytes, now)
+        assert granted >= max(now, left_at)
+        left_at, passed = granted, passed + size_bytes
+    assert passed <= (left_at + BURST_S) * rate * (1 + 1e-9) + 1
+
+
+def test_a_new_rate_holds_for_what_comes_after_it_and_a_pause_saves_nothing_up() -> None:
+    shaper = Shaper(1000.0)
+    assert shaper.grant(1000, 0.0) == pytest.approx(1.0 - BURST_S)
+    shaper.bytes_per_s = 100.0
+    assert shaper.grant(100, 0.0) == pytest.approx(2.0 - BURST_S)
+    assert shaper.grant(100, 5.0) == pytest.approx(6.0 - BURST_S)

@@ -17,8 +17,7 @@ import uvloop
 
 from lab.emulation.emulation import Emulation
 from lab.emulation.link_shape import Fault, LinkShape, Site
-from lab.emulation.pipe import MAX_HELD_BYTES
-from lab.emulation.proxy import Door, ListenWatch, Proxy
+from lab.emulation.proxy import MAX_HELD_BYTES, Door, ListenWatch, Proxy
 from lab.emulation.sockets import Callers, Endpoint, descendants, listening, parse_socket
 from node.concurrency.task_groups import task_scope
 

@@ -11,7 +11,7 @@ import pytest
 
 from lab.emulation.emulation import Emulation
 from lab.emulation.link_shape import LinkShape, Site
-from lab.emulation.pipe import Pipe
+from lab.emulation.proxy import Pipe
 
 SENDER, RECEIVER = 0, 1
 RATE = 1_000_000.0

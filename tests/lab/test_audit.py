@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from lab.audit.audit import Line, Report, check_logs
-from lab.audit.findings import Spot
+from lab.audit import Line, Report, Spot, check_logs
 from node.__main__ import app
 from node.observability.event_json import event_to_json
 from node.observability.events import (
