@@ -29,7 +29,7 @@ def experiment(context: typer.Context) -> None:
             hint="Clone the repository and install it with `pip install -e .`.",
         )
     sys.path.append(str(CHECKOUT))  # an editable install names the packages of the wheel only
-    from lab.commands.app import app as laboratory
+    from lab.commands import app as laboratory
 
     arguments = [str(context.info_name), *context.args]
     raise typer.Exit(laboratory(arguments, prog_name="skipstone", standalone_mode=False) or 0)

@@ -4,17 +4,35 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
 from lab.emulation.link_shape import MBIT, Fault, LinkShape, Site, profile_of
-from lab.experiment.scenario import Scenario, read_scenario, scenario_from_table
-from lab.experiment.scenario_events import Churn, Freeze, Heal, Kill, Partition, Reshape, Start, Stop
-from lab.experiment.scenario_table import LinkTable
+from lab.scenario import Scenario, find_scenarios, known_scenarios, read_scenario, scenario_from_table
+from lab.scenario_event import (
+    Child,
+    Churn,
+    Crash,
+    Freeze,
+    FreezeLeader,
+    Kill,
+    Lie,
+    LinkTable,
+    Odd,
+    OneWay,
+    Partition,
+    Resets,
+    Reshape,
+    Restart,
+    Start,
+    Stop,
+    Worsen,
+)
+from node.observability.failpoints import POINTS
 from swarm.vocabulary.errors import ConfigError, ManifestError
 
-ROOT = Path(__file__).parent.parent.parent.parent
+ROOT = Path(__file__).parent.parent.parent
 BASE = """
 name = "test"
 seed = 3
@@ -69,27 +87,21 @@ for = 6
 
 
 def scenario_of(text: str) -> Scenario:
-    return scenario_from_table(tomllib.loads(text), Scenario)
+    return scenario_from_table(tomllib.loads(text))
 
 
 def test_a_scenario_says_who_where_and_what() -> None:
     scenario = scenario_of(BASE)
-    assert (scenario.name, scenario.seed, scenario.duration_s, scenario.threads, scenario.held_out) == (
-        "test",
-        3,
-        60,
-        2,
-        0,
-    )
-    assert scenario.peers == 5
+    assert (scenario.name, scenario.seed, scenario.duration_s, scenario.threads) == ("test", 3, 60, 2)
+    assert (scenario.held_out, scenario.chaos) == (0, None)
     assert scenario.manifest.stages.blocks == (0, 1, 1)
     assert scenario.manifest.training.staleness == 1
     assert scenario.manifest.training.rows == 4, "the rest is the demo run's"
     assert scenario.manifest.seed == 3
     fibre = profile_of("home-fibre").site.shape
-    assert scenario.site_of(2).shape.up_bytes_per_s == 20 * MBIT
-    assert scenario.site_of(2).shape.down_bytes_per_s == fibre.down_bytes_per_s
-    assert scenario.site_of(4).region == "iowa"
+    assert scenario.sites[2].shape.up_bytes_per_s == 20 * MBIT
+    assert scenario.sites[2].shape.down_bytes_per_s == fibre.down_bytes_per_s
+    assert scenario.sites[4].region == "iowa"
 
 
 def test_events_come_in_order_of_time() -> None:
@@ -127,7 +139,7 @@ def test_churn_is_so_many_replacements_a_minute_and_the_same_with_the_same_seed(
 def moments_of(text: str) -> list[float]:
     (churn,) = scenario_of(text).events
     assert isinstance(churn, Churn)
-    return list(churn.moments(scenario_of(text)))
+    return list(churn.moments(5, scenario_of(text).seed))
 
 
 def test_the_undisturbed_run_trains_the_same_manifest() -> None:
@@ -135,9 +147,9 @@ def test_the_undisturbed_run_trains_the_same_manifest() -> None:
     calm = scenario.undisturbed()
     assert calm.manifest == scenario.manifest
     assert calm.events == ()
-    assert {calm.site_of(peer) for peer in range(5)} == {profile_of("none").site}
+    assert set(calm.sites) == {profile_of("none").site}
     mobile = scenario.everywhere("mobile")
-    assert {mobile.site_of(peer) for peer in range(5)} == {profile_of("mobile").site}
+    assert set(mobile.sites) == {profile_of("mobile").site}
     assert [each.profile for each in mobile.events if isinstance(each, Start)] == ["mobile"]
 
 
@@ -175,14 +187,14 @@ def event(**values: Any) -> dict[str, Any]:
 )
 def test_what_is_wrong_is_named(table: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        scenario_from_table(table, Scenario)
+        scenario_from_table(table)
 
 
 @pytest.mark.parametrize("sides", [[[0]], [[0], [0, 1]], [0, 1], [[0], []]])
 def test_sides_that_are_none_are_refused(sides: list[Any]) -> None:
     table = tomllib.loads(BASE) | {"event": [{"at": 1, "action": "partition", "sides": sides}]}
     with pytest.raises(ConfigError, match="sides"):
-        scenario_from_table(table, Scenario)
+        scenario_from_table(table)
 
 
 def test_a_wrong_manifest_is_named_as_everywhere() -> None:
@@ -190,28 +202,18 @@ def test_a_wrong_manifest_is_named_as_everywhere() -> None:
         scenario_of(BASE.replace("staleness = 1", 'staleness = "much"'))
 
 
-def test_others_may_add_actions() -> None:
-    class Other(Scenario):
-        KINDS: ClassVar = {**Scenario.KINDS, "calm": Heal}
-
-    table = tomllib.loads(BASE) | {"event": [{"at": 1.0, "action": "calm"}]}
-    assert scenario_from_table(table, Other).events == (Heal(at_s=1.0),)
-
-
 def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
-        read_scenario(tmp_path / "none.toml", Scenario)
+        read_scenario(tmp_path / "none.toml")
     for content in (b"name = ", b"\xff\xfe"):
         (tmp_path / "wrong.toml").write_bytes(content)
         with pytest.raises(ConfigError, match="is not TOML"):
-            read_scenario(tmp_path / "wrong.toml", Scenario)
+            read_scenario(tmp_path / "wrong.toml")
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "docker" / "wan").glob("*.toml")), ids=lambda path: path.stem)
 def test_the_scenarios_that_come_with_the_lab_are_good(path: Path) -> None:
-    scenario, text = read_scenario(path, Scenario)
-    assert scenario.name == path.stem
-    assert tomllib.loads(text)["name"] == scenario.name
+    assert read_scenario(path)[0].name == path.stem
 
 
 def test_the_example_in_the_document_is_good() -> None:
@@ -220,3 +222,132 @@ def test_the_example_in_the_document_is_good() -> None:
     scenario = scenario_of(example)
     named = {event.NAME for event in scenario.events}
     assert named >= {"shape", "kill", "start", "freeze", "partition", "churn"}
+
+
+# ---- with expectations -----------------------------------------------------------------------------------------------
+
+
+CHAOS = """
+name = "test"
+seed = 3
+duration = 20
+[chaos]
+fault = "something breaks"
+"""
+
+
+def chaos_of(events: str = "", base: str = CHAOS) -> Scenario:
+    return scenario_of(base + events)
+
+
+def fault(action: str, keys: str, at: float = 5) -> str:
+    return f'[[event]]\nat = {at}\naction = "{action}"\n{keys}\n'
+
+
+@pytest.mark.parametrize("path", known_scenarios().values(), ids=lambda path: path.stem)
+def test_a_scenario_that_comes_along_can_be_read_and_is_named_like_its_file(path: Path) -> None:
+    read, text = read_scenario(path)
+    assert (read.name, text) == (path.stem, path.read_text())
+    assert read.events
+    assert read.chaos is not None
+
+
+def test_every_crash_point_of_the_matrix_is_in_a_scenario() -> None:
+    events = [each for path in known_scenarios().values() for each in read_scenario(path)[0].events]
+    tried = {each.point for each in events if isinstance(each, Crash)}
+    assert tried == POINTS.keys()
+
+
+def test_what_is_not_said_is_small_and_usual() -> None:
+    read = chaos_of()
+    assert len(read.sites) == 5
+    assert read.sites[0].shape.latency_s == 0.02
+    assert read.held_out == 0
+    assert read.manifest.stages.blocks == (0, 1, 1)
+    assert read.manifest.model.hidden == 32
+    assert read.chaos is not None
+    assert (read.chaos.save_every_s, read.chaos.recovery_s) == (None, 30)
+    calm = read.undisturbed()
+    assert (calm.chaos, calm.manifest, calm.sites) == (None, read.manifest, read.sites)
+
+
+def test_faults_are_read() -> None:
+    read = chaos_of(
+        fault("worsen", 'peers = [3]\nfault = "half_open"\nfor = 4', at=1)
+        + fault("one_way", 'from = [0]\nto = ["peers"]\nfor = 4', at=2)
+        + fault("resets", "peers = [1]\nevery_bytes = 10\nfor = 4", at=3)
+        + fault("child", 'peers = [1]\nwhich = "p2pd"', at=4)
+        + fault("crash", 'stage = 1\npoint = "sent"\nnth = 7\nagain = true', at=5)
+        + fault("restart", "peers = [1, 2]\npolitely = true", at=6)
+        + fault("odd", 'stage = 2\nclock = -5\nprotocol = "1-2"\nworks = true', at=7)
+        + fault("freeze_convener", "stage = 1\nfor = 4", at=8)
+        + fault("odd", "stage = 1\nclock = 300\nstep = -300\nstep_after = 9\nworks = true", at=8.5)
+        + fault("odd", "stage = 1\nstep = 30\nstep_after = 9", at=8.7)
+        + fault("lie", "stage = 2\nseed = 5", at=9)
+        + fault("kill", "peers = [4]", at=10)
+    )
+    worsen, one_way, resets, child, crash, restart, odd, leader, set_right, set_wrong, lie, _ = read.events
+    assert isinstance(worsen, Worsen)
+    assert worsen.fault is Fault.HALF_OPEN
+    assert one_way == OneWay(at_s=2, from_=(0,), to=(0, 1, 2, 3, 4), for_s=4)
+    assert resets == Resets(at_s=3, peers=(1,), every_bytes=10, for_s=4)
+    assert child == Child(at_s=4, peers=(1,), which="p2pd")
+    assert isinstance(crash, Crash)
+    assert (crash.point, crash.nth, crash.again) == ("sent", 7, True)
+    assert restart == Restart(at_s=6, peers=(1, 2), politely=True)
+    assert isinstance(odd, Odd)
+    assert (odd.oddities, odd.works) == (("--clock=-5", "--protocol=1-2"), True)
+    assert odd.step_after_s == 0
+    assert leader == FreezeLeader(at_s=8, stage=1, for_s=4)
+    assert isinstance(set_right, Odd)
+    assert isinstance(set_wrong, Odd)
+    assert (set_right.oddities, set_right.step_after_s) == (("--clock=300", "--step=-300"), 9)
+    assert (set_wrong.oddities, set_wrong.step_after_s, set_wrong.clock_s) == (("--step=30",), 9, 0)
+    assert isinstance(lie, Lie)
+    assert (lie.stage, lie.seed) == (2, 5)
+
+
+@pytest.mark.parametrize(
+    ("events", "named"),
+    [
+        (fault("crash", 'stage = 1\npoint = "nowhere"'), "nowhere"),
+        (fault("crash", 'stage = 7\npoint = "sent"'), "stage"),
+        (fault("crash", 'stage = 1\npoint = "sent"\nagain = "yes"'), "again"),
+        (fault("child", 'peers = [1]\nwhich = "cat"'), "which"),
+        (fault("odd", "stage = 1"), "nothing odd"),
+        (fault("odd", 'stage = 1\nprotocol = "2"'), "protocol"),
+        (fault("odd", "stage = 1\nstep = -30"), "step_after"),
+        (fault("explode", ""), "explode"),
+        (fault("resets", "peers = [1]\nfor = 3"), "every_bytes"),
+    ],
+)
+def test_wrong_keys_are_named(events: str, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        chaos_of(events)
+
+
+@pytest.mark.parametrize(
+    ("own", "named"),
+    [
+        ("[chaos]", "fault"),
+        ('[chaos]\nfault = "f"\nrecover = 3', "recover"),
+        ('[chaos]\nfault = "f"\nat_least = { commits = "many" }', "at_least.commits"),
+    ],
+)
+def test_wrong_expectations_are_named(own: str, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        chaos_of(base=f'name = "test"\nduration = 20\n{own}\n')
+
+
+def test_scenarios_are_named_or_files(tmp_path: Path) -> None:
+    path = tmp_path / "own.toml"
+    path.write_text(CHAOS)
+    assert find_scenarios([str(path), "resets", "resets"]) == [path, known_scenarios()["resets"]]
+    with pytest.raises(ConfigError, match="resetz"):
+        find_scenarios(["resetz"])
+
+
+@pytest.mark.parametrize("base", ["held_out = 8\n" + CHAOS, CHAOS + "loss_ratio = 1.02\n"])
+def test_losses_are_compared_where_they_are_measured(base: str) -> None:
+    with pytest.raises(ConfigError, match="go together"):
+        chaos_of(base=base)

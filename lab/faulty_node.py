@@ -1,4 +1,4 @@
-"""`python -m lab.chaos.faulty_node [--clock SECONDS] [--step SECONDS] [--protocol LOWEST-HIGHEST] -- ARGUMENTS`: a
+"""`python -m lab.faulty_node [--clock SECONDS] [--step SECONDS] [--protocol LOWEST-HIGHEST] -- ARGUMENTS`: a
 node whose wall clock is wrong, or is set at SIGUSR1, or that speaks other versions of the protocol. For chaos
 scenarios; a node itself has no such settings.
 

@@ -1,12 +1,10 @@
-"""The watch of a swarm's event logs while they are written: when microbatches are completed, how far rounds are, and
-what came of them.
-"""
+"""The watch of a swarm's event logs while the nodes write them."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections import deque
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,7 +33,7 @@ _ANCHORS_KEPT = 2
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """An anchor that a replica has taken over."""
+    """An anchor that a replica holds."""
 
     module: str
     round: int
@@ -44,31 +42,27 @@ class Held:
 
 @dataclass(slots=True)
 class Accused:
-    """A replica that others say has lied, and the rounds that they have committed since the first said so."""
+    """A replica accused of lying, and the rounds that its accusers have committed since."""
 
     by: set[str] = field(default_factory=set)
     commits: int = 0
-    """One for each replica and round."""
+    """One for each accuser and round."""
     with_it: int = 0
-    """Those with its pseudo-gradient in them."""
+    """Commits that contain its pseudo-gradient."""
 
 
 class LogWatch:
-    """Follows the event logs; `run` carries it.
-
-    Args:
-        now: seconds, on the scale of the diary.
-    """
+    """Follows the event logs in a folder, while `run` runs. `now` returns seconds since the run began."""
 
     def __init__(self, folder: Path, now: Callable[[], float]) -> None:
         self.completed: list[float] = []
-        """When each completed microbatch was seen in its data node's log, to LOOK_S and the machine's load."""
+        """Time of each completed microbatch, within LOOK_S."""
         self.rerouted: list[float] = []
-        """Likewise of those that another expert than their own has seen."""
-        self.visited: set[str] = set()
-        """Peers whose gradients have counted."""
-        self.anchors: dict[str, deque[Held]] = {}
-        """Of each peer the last ones that it has taken over."""
+        """Time of each completed microbatch that visited an expert outside its route."""
+        self.visits: Counter[str] = Counter()
+        """Gradients of each peer that have counted."""
+        self.anchors: dict[str, tuple[Held, ...]] = {}
+        """The last anchors of each peer."""
         self.accused: dict[str, Accused] = {}
         self._folder = folder
         self._now = now
@@ -76,7 +70,7 @@ class LogWatch:
         self._wanted: dict[asyncio.Future[RoundProgress], Callable[[RoundProgress], bool]] = {}
 
     async def run(self) -> None:
-        """Reads what is new, until cancelled."""
+        """Reads new lines, until cancelled."""
         try:
             while True:
                 self._look()
@@ -86,7 +80,7 @@ class LogWatch:
                 os.close(file)
 
     async def until(self, wanted: Callable[[RoundProgress], bool]) -> RoundProgress:
-        """Waits for the next event of a round that is wanted."""
+        """Waits for the next progress of a round that is wanted."""
         found: asyncio.Future[RoundProgress] = asyncio.get_running_loop().create_future()
         self._wanted[found] = wanted
         try:
@@ -99,10 +93,11 @@ class LogWatch:
             if path not in self._files:
                 self._files[path] = os.open(path, os.O_RDONLY), b""
         for path, (file, rest) in tuple(self._files.items()):
-            *lines, rest = (rest + os.read(file, READ_BYTES)).split(b"\n")
-            self._files[path] = file, rest
-            for line in lines:
-                self._take(path.name.partition("-")[0], line)
+            if new := os.read(file, READ_BYTES):
+                *lines, rest = (rest + new).split(b"\n")
+                self._files[path] = file, rest
+                for line in lines:
+                    self._take(path.name.partition("-")[0], line)
 
     def _take(self, peer: str, line: bytes) -> None:
         if line.startswith(_COMPLETED):
@@ -110,14 +105,14 @@ class LogWatch:
             if b'"route"' in line and is_rerouted(event_from_json(line)):
                 self.rerouted.append(self.completed[-1])
         elif line.startswith(_VISIT):
-            self.visited.add(peer)
+            self.visits[peer] += 1
         elif line.startswith(_ANCHORS):
             event = event_from_json(line)
             if isinstance(event, RoundCommitted | CaughtUp | Restored):
                 held = Held(event.module, event.round, event.digest)
-                self.anchors.setdefault(event.peer, deque(maxlen=_ANCHORS_KEPT)).append(held)
+                self.anchors[event.peer] = (*self.anchors.get(event.peer, ()), held)[-_ANCHORS_KEPT:]
             if isinstance(event, RoundCommitted):
-                self._note_company(event)
+                self._count_commit(event)
         elif line.startswith(_ACCUSED):
             event = event_from_json(line)
             if isinstance(event, ReplicaAccused):
@@ -128,7 +123,7 @@ class LogWatch:
                 if isinstance(event, RoundProgress) and not found.done() and wanted(event):
                     found.set_result(event)
 
-    def _note_company(self, commit: RoundCommitted) -> None:
+    def _count_commit(self, commit: RoundCommitted) -> None:
         for name, accused in self.accused.items():
             if commit.peer in accused.by:
                 accused.commits += 1

@@ -1,4 +1,4 @@
-"""The command `skipstone wan`: what it lists, refuses, and how it ends. Nodes are stand-ins; tests/e2e has real
+"""The commands wan and chaos: what they list, refuse, and how they end. Nodes are stand-ins; tests/e2e has real
 ones."""
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from lab.emulation.link_shape import PROFILES
-from lab.emulation.netem import netem_works
+from lab.scenario import known_scenarios
 from node.__main__ import app
-from tests.lab.experiment.test_scenario import BASE, EVENTS
+from tests.lab.test_scenario import BASE, EVENTS
 
-ROOT = Path(__file__).parent.parent.parent.parent
+ROOT = Path(__file__).parent.parent.parent
 STAND_IN = (sys.executable, str(ROOT / "tests" / "node" / "local_swarm" / "stand_in_node.py"))
 WITH_STAND_INS = f"from node.local_swarm import local_swarm; local_swarm.node_command = lambda: {STAND_IN!r}\n"
 
@@ -33,7 +33,6 @@ def test_the_named_links_are_listed() -> None:
     assert all(name in listed.stdout for name in PROFILES)
     table = json.loads(run("--profiles", "--json").stdout)
     assert set(table["profiles"]) == set(PROFILES)
-    assert table["netem"] is netem_works().value
     assert table["netem_reason"]
 
 
@@ -43,6 +42,21 @@ def test_outside_a_checkout_one_is_asked_for(command: str, tmp_path: Path, monke
     refused = CliRunner().invoke(app, [command, "--help"], prog_name="skipstone")
     assert refused.exit_code == 78
     assert f"`skipstone {command}` needs a checkout" in refused.stderr
+
+
+def test_chaos_lists_its_scenarios_and_wants_a_folder_and_expectations(tmp_path: Path) -> None:
+    def chaos(*arguments: str) -> Result:
+        return CliRunner().invoke(app, ["chaos", *arguments], prog_name="skipstone")
+
+    listed = chaos("--list")
+    assert listed.exit_code == 0
+    assert all(name in listed.stdout for name in known_scenarios())
+    assert json.loads(chaos("--list", "--json").stdout)["scenarios"].keys() == known_scenarios().keys()
+    assert chaos("resets").exit_code == 78
+    (tmp_path / "scenario.toml").write_text(BASE)
+    refused = chaos(str(tmp_path / "scenario.toml"), "--out", str(tmp_path / "out"))
+    assert refused.exit_code == 78
+    assert "chaos is missing" in refused.stderr
 
 
 def test_a_scenario_and_a_folder_are_wanted(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`python -m lab.chaos.lying_node --seed N -- ARGUMENTS`: a node that computes honestly and lies in rounds, in
+"""`python -m lab.lying_node --seed N -- ARGUMENTS`: a node that computes honestly and lies in rounds, in
 every part that it gets to play: as contributor, reducer, convener, member, and donor of its state, and in what it
 announces.
 
