@@ -11,8 +11,7 @@ moved to another module, and peers that stopped before they served need not join
 END_MS of the last one hold the same anchor; one may be a single round behind, since it may leave while a round is
 applied. Two behind means that it missed a round.
 
-Tokens: they count when their microbatch is completed, and step follows step. Without a count for each, all microbatches
-of a run have the same number.
+Tokens: they count when their microbatch is completed, and step follows step.
 """
 
 from __future__ import annotations
@@ -122,22 +121,12 @@ class _Counted:
     spot: Spot
     life: Life
 
-    @property
-    def stage(self) -> str:
-        return _stage(self.module)
-
 
 @dataclass(frozen=True, slots=True)
 class _Done:
     hops: tuple[str, ...]
     spot: Spot
     life: Life
-
-
-@dataclass(frozen=True, slots=True)
-class _Totals:
-    counts: MicrobatchCounts
-    spot: Spot
 
 
 class VisitCheck(Check):
@@ -152,7 +141,7 @@ class VisitCheck(Check):
         self._tallies: defaultdict[int, MicrobatchCounts] = defaultdict(MicrobatchCounts)
         self._before: defaultdict[int, MicrobatchCounts] = defaultdict(MicrobatchCounts)
         """Counts that resumed data nodes started from."""
-        self._accounts: dict[int, _Totals] = {}
+        self._accounts: dict[int, tuple[Spot, MicrobatchCounts]] = {}
 
     def begin(self, life: Life) -> None:
         self._lives[life.peer].append(life)
@@ -173,18 +162,16 @@ class VisitCheck(Check):
             case Continued(_, microbatches):
                 self._before[id(life)] = microbatches
             case NodeSummary() if event.module is not None and _stage(event.module) == "0":
-                self._accounts[id(life)] = _Totals(event.microbatches, spot)
+                self._accounts[id(life)] = (spot, event.microbatches)
 
     def judge(self) -> None:
-        for number, account in self._accounts.items():
-            self._judge_account(account, self._before[number], self._tallies[number])
+        for number, (spot, counts) in self._accounts.items():
+            self._judge_account(spot, counts, self._before[number], self._tallies[number])
         # A killed data node leaves no figures: its microbatches in flight are unknown, and not counted.
         self.count("started", sum(tally.completed + tally.abandoned for tally in self._tallies.values()))
         for microbatch, done in self._completed.items():
             self._judge_completed(microbatch, done)
         self._judge_visits_of_others()
-
-    # ---- taking --------------------------------------------------------------------------------------------------
 
     def _take_back(self, life: Life, peer: str, microbatch: str) -> None:
         self.count("retracted")
@@ -204,24 +191,23 @@ class VisitCheck(Check):
     def _tally(self, life: Life, counts: MicrobatchCounts) -> None:
         self._tallies[id(life)] = self._tallies[id(life)].plus(counts)
 
-    # ---- judging -------------------------------------------------------------------------------------------------
-
-    def _judge_account(self, account: _Totals, before: MicrobatchCounts, tally: MicrobatchCounts) -> None:
+    def _judge_account(
+        self, spot: Spot, counts: MicrobatchCounts, before: MicrobatchCounts, tally: MicrobatchCounts
+    ) -> None:
         """Compares a data node's final figures with its own log."""
-        counts = account.counts
         for what, said, logged in (
             ("completed", counts.completed - before.completed, tally.completed),
             ("abandoned", counts.abandoned - before.abandoned, tally.abandoned),
         ):
             if said != logged:
                 message = f"the data node says {said} {what}, its log has {logged}"
-                self.violate("account", account.spot, message)
+                self.violate("account", spot, message)
         under_way = counts.started - counts.completed - counts.abandoned
         if under_way < 0:
             message = f"{counts.started} started, but {counts.completed} completed and {counts.abandoned} abandoned"
-            self.violate("account", account.spot, message)
+            self.violate("account", spot, message)
         if counts.duplicated:
-            self.violate("account", account.spot, f"{counts.duplicated} microbatches completed twice")
+            self.violate("account", spot, f"{counts.duplicated} microbatches completed twice")
         self.count("started", max(0, under_way))
         self.count("under way at the end", max(0, under_way))
 
@@ -238,27 +224,26 @@ class VisitCheck(Check):
             wanted[_stage(module)] = module, peer
         by_stage: defaultdict[str, list[_Counted]] = defaultdict(list)
         for counted in self._visits.get(microbatch, ()):
-            by_stage[counted.stage].append(counted)
+            by_stage[_stage(counted.module)].append(counted)
         for stage, found in by_stage.items():
             self._judge_stage(microbatch, stage, found, wanted.get(stage))
         for stage in wanted.keys() - by_stage.keys():
             self._judge_missing(microbatch, stage, wanted[stage][1], done)
 
     def _judge_stage(self, microbatch: str, stage: str, found: list[_Counted], wanted: tuple[str, str] | None) -> None:
-        first = found[0]
+        first, spot = found[0], found[0].spot
         if wanted is None:
-            message = f"{microbatch} counts at stage {stage}, which its path skipped"
-            self.violate("exactly once", first.spot, message)
+            message = f"at stage {stage}, which its path skipped"
         elif len(found) > 1:
-            where = ", ".join(str(counted.spot) for counted in found)
-            message = f"{microbatch} counts {len(found)} times at stage {stage}: {where}"
-            self.violate("exactly once", found[1].spot, message)
+            spot = found[1].spot
+            message = f"{len(found)} times at stage {stage}: {', '.join(str(counted.spot) for counted in found)}"
         elif first.peer != wanted[1]:
-            message = f"{microbatch} counts at stage {stage} by {first.peer}, but its path names {wanted[1]}"
-            self.violate("exactly once", first.spot, message)
+            message = f"at stage {stage} by {first.peer}, but its path names {wanted[1]}"
         elif first.module != wanted[0]:
-            message = f"{microbatch} counts at module {first.module}, but its path names {wanted[0]}"
-            self.violate("exactly once", first.spot, message)
+            message = f"at module {first.module}, but its path names {wanted[0]}"
+        else:
+            return
+        self.violate("exactly once", spot, f"{microbatch} counts {message}")
 
     def _judge_missing(self, microbatch: str, stage: str, peer: str, done: _Done) -> None:
         lives = self._lives.get(peer, [])
@@ -278,7 +263,7 @@ class VisitCheck(Check):
             if microbatch.partition("#")[0] not in known:
                 self.count("visits for data nodes without a log", len(found))
                 continue
-            message = f"{microbatch} counts at stage {found[0].stage}, but no data node has completed it"
+            message = f"{microbatch} counts at stage {_stage(found[0].module)}, but no data node has completed it"
             self.violate("exactly once", found[0].spot, message)
 
 
@@ -353,8 +338,6 @@ class RoundCheck(Check):
                 self._judge_round(module, number, histories)
             self._judge_end(module, histories)
 
-    # ---- forks ---------------------------------------------------------------------------------------------------
-
     def _judge_round(self, module: str, number: int, histories: dict[str, History]) -> None:
         sides: defaultdict[str, dict[str, int]] = defaultdict(dict)
         for peer, history in histories.items():
@@ -393,8 +376,6 @@ class RoundCheck(Check):
                     apart.append(peer)
         return apart
 
-    # ---- the end -------------------------------------------------------------------------------------------------
-
     def _judge_end(self, module: str, histories: dict[str, History]) -> None:
         ends = {}
         for peer, history in histories.items():
@@ -432,16 +413,11 @@ class RoundCheck(Check):
 
 @dataclass(slots=True)
 class _Account:
-    """Sums of one log since its last step."""
-
     step: int = 0
     tokens: int | None = 0
-    """Tokens at the last step; None until the first step of a resumed node."""
+    """Tokens at the last step; None if unknown: of a resumed node, and after a microbatch without a count."""
     completed: int = 0
-    known_tokens: int = 0
-    """Tokens of completed microbatches that say how many they have."""
-    silent: int = 0
-    """Completed microbatches that do not say it."""
+    """Tokens completed since."""
 
 
 class TokenCheck(Check):
@@ -449,45 +425,22 @@ class TokenCheck(Check):
 
     def __init__(self) -> None:
         super().__init__()
-        self._accounts: dict[int, _Account] = {}
-        self._of_one: int | None = None
-        """Tokens of a microbatch, from the first log that tells."""
+        self._accounts: defaultdict[int, _Account] = defaultdict(_Account)
 
     def take(self, life: Life, spot: Spot, event: Event) -> None:
+        account = self._accounts[id(life)]
         match event:
-            case Continued():
-                self._account(life).tokens = None
-            case Completed(tokens=tokens):
-                account = self._account(life)
-                account.completed += 1
-                account.silent += tokens is None
-                account.known_tokens += tokens or 0
+            case Continued() | Completed(tokens=None):
+                account.tokens = None
+            case Completed(tokens=int(tokens)):
+                account.completed += tokens
             case Step() if event.peer == life.peer:
-                self._step(self._account(life), spot, event)
-
-    def _account(self, life: Life) -> _Account:
-        return self._accounts.setdefault(id(life), _Account())
-
-    def _step(self, account: _Account, spot: Spot, event: Step) -> None:
-        if account.step and event.step != account.step + 1:
-            self.violate("steps go forward", spot, f"step {event.step} follows step {account.step}")
-        if account.tokens is not None:
-            self._judge_tokens(event.tokens - account.tokens, account, spot)
-        account.step, account.tokens = event.step, event.tokens
-        account.completed = account.known_tokens = account.silent = 0
-
-    def _judge_tokens(self, tokens: int, account: _Account, spot: Spot) -> None:
-        completed = account.completed
-        if completed and not account.silent:
-            if tokens != account.known_tokens:
-                message = f"{tokens} tokens were counted for {completed} completed ones of {account.known_tokens}"
-                self.violate("tokens", spot, message)
-            return
-        if self._of_one is None and completed and tokens > 0 and tokens % completed == 0:
-            self._of_one = tokens // completed
-        if tokens != completed * (self._of_one or 0):
-            message = f"{tokens} tokens were counted for {completed} completed microbatches of {self._of_one} each"
-            self.violate("tokens", spot, message)
+                if account.step and event.step != account.step + 1:
+                    self.violate("steps go forward", spot, f"step {event.step} follows step {account.step}")
+                counted = None if account.tokens is None else event.tokens - account.tokens
+                if counted is not None and counted != account.completed:
+                    self.violate("tokens", spot, f"{counted} tokens counted for {account.completed} completed ones")
+                account.step, account.tokens, account.completed = event.step, event.tokens, 0
 
 
 # ---- experts ---------------------------------------------------------------------------------------------------------

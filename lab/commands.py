@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import shutil
-import subprocess
+import contextlib
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,7 +14,6 @@ from node.cli.views.interrupts import until_stopped
 from node.cli.views.output import announce, print_json, run_loop
 from node.cli.views.text import count, duration, harmless, loss_text, megabytes
 from swarm.vocabulary.errors import ConfigError
-from swarm.vocabulary.types import Reasoned
 
 if TYPE_CHECKING:
     from lab.audit import Report
@@ -26,9 +23,9 @@ if TYPE_CHECKING:
 
 SHOWN = 20
 TOLD_EVERY_S = 10.0
-"""Interval between lines of progress without a terminal."""
+"""Interval between lines of progress, in seconds."""
 MAX_LINE = 1000
-NETEM_TRY_S = 5.0
+NO_NETEM = "the emulation is a proxy and does not use netem"
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
@@ -71,7 +68,6 @@ def wan(
     stop = asyncio.Event()
     experiment = Experiment(out, teller.tell, stop)
     result, exit_code = run_loop(until_stopped(experiment.run(read, text, compare=compare), stop, experiment.kill))
-    teller.end()
     assert result.outcome is not None
     if json:
         print_json(result.as_json())
@@ -117,7 +113,6 @@ def chaos(
     teller = Teller(as_json=json)
     experiment = Experiment(out, teller.tell, stop)
     done, exit_code = run_loop(until_stopped(experiment.run_suite(read), stop, experiment.kill))
-    teller.end()
     if json:
         print_json(suite_json(done))
     else:
@@ -145,81 +140,50 @@ def check(
 
 
 class Teller:
-    """Writes progress: one line that is overwritten on a terminal, else a line now and then."""
+    """Writes progress, for JSON to standard error."""
 
     def __init__(self, *, as_json: bool) -> None:
         self._stream = sys.stderr if as_json else sys.stdout
         self._told_at = -TOLD_EVERY_S
-        self._over = "\r\x1b[K" if self._stream.isatty() else ""
-        self._drawn = False
         self._loss: float | None = None
 
     def tell(self, news: str | Row | Mark) -> None:
         """Writes a run's news. A text begins another run or ends one."""
         from lab.meter import Row
 
-        if isinstance(news, Row):
-            self._show(news)
-            return
         if isinstance(news, str):
             self._told_at, self._loss = -TOLD_EVERY_S, None
-        line = news if isinstance(news, str) else f"  {duration(news.at_s)}  {news.what}"
-        self._write(harmless(line, MAX_LINE) + "\n")
-        self._drawn = False
+            self._write(news)
+        elif not isinstance(news, Row):
+            self._write(f"  {duration(news.at_s)}  {news.what}")
+        else:
+            self._loss = self._loss if news.loss is None else news.loss
+            if news.at - self._told_at >= TOLD_EVERY_S:
+                self._told_at = news.at
+                self._write(self._line(news))
 
-    def end(self) -> None:
-        """Ends the line, which stays."""
-        if self._drawn:
-            self._write("\n", over=False)
-
-    def _show(self, row: Row) -> None:
-        self._loss = self._loss if row.loss is None else row.loss
+    def _line(self, row: Row) -> str:
         waiting = f"  waiting for {', '.join(row.waiting)}" if row.waiting else ""
-        line = (
+        return (
             f"{duration(row.at)}  step {row.step}  loss {loss_text(self._loss)}"
             f"  {count(row.tokens_per_s)} tokens/s  {row.serving} of {row.alive} peers serve"
             f"  {megabytes(sum(row.links.values()))}/s{waiting}"
         )
-        if self._stream.isatty():
-            self._write(line)
-            self._drawn = True
-        elif row.at - self._told_at >= TOLD_EVERY_S:
-            self._told_at = row.at
-            self._write(line + "\n")
 
-    def _write(self, text: str, *, over: bool = True) -> None:
-        try:
-            self._stream.write(self._over + text if over else text)
+    def _write(self, line: str) -> None:
+        with contextlib.suppress(OSError, ValueError):  # the reader may have gone: the experiment goes on
+            self._stream.write(harmless(line, MAX_LINE) + "\n")
             self._stream.flush()
-        except (OSError, ValueError):  # the reader has gone; the experiment goes on and writes its report
-            self._over = ""
-
-
-def netem_works() -> Reasoned[bool]:
-    """Whether this kernel delays packets itself. The emulation does not need it; a person may want to know."""
-    unshare, tc = shutil.which("unshare"), shutil.which("tc")
-    if unshare is None or tc is None or os.geteuid() != 0:
-        return Reasoned(False, "netem needs root and the commands `unshare` (util-linux) and `tc` (iproute2)")
-    command = (unshare, "--net", tc, "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1ms")
-    try:
-        tried = subprocess.run(command, capture_output=True, text=True, timeout=NETEM_TRY_S, check=False)  # noqa: S603
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return Reasoned(False, f"netem could not be tried: {error}")
-    if tried.returncode:
-        return Reasoned(False, f"the kernel refuses netem: {tried.stderr.strip() or tried.returncode}")
-    return Reasoned(True, "`tc` with netem works here")
 
 
 def _list_profiles(*, as_json: bool) -> None:
     from lab.emulation.link_shape import PROFILES
 
-    netem = netem_works()
     abouts = {name: profile.about for name, profile in PROFILES.items()}
     if as_json:
-        print_json({"profiles": abouts, "netem": netem.value, "netem_reason": netem.reason})
+        print_json({"profiles": abouts, "netem": False, "netem_reason": NO_NETEM})
         return
     _show_columns(abouts)
-    typer.echo(f"\nThe emulation is a proxy and needs no netem. Here: {netem.reason}.")
 
 
 def _show_columns(abouts: dict[str, str]) -> None:
@@ -248,23 +212,16 @@ def _show_result(result: Result, folder: Path) -> None:
 
 
 def _show_check(report: Report) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(highlight=False, markup=False)
-    console.print(f"{report.logs} logs, {report.ended_well} with a clean end, {report.torn} with a torn last line")
-    table = Table("what", "how many")
-    for what, number in sorted(report.counts.items()):
-        table.add_row(what.replace("_", " "), str(number))
+    typer.echo(f"{report.logs} logs, {report.ended_well} with a clean end, {report.torn} with a torn last line")
+    rows = {what.replace("_", " "): str(number) for what, number in sorted(report.counts.items())}
     for module, number in report.by_route.get("modules", {}).items():
-        table.add_row(f"visits of module {harmless(module, 12)}", str(number))
+        rows[f"visits of module {harmless(module, 12)}"] = str(number)
     for route in report.by_route.get("routes", ()):
         path = " ".join(f"{stage}.{expert}" for stage, expert in enumerate(route["experts"], start=1))
-        table.add_row(f"route {path}: completed, rerouted", f"{route['completed']}, {route['rerouted']}")
-    table.add_row("violations", str(len(report.violations)))
-    console.print(table)
+        rows[f"route {path}: completed, rerouted"] = f"{route['completed']}, {route['rerouted']}"
+    _show_columns({**rows, "violations": str(len(report.violations))})
     for violation in report.violations[:SHOWN]:
         where = "" if violation.spot is None else f"{violation.spot}: "
-        console.print(f"{harmless(where)}{violation.rule}: {harmless(violation.message, 1000)}", soft_wrap=True)
+        typer.echo(f"{harmless(where)}{violation.rule}: {harmless(violation.message, 1000)}")
     if len(report.violations) > SHOWN:
-        console.print(f"... and {len(report.violations) - SHOWN} more (--json lists them all)")
+        typer.echo(f"... and {len(report.violations) - SHOWN} more (--json lists them all)")

@@ -1,8 +1,5 @@
-"""`python -m lab.faulty_node [--clock SECONDS] [--step SECONDS] [--protocol LOWEST-HIGHEST] -- ARGUMENTS`: a
-node whose wall clock is wrong, or is set at SIGUSR1, or that speaks other versions of the protocol. For chaos
-scenarios; a node itself has no such settings.
-
-Only the node's own clock is wrong, not that of the DHT process that it starts.
+"""`python lab/faulty_node.py [--clock SECONDS] [--step SECONDS] [--protocol LOWEST-HIGHEST] -- ARGUMENTS`: a node whose
+wall clock is wrong, or is set at SIGUSR1, or that speaks other protocol versions. Its DHT process has the right clock.
 """
 
 from __future__ import annotations

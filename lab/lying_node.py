@@ -1,9 +1,6 @@
-"""`python -m lab.lying_node --seed N -- ARGUMENTS`: a node that computes honestly and lies in rounds, in
-every part that it gets to play: as contributor, reducer, convener, member, and donor of its state, and in what it
-announces.
+"""`python lab/lying_node.py --seed N -- ARGUMENTS`: a node that computes honestly and lies in rounds, in every role.
 
-For each round a seed chooses one lie (`LIES`). The real node does the rest, so the liar is invited, convenes on its
-turn, and reduces a shard. For chaos scenarios and tests; a node itself has no such settings.
+A seed chooses one lie for each round. The real node does the rest, so the liar is invited, leads and reduces in turn.
 """
 
 from __future__ import annotations
@@ -53,9 +50,9 @@ from swarm.vocabulary.types import AnchorVersion, Codec, PeerId
 LONG: Final = 1000.0
 STRETCH: Final = 2.0
 PIECES_FALSIFIED: Final = 4
-"""One in so many."""
+"""One piece of this many is falsified."""
 FAR: Final = 2**24
-"""Rounds, steps and tokens that nobody can have done yet."""
+"""Rounds ahead that no replica can have done yet."""
 
 LIES: Final = (
     "contributes the opposite, a thousand times as long",
@@ -89,18 +86,15 @@ LIES: Final = (
 class Liar:
     """The current lie of this process."""
 
-    def __init__(self, seed: int, lies: tuple[str, ...] = LIES) -> None:
+    def __init__(self, seed: int) -> None:
         self._seed = seed
-        self._lies = lies
         self._lie = ""
         self.noise = np.random.default_rng(seed)
 
     def begin(self, number: int) -> None:
-        """Begins the next round."""
-        self._lie = random.Random(f"{self._seed} {number}").choice(self._lies)  # noqa: S311 - no secret
+        self._lie = random.Random(f"{self._seed} {number}").choice(LIES)  # noqa: S311 - no secret
 
     def tells(self, lie: str) -> bool:
-        """Whether it is this lie's turn."""
         assert lie in LIES
         return lie == self._lie
 
@@ -112,14 +106,11 @@ class LyingSource(Source):
     factor: float
 
     def write(self, part: slice, out: Vector, factor: float) -> None:
-        """Writes the falsified pseudo-gradient, as `Source.write`."""
         Source.write(self, part, out, factor)
         np.multiply(out, np.float32(self.factor), out=out)
 
     def encode(self, part: slice, codec: Codec, out: memoryview, room: Vector) -> None:
-        """Encodes the falsified pseudo-gradient, as `Source.encode`. What a codec cannot encode is sent as it would be
-        without one.
-        """
+        # A codec cannot encode NaN; without one it is sent as it is.
         values = np.empty(part.stop - part.start, np.float32)
         self.write(part, values, 1.0)
         encode_into(codec, np.nan_to_num(values) if codec is not Codec.NONE else values, out)
@@ -208,7 +199,7 @@ def _lie_in_messages(liar: Liar) -> None:
 
 
 def _told(liar: Liar, peer: PeerId, message: ControlMessage) -> ControlMessage:
-    """What it says in place of a message."""
+    """Returns the message that replaces an honest one."""
     match message:
         case SignedRoster(entries=entries) if liar.tells("leaves a member out of its rosters"):
             others = [entry for entry in entries if entry.peer not in (peer, message.round.convener)]
@@ -263,10 +254,9 @@ def main() -> None:
     """Runs `skipstone ARGUMENTS` as a liar."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--seed", type=int, required=True)
-    parser.add_argument("--lies", nargs="*", default=LIES, help="in place of all")
     parser.add_argument("arguments", nargs="+")
     given = parser.parse_args()
-    install(Liar(given.seed, tuple(given.lies)))
+    install(Liar(given.seed))
     sys.argv = ["skipstone", *given.arguments]
     from node.cli.app import main as skipstone
 

@@ -575,29 +575,7 @@ class FreezeLeader(ScenarioEvent):
         return mine and progress.percent in IN_AN_EXCHANGE
 
 
-EVENTS: Final[Mapping[str, type[ScenarioEvent]]] = {
-    kind.NAME: kind
-    for kind in (
-        Reshape,
-        Kill,
-        Stop,
-        Start,
-        Freeze,
-        Partition,
-        Heal,
-        Churn,
-        Worsen,
-        OneWay,
-        Resets,
-        Child,
-        FullDisk,
-        Crash,
-        Restart,
-        Odd,
-        Lie,
-        FreezeLeader,
-    )
-}
+EVENTS: Final[Mapping[str, type[ScenarioEvent]]] = {kind.NAME: kind for kind in ScenarioEvent.__subclasses__()}
 """All events, by action."""
 
 
