@@ -294,7 +294,6 @@ class RoundCheck(Check):
     def __init__(self) -> None:
         super().__init__()
         self._histories: defaultdict[str, dict[str, History]] = defaultdict(dict)
-        """By module and peer."""
         self._last_lives: dict[str, Life] = {}
         self._last_modules: dict[str, str] = {}
         """The module that each peer hosted at the end of its last log."""
@@ -417,7 +416,6 @@ class _Account:
     tokens: int | None = 0
     """Tokens at the last step; None if unknown: of a resumed node, and after a microbatch without a count."""
     completed: int = 0
-    """Tokens completed since."""
 
 
 class TokenCheck(Check):
@@ -500,7 +498,6 @@ class Report:
     """Of a run with experts: see `RouteCount.as_json`."""
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the JSON object for `--json`."""
         return {
             "ok": not self.violations,
             "logs": self.logs,
@@ -562,7 +559,6 @@ class Audit:
             return None
 
     def report(self) -> Report:
-        """Returns the verdict on all logs."""
         if not self._lives:
             self._own.violate("log", None, "there is no log")
         for check in self._checks:

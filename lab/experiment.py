@@ -37,7 +37,6 @@ class Experiment:
         self._running: Run | None = None
 
     def kill(self) -> None:
-        """Kills every node now; a signal handler may call it."""
         if self._running is not None:
             self._running.kill()
 

@@ -95,9 +95,7 @@ class Laboratory:
         self.odd: dict[int, bool] = {}
         """Peers with a fault of their own, and whether the others should work with them."""
         self.liars: set[str] = set()
-        """Peers that lie in rounds."""
         self.marks: list[Mark] = []
-        """The diary."""
         self.missed: list[str] = []
         """Events that were not possible: the run then shows nothing."""
         self.waiting: list[str] = []
@@ -128,7 +126,6 @@ class Laboratory:
                     task.cancel()
 
     def begin(self) -> None:
-        """Starts the clock of the run."""
         self._began = time.monotonic()
 
     def now(self) -> float:
@@ -149,7 +146,6 @@ class Laboratory:
         return {peer: end.exit_code for peer, end in ends if end.exit_code and peer not in self.killed}
 
     def kill(self, peer: int) -> None:
-        """Kills a peer and its children with SIGKILL."""
         self.killed.add(peer)
         self.thaw((peer,) * self.frozen[peer])  # else its children could not see its end
         self.swarm.kill(peer)
@@ -174,12 +170,10 @@ class Laboratory:
         return self.swarm.ends[peer]
 
     async def until_visited(self, peer: int) -> None:
-        """Waits until a gradient of the peer has counted."""
         name = self.swarm.peers[peer].peer
         await until(lambda: self.watch.visits[name] > 0)
 
     async def until_serving(self, peer: int) -> None:
-        """Waits until the peer serves."""
         await until(lambda: self.swarm.progress.peers[peer].state == "serving")
 
     def freeze(self, peers: Sequence[int]) -> None:
@@ -188,7 +182,6 @@ class Laboratory:
         send_signal(self.processes_of(set(peers)), signal.SIGSTOP)
 
     def thaw(self, peers: Sequence[int]) -> None:
-        """Takes back one freeze of each."""
         self.frozen -= Counter(peers)
         send_signal(self.processes_of(set(peers) - self.frozen.keys()), signal.SIGCONT)
 
@@ -198,7 +191,6 @@ class Laboratory:
         return (pid for _, pid in descendants(roots)) if roots else iter(())
 
     def _admit(self, peer: PlannedPeer, site: Site) -> None:
-        """Puts the proxies in front of a new peer."""
         self.emulation.place(peer.index, site)
         for port in (peer.port, peer.dht_port):
             door = Door(peer.index, (peer.place.told_host, port), (peer.place.host, port))
@@ -250,7 +242,6 @@ class Laboratory:
         self.calm()
 
     def calm(self) -> None:
-        """Thaws all peers and makes the network ideal."""
         self.thaw(tuple(self.frozen.elements()))
         self.emulation.clear()
 
@@ -264,15 +255,12 @@ class Laboratory:
     # ---- the diary -----------------------------------------------------------------------------------------------
 
     def fault(self, what: str, *, lasts: bool = False) -> None:
-        """Notes a fault."""
         self._mark(Mark(self.now(), Kind.FAULT, what, lasts))
 
     def end(self, what: str) -> None:
-        """Notes the end of a fault."""
         self._mark(Mark(self.now(), Kind.END, what))
 
     def note(self, what: str) -> None:
-        """Notes something that is no fault."""
         self._mark(Mark(self.now(), Kind.NOTE, what))
 
     def miss(self, what: str) -> None:
@@ -286,7 +274,6 @@ class Laboratory:
 
 
 def send_signal(pids: Iterable[int], number: signal.Signals) -> None:
-    """Sends a signal to the processes that are still there."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
@@ -301,7 +288,6 @@ async def until(over: Callable[[], bool]) -> None:
 
 
 async def cancelled(tasks: set[asyncio.Task[None]]) -> None:
-    """Cancels tasks and waits for their end."""
     for task in tasks:
         task.cancel()
     if tasks:

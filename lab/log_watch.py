@@ -23,18 +23,14 @@ from node.observability.events import (
 
 LOOK_S = 0.02
 READ_BYTES = 1 << 20
-_COMPLETED = f'{{"event":"{Completed.NAME}"'.encode()
-_VISIT = f'{{"event":"{Visit.NAME}"'.encode()
-_PROGRESS = f'{{"event":"{RoundProgress.NAME}"'.encode()
-_ANCHORS = tuple(f'{{"event":"{kind.NAME}"'.encode() for kind in (RoundCommitted, CaughtUp, Restored))
-_ACCUSED = f'{{"event":"{ReplicaAccused.NAME}"'.encode()
-_ANCHORS_KEPT = 2
+ANCHORS_KEPT = 2
+_EVENT = b'{"event":"'
+_COMPLETED, _VISIT = Completed.NAME.encode(), Visit.NAME.encode()
+_READ = {kind.NAME.encode() for kind in (RoundProgress, RoundCommitted, CaughtUp, Restored, ReplicaAccused)}
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """An anchor that a replica holds."""
-
     module: str
     round: int
     digest: str
@@ -62,7 +58,6 @@ class LogWatch:
         self.visits: Counter[str] = Counter()
         """Gradients of each peer that have counted."""
         self.anchors: dict[str, tuple[Held, ...]] = {}
-        """The last anchors of each peer."""
         self.accused: dict[str, Accused] = {}
         self._folder = folder
         self._now = now
@@ -100,28 +95,27 @@ class LogWatch:
                     self._take(path.name.partition("-")[0], line)
 
     def _take(self, peer: str, line: bytes) -> None:
-        if line.startswith(_COMPLETED):
+        name = line.removeprefix(_EVENT).partition(b'"')[0]  # most lines need not be parsed
+        if name == _COMPLETED:
             self.completed.append(self._now())
             if b'"route"' in line and is_rerouted(event_from_json(line)):
                 self.rerouted.append(self.completed[-1])
-        elif line.startswith(_VISIT):
+        elif name == _VISIT:
             self.visits[peer] += 1
-        elif line.startswith(_ANCHORS):
+        elif name in _READ:
             event = event_from_json(line)
-            if isinstance(event, RoundCommitted | CaughtUp | Restored):
-                held = Held(event.module, event.round, event.digest)
-                self.anchors[event.peer] = (*self.anchors.get(event.peer, ()), held)[-_ANCHORS_KEPT:]
-            if isinstance(event, RoundCommitted):
-                self._count_commit(event)
-        elif line.startswith(_ACCUSED):
-            event = event_from_json(line)
-            if isinstance(event, ReplicaAccused):
-                self.accused.setdefault(event.accused, Accused()).by.add(event.peer)
-        elif self._wanted and line.startswith(_PROGRESS):
-            event = event_from_json(line)
-            for found, wanted in self._wanted.items():
-                if isinstance(event, RoundProgress) and not found.done() and wanted(event):
-                    found.set_result(event)
+            match event:
+                case RoundCommitted() | CaughtUp() | Restored():
+                    held = Held(event.module, event.round, event.digest)
+                    self.anchors[event.peer] = (*self.anchors.get(event.peer, ()), held)[-ANCHORS_KEPT:]
+                    if isinstance(event, RoundCommitted):
+                        self._count_commit(event)
+                case ReplicaAccused():
+                    self.accused.setdefault(event.accused, Accused()).by.add(event.peer)
+                case RoundProgress():
+                    for found, wanted in self._wanted.items():
+                        if not found.done() and wanted(event):
+                            found.set_result(event)
 
     def _count_commit(self, commit: RoundCommitted) -> None:
         for name, accused in self.accused.items():

@@ -20,7 +20,6 @@ class Row:
     """The figures of the swarm at one moment: a line of metrics.jsonl."""
 
     at: float
-    """Seconds since the run began."""
     step: int
     tokens: int
     tokens_per_s: float
@@ -28,23 +27,16 @@ class Row:
     loss: float | None
     """Mean over the steps since the last row; None without one."""
     alive: int
-    """Running processes."""
     serving: int
-    """Running nodes that serve."""
     waiting: tuple[str, ...]
-    """Modules without a replica."""
     links: dict[str, int]
     """Bytes delivered since the last row, by way: `0>3` is from peer 0 to peer 3, `-` is a caller from outside."""
     up: dict[str, int]
-    """Bytes that each peer sent."""
     down: dict[str, int]
-    """Bytes that each peer received."""
 
 
 @dataclass(frozen=True, slots=True)
 class Peaks:
-    """The largest use of resources by any node's process."""
-
     memory_bytes: int = 0
     descriptors: int = 0
     threads: int = 0
@@ -59,12 +51,10 @@ class Meter:
         self._losses: list[float] = []
 
     def step(self, step: Step) -> None:
-        """Counts a finished step of the swarm."""
         if math.isfinite(step.loss):
             self._losses.append(step.loss)
 
     def row(self, at_s: float, progress: SwarmProgress, passed: dict[Way, int]) -> Row:
-        """Returns the next row."""
         new = {way: size for way, total in passed.items() if (size := total - self._passed.get(way, 0))}
         self._passed = passed
         losses, self._losses = self._losses, []
@@ -89,7 +79,6 @@ class Meter:
         )
 
     def sample(self, pids: Iterable[int]) -> None:
-        """Reads from /proc what the processes use now."""
         for pid in pids:
             try:
                 status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())

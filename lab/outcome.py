@@ -179,7 +179,6 @@ class Outcome:
 
     scenario: Scenario
     started_after_s: float
-    """From the start of the processes to the beginning."""
     seconds: float
     steps: int
     tokens: int
@@ -191,7 +190,6 @@ class Outcome:
     """Loss of the swarm's model at the end; None if it was not measured."""
     rows: tuple[Row, ...]
     marks: tuple[Mark, ...]
-    """The diary."""
     report: Report
     failures: Mapping[int, int]
     """Exit codes of nodes that failed by themselves."""
@@ -213,7 +211,6 @@ class Outcome:
 
     @property
     def share_of_compute(self) -> float | None:
-        """Tokens per second over what the slowest stage could compute."""
         bound = self.capacity.bound
         return self.tokens_per_s / bound if bound else None
 
@@ -242,12 +239,10 @@ class Outcome:
 
     @property
     def recovery_s(self) -> float:
-        """The longest recovery, in seconds; NaN without a fault."""
         return max((each.seconds for each in self.counted), default=math.nan)
 
     @property
     def lost(self) -> dict[str, int]:
-        """The counts of lost microbatches and gradients."""
         names = ("abandoned", "lost with a killed peer", "retracted")
         return {name: self.report.counts[name] for name in names if self.report.counts.get(name)}
 

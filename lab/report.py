@@ -19,7 +19,6 @@ SHOWN_OBJECTIONS = 10
 MAX_LINES = 12
 """Links in the plot of traffic: the busiest ones."""
 _SIZE = (9, 4.5)
-"""Size of a plot in inches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +36,6 @@ class Result:
         return not self.objections
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the JSON object of the run."""
         if self.outcome is not None:
             return {**self.outcome.as_json(), "plots": list(self.plots)}
         expected = self.scenario.chaos
@@ -53,7 +51,6 @@ class Result:
 
 
 def suite_json(results: Sequence[Result]) -> dict[str, Any]:
-    """Returns the content of a suite's report.json."""
     return {
         "passed": all(each.passed for each in results),
         "window_s": WINDOW_S,
@@ -233,7 +230,6 @@ def draw(folder: Path, outcome: Outcome) -> tuple[str, ...]:
 
 
 def _lines(axes: Any, runs: Runs, across: str, up: str, x: str, y: str) -> None:
-    """Plots one field of the rows over another."""
     for name, rows in runs.items():
         points = [(getattr(row, across), getattr(row, up)) for row in rows if getattr(row, up) is not None]
         axes.plot([point[0] for point in points], [point[1] for point in points], label=name)

@@ -226,7 +226,6 @@ class Run:
 
     @property
     def completed(self) -> list[float]:
-        """Times of completed microbatches."""
         return [at for at in self.lab.watch.completed if at >= 0]
 
     @property

@@ -72,9 +72,7 @@ class Expectations(ScenarioTable):
     """What is broken, and what must hold besides the rules of `skipstone check`."""
 
     fault: Text
-    """The fault in a few words."""
     recovery_s: Annotated[float, Field(ge=1, le=LONGEST_S)] = 30.0
-    """Longest recovery."""
     pace_share: Annotated[float, Field(gt=0, le=1)] = PACE_SHARE
     """Share of the pace before the first fault that must be back."""
     pace_within_s: Span | None = None
@@ -82,9 +80,7 @@ class Expectations(ScenarioTable):
     rerouted_for_s: Span | None = None
     """Longest time that documents visit other experts after all modules are served again."""
     save_every_s: Span | None = None
-    """Interval between checkpoints; None for none."""
     at_least: Counts = Field(default_factory=dict)
-    """Limits of the check's counts."""
     at_most: Counts = Field(default_factory=dict)
     loss_ratio: Annotated[float, Field(ge=1, le=10)] | None = None
     """Largest held-out loss over the undisturbed run's at equal tokens; None: not compared."""
@@ -97,7 +93,6 @@ class Scenario(ScenarioTable):
     seed: Annotated[int, Field(ge=0, le=2**31)] = 0
     duration_s: Annotated[float, Field(ge=1, le=LONGEST_S)]
     threads: Annotated[int, Field(ge=1, le=1024)] = 1
-    """CPU threads of each node."""
     held_out: Annotated[int, Field(ge=0, le=256)] = 16
     """Held-out microbatches measured at the end; 0 for none."""
     route_from: Text | None = None
@@ -106,7 +101,6 @@ class Scenario(ScenarioTable):
     changes: dict[str, Any] = Field(default_factory=dict, alias="manifest")
     """Changes to the demo run's manifest."""
     events: Annotated[tuple[InstanceOf[ScenarioEvent], ...], Field(alias="event")] = ()
-    """Events in the order of time."""
     chaos: Expectations | None = None
     """What the run is judged by, besides the check of its logs."""
 
@@ -134,7 +128,6 @@ class Scenario(ScenarioTable):
 
     @property
     def router(self) -> bytes:
-        """The router of the manifest, if any."""
         return self._routed[1]
 
     @cached_property
@@ -158,7 +151,6 @@ class Scenario(ScenarioTable):
 
     @property
     def sites(self) -> list[Site]:
-        """The site of each of the first peers."""
         return [group.site for group in self.groups for _ in range(group.peers)]
 
     def members(self, named: Any) -> tuple[int, ...]:
@@ -210,7 +202,6 @@ def find_scenarios(names: list[str]) -> list[Path]:
 
 
 def known_scenarios() -> dict[str, Path]:
-    """Returns our chaos scenarios, by name."""
     return {path.stem: path for path in sorted(FOLDER.glob("*.toml"))}
 
 
@@ -259,7 +250,6 @@ def _event(values: dict[str, Any], where: str, scenario: Scenario) -> ScenarioEv
 
 
 def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the base with the changes, merging tables within tables."""
     result = dict(base)
     for key, value in changes.items():
         under = result.get(key)

@@ -72,7 +72,8 @@ class ScenarioTable(BaseModel):
 
 
 def _known_profile(name: str) -> str:
-    return profile_of(name).name
+    profile_of(name)
+    return name
 
 
 def _members(value: Any, info: ValidationInfo) -> tuple[int, ...]:
@@ -115,7 +116,6 @@ class LinkTable(ScenarioTable):
     fault: Annotated[Fault | None, Field(strict=False)] = None
 
     def applied_to(self, site: Site) -> Site:
-        """Returns the changed site. Raises ConfigError for a value out of range."""
         changes: dict[str, Any] = {of: getattr(self, key) * unit for key, (of, unit, _) in self._given().items()}
         if self.fault is not None:
             changes["fault"] = self.fault
@@ -210,8 +210,6 @@ class Kill(ScenarioEvent):
 
 
 class Stop(ScenarioEvent):
-    """Asks peers to leave in good order."""
-
     NAME = "stop"
     peers: Peers
 
@@ -264,8 +262,6 @@ class Partition(ScenarioEvent):
 
 
 class Heal(ScenarioEvent):
-    """Ends a partition."""
-
     NAME = "heal"
 
     def do(self, lab: Laboratory) -> None:
@@ -460,7 +456,6 @@ class Restart(ScenarioEvent):
     politely: bool = False
     """SIGTERM to one after the other; else SIGKILL to all at once."""
     gap_s: Moment = 0.0
-    """Pause between end and start."""
 
     def do(self, lab: Laboratory) -> None:
         if self.politely:
@@ -496,7 +491,6 @@ class Odd(ScenarioEvent):
     step_after_s: Annotated[float, Field(ge=1, le=LONGEST_S)] = 0.0
     """Delay of that change; a peer with a right clock must have been visited before."""
     protocol: Annotated[str, Field(pattern=r"^[0-9]{1,9}-[0-9]{1,9}$")] | None = None
-    """Versions like `1-2`."""
     works: bool = False
     """Whether the others should work with it, or exclude it."""
 
@@ -576,11 +570,9 @@ class FreezeLeader(ScenarioEvent):
 
 
 EVENTS: Final[Mapping[str, type[ScenarioEvent]]] = {kind.NAME: kind for kind in ScenarioEvent.__subclasses__()}
-"""All events, by action."""
 
 
 def named(peers: Sequence[int]) -> str:
-    """Returns the peers' names in a sentence."""
     numbers = ", ".join(str(peer) for peer in peers)
     return f"peer {numbers}" if len(peers) == 1 else f"peers {numbers}"
 

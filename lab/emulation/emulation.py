@@ -86,7 +86,6 @@ class Emulation:
     # ---- changes -------------------------------------------------------------------------------------------------
 
     def place(self, member: int, site: Site) -> None:
-        """Places a member at a site, or moves it there."""
         if member in self._members:
             self._members[member].move_to(site)
         else:
@@ -119,7 +118,6 @@ class Emulation:
             self._breaks[member] = _Breaks(size_bytes, size_bytes)
 
     def clear(self) -> None:
-        """Makes the network ideal."""
         self._breaks.clear()
         self.block(())
         for member in self._members:
@@ -129,15 +127,12 @@ class Emulation:
     # ---- the current state ---------------------------------------------------------------------------------------
 
     def site(self, member: Member) -> Site:
-        """Returns the member's current site."""
         return self._access(member).site
 
     def is_reset(self, member: Member) -> bool:
-        """Whether the member's connections are reset."""
         return self.site(member).shape.fault is Fault.RESET
 
     def passes(self, way: Way) -> bool:
-        """Whether anything is delivered on this way now."""
         source, target = way
         if way in self._blocked:
             return False
@@ -148,12 +143,10 @@ class Emulation:
         return self._sides[source] == self._sides[target]
 
     async def passable(self, way: Way) -> None:
-        """Waits until the way delivers."""
         while not self.passes(way):
             await self.change()
 
     async def change(self) -> None:
-        """Waits for the next change."""
         await self._changed.wait()
 
     def one_way_s(self, way: Way, randomness: random.Random) -> float:
@@ -205,7 +198,6 @@ class Emulation:
         return through
 
     def passed(self) -> dict[Way, int]:
-        """Returns the bytes delivered so far, by way."""
         return dict(self._passed)
 
     def _access(self, member: Member) -> _Access:

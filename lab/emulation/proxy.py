@@ -286,15 +286,12 @@ class ListenWatch:
         self._looked = asyncio.Event()
 
     def sees(self, endpoint: Endpoint) -> bool:
-        """Whether the port was open at the last look."""
         return endpoint in self._seen
 
     async def look(self) -> None:
-        """Waits for the next look."""
         await self._looked.wait()
 
     async def run(self) -> None:
-        """Looks periodically, until cancelled."""
         while True:
             self._seen = await asyncio.to_thread(listening)
             looked, self._looked = self._looked, asyncio.Event()
@@ -312,7 +309,6 @@ async def _first_of(*waits: Awaitable[None]) -> None:
 
 
 def _reset(writer: asyncio.StreamWriter) -> None:
-    """Resets a connection, so that its other end sees no clean end."""
     end = writer.get_extra_info("socket")
     with contextlib.suppress(OSError):
         if end is not None and not writer.is_closing():

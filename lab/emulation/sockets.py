@@ -39,7 +39,6 @@ def require_proc() -> None:
 
 
 def read_sockets() -> list[Socket]:
-    """Reads all TCP sockets of this network namespace."""
     found: list[Socket] = []
     for table in _TABLES:
         try:
@@ -51,13 +50,11 @@ def read_sockets() -> list[Socket]:
 
 
 def parse_socket(line: str) -> Socket:
-    """Parses one line of /proc/net/tcp or tcp6."""
     fields = line.split()
     return Socket(_endpoint(fields[1]), _endpoint(fields[2]), int(fields[3], 16) == _LISTENS, int(fields[9]))
 
 
 def listening() -> frozenset[Endpoint]:
-    """Returns the open ports."""
     return frozenset(socket.local for socket in read_sockets() if socket.listens)
 
 

@@ -205,38 +205,23 @@ async def do(lab: Laboratory, event: ScenarioEvent) -> None:
     await until(lambda: not lab.waiting)
 
 
-async def test_links_get_worse_and_are_mended(lab: Laboratory) -> None:
-    emulation = lab.emulation
-    before = emulation.site(3)
-    Worsen(at_s=0, peers=(3,), fault=Fault.HALF_OPEN, for_s=0.1).do(lab)
-    assert not emulation.passes((0, 3))
-    await until(lambda: not lab.waiting)
-    assert emulation.site(3) == before
-    assert kinds(lab) == [Kind.FAULT, Kind.END]
-    assert lab.marks[0].lasts
-
-
-async def test_a_way_is_blocked_and_opened_again(lab: Laboratory) -> None:
-    OneWay(at_s=0, from_=(3,), to=(0, 1), for_s=0.1).do(lab)
-    assert (lab.emulation.passes((3, 1)), lab.emulation.passes((1, 3))) == (False, True)
-    await until(lambda: not lab.waiting)
-    assert lab.emulation.passes((3, 1))
-
-
-async def test_connections_break_for_a_while(lab: Laboratory) -> None:
-    Resets(at_s=0, peers=(1,), every_bytes=100, for_s=0.1).do(lab)
-    assert lab.emulation.before_break((0, 1), 150) == 100
-    await until(lambda: not lab.waiting)
-    assert lab.emulation.before_break((0, 1), 150) is None
-
-
-async def test_a_disk_is_full_and_has_room_again(lab: Laboratory) -> None:
-    pid = lab.swarm.processes()[3]
-    before = resource.prlimit(pid, resource.RLIMIT_FSIZE)
-    FullDisk(at_s=0, peers=(3,), for_s=0.1).do(lab)
+async def test_faults_last_a_while_and_are_mended(lab: Laboratory) -> None:
+    emulation, pid = lab.emulation, lab.swarm.processes()[3]
+    site, limit = emulation.site(3), resource.prlimit(pid, resource.RLIMIT_FSIZE)
+    Worsen(at_s=0, peers=(3,), fault=Fault.HALF_OPEN, for_s=0.2).do(lab)
+    OneWay(at_s=0, from_=(2,), to=(0, 1), for_s=0.2).do(lab)
+    Resets(at_s=0, peers=(1,), every_bytes=100, for_s=0.2).do(lab)
+    FullDisk(at_s=0, peers=(3,), for_s=0.2).do(lab)
+    ways = [(0, 3), (3, 0), (2, 1), (1, 2)]
+    assert [emulation.passes(way) for way in ways] == [False, True, False, True]
+    assert emulation.before_break((0, 1), 150) == 100
     assert resource.prlimit(pid, resource.RLIMIT_FSIZE)[0] == 0
     await until(lambda: not lab.waiting)
-    assert resource.prlimit(pid, resource.RLIMIT_FSIZE) == before
+    assert all(emulation.passes(way) for way in ways)
+    assert emulation.before_break((0, 1), 150) is None
+    assert (emulation.site(3), resource.prlimit(pid, resource.RLIMIT_FSIZE)) == (site, limit)
+    assert kinds(lab) == [Kind.FAULT] * 4 + [Kind.END] * 4
+    assert [mark.lasts for mark in lab.marks] == [True] * 4 + [False] * 4
 
 
 async def test_what_still_lasts_when_the_run_ends_is_mended(lab: Laboratory) -> None:
