@@ -26,11 +26,10 @@ from node.local_swarm.local_swarm import LocalSwarm
 from node.local_swarm.setup import LocalSwarmOptions, Place, PlannedPeer
 from node.local_swarm.swarm_progress import PeerProgress
 from protocol.manifest.manifest import Manifest
-from swarm.vocabulary.errors import ResourceExhausted, SkipstoneError
+from swarm.vocabulary.errors import SkipstoneError
 
 LOOK_S = 0.05
 """Interval between looks at other processes, in seconds."""
-MAX_MEMBERS = 60_000
 
 
 class Kind(enum.Enum):
@@ -55,8 +54,6 @@ class Mark:
 
 def place(index: int) -> Place:
     """Returns a node's place: it listens at a loopback address of its own and advertises its proxy's."""
-    if index >= MAX_MEMBERS:
-        raise ResourceExhausted(f"the emulation has addresses for {MAX_MEMBERS} peers")
     rest = f"{index // 250}.{index % 250 + 1}"
     return Place(host=f"127.77.{rest}", advertise=f"127.78.{rest}")
 

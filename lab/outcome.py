@@ -139,21 +139,8 @@ def _module_agrees(histories: list[Sequence[Held]]) -> bool:
 # ---- figures ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Capacity:
-    """The tokens per second that each stage could compute, by the speeds that its replicas announced at the end."""
-
-    tokens_per_s: tuple[float, ...]
-    slowest: int | None
-    """The stage that bounds the swarm; None if no speed is known."""
-
-    @property
-    def bound(self) -> float | None:
-        return None if self.slowest is None else self.tokens_per_s[self.slowest]
-
-
-def capacity_of(speeds: Iterable[tuple[int, float]], manifest: Manifest) -> Capacity:
-    """Sums the announced speeds (stage, tokens per second) of all replicas."""
+def capacity_of(speeds: Iterable[tuple[int, float]], manifest: Manifest) -> tuple[float, ...]:
+    """Sums the announced speeds (stage, tokens per second) of all replicas: what each stage could compute."""
     count = manifest.stages.count
     visited = manifest.stages.visited_per_path
     sums = [0.0] * count
@@ -161,8 +148,7 @@ def capacity_of(speeds: Iterable[tuple[int, float]], manifest: Manifest) -> Capa
         if 0 <= stage < count and math.isfinite(speed):
             # Where paths skip stages, each stage is visited by a share of them only.
             sums[stage] += speed * ((count - 1) / visited if stage and visited else 1.0)
-    known = [stage for stage in range(count) if sums[stage] > 0]
-    return Capacity(tuple(sums), min(known, key=lambda stage: sums[stage], default=None))
+    return tuple(sums)
 
 
 def utilization_of(progress: SwarmProgress) -> float | None:
@@ -183,7 +169,8 @@ class Outcome:
     steps: int
     tokens: int
     tokens_per_s: float
-    capacity: Capacity
+    capacity: tuple[float, ...]
+    """Tokens per second that each stage could compute; 0 if unknown."""
     utilization: float | None
     loss_first: float | None
     held_out_loss: float | None
@@ -210,9 +197,13 @@ class Outcome:
     """The run without faults, at equal tokens."""
 
     @property
+    def slowest(self) -> tuple[float, int] | None:
+        """The least capacity of a stage, and that stage; None if no speed is known."""
+        return min(((speed, stage) for stage, speed in enumerate(self.capacity) if speed > 0), default=None)
+
+    @property
     def share_of_compute(self) -> float | None:
-        bound = self.capacity.bound
-        return self.tokens_per_s / bound if bound else None
+        return None if self.slowest is None else self.tokens_per_s / self.slowest[0]
 
     @property
     def loss_last(self) -> float | None:
@@ -279,7 +270,7 @@ class Outcome:
             "steps": self.steps,
             "tokens": self.tokens,
             "tokens_per_s": self.tokens_per_s,
-            "compute_tokens_per_s": self.capacity.bound,
+            "compute_tokens_per_s": None if self.slowest is None else self.slowest[0],
             "share_of_compute": self.share_of_compute,
             "utilization": self.utilization,
             "loss": {"first": self.loss_first, "last": self.loss_last, "held_out": self.held_out_loss},

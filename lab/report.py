@@ -125,8 +125,8 @@ def _figures(outcome: Outcome) -> str:
 
 
 def _column(outcome: Outcome) -> dict[str, str]:
-    bound, sent = outcome.capacity.bound, sum(outcome.traffic("up").values())
-    slowest = "-" if bound is None else f"{bound:.0f} (stage {outcome.capacity.slowest})"
+    sent = sum(outcome.traffic("up").values())
+    slowest = "-" if outcome.slowest is None else "{:.0f} (stage {})".format(*outcome.slowest)
     return {
         "steps": str(outcome.steps),
         "tokens": str(outcome.tokens),

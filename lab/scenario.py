@@ -31,7 +31,6 @@ from swarm.vocabulary.errors import ConfigError
 FOLDER: Final = Path(__file__).parent / "scenarios"
 ALL: Final = "all"
 MAX_PEERS: Final = 256
-MAX_BYTES: Final = 256 * 1024
 PACE_SHARE: Final = 0.5
 
 # Faults show as well in a small model, which leaves the machine time for them. The links are long enough to bound the
@@ -208,14 +207,10 @@ def known_scenarios() -> dict[str, Path]:
 def read_scenario(path: Path) -> tuple[Scenario, str]:
     """Reads a scenario and its text from a file. Raises ConfigError, and ManifestError for a key under `manifest`."""
     try:
-        raw = path.read_bytes()
+        text = path.read_text(encoding="utf-8")
+        table = tomllib.loads(text)
     except OSError as error:
         raise ConfigError(f"the scenario {path} cannot be read: {error.strerror or error}") from None
-    if len(raw) > MAX_BYTES:
-        raise ConfigError(f"the scenario {path} has more than {MAX_BYTES} bytes")
-    try:
-        text = raw.decode()
-        table = tomllib.loads(text)
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"the scenario {path} is not TOML: {error}") from None
     return scenario_from_table(table), text

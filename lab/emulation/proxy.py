@@ -23,8 +23,6 @@ from swarm.vocabulary.errors import ResourceExhausted
 
 log = logging.getLogger(__name__)
 
-MAX_CONNECTIONS = 512
-"""Connections of one port; further ones are reset."""
 MAX_HELD_BYTES = 4 * 2**20
 """Bytes in flight in one direction of a connection; beyond that we do not read. At 100 ms it allows 40 MB/s."""
 RECEIVE_BUFFER_BYTES = 256 * 1024
@@ -188,7 +186,6 @@ class Proxy:
         self._door = door
         self._emulation = emulation
         self._find_caller = find_caller
-        self._open = 0
 
     async def run(self, watch: ListenWatch) -> None:
         """Listens and carries connections, until cancelled."""
@@ -227,10 +224,6 @@ class Proxy:
             server.close()
 
     async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if self._open >= MAX_CONNECTIONS:
-            _reset(writer)
-            return
-        self._open += 1
         ended_well = False
         try:
             await self._connect_and_pump(reader, writer)
@@ -238,7 +231,6 @@ class Proxy:
         except* (ConnectionReset, OSError) as broken:
             log.debug("a connection to peer %d broke: %s", self._door.member, broken.exceptions[0])
         finally:
-            self._open -= 1
             if not ended_well:
                 _reset(writer)
             await _close(writer)

@@ -99,7 +99,7 @@ async def test_a_swarm_trains_behind_slow_links_and_leaves_a_report(tmp_path: Pa
     assert outcome.report.ended_well == 4
     assert outcome.tokens > 0
     assert outcome.held_out_loss is not None
-    assert outcome.capacity.bound is not None
+    assert outcome.slowest is not None
     frozen = "peer 2 frozen for 0.5 s"
     assert spectator.happened == ["peer 3 got another link: transatlantic", frozen, f"over: {frozen}"]
     assert spectator.through_the_proxy > 0

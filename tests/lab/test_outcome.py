@@ -20,7 +20,6 @@ from lab.log_watch import Accused, Held
 from lab.meter import Meter, Peaks, Row
 from lab.outcome import (
     WINDOW_S,
-    Capacity,
     Outcome,
     Recovery,
     agree,
@@ -58,7 +57,7 @@ def outcome(**changes: Any) -> Outcome:
         steps=20,
         tokens=4000,
         tokens_per_s=400.0,
-        capacity=Capacity((2000.0, 800.0, 900.0), 1),
+        capacity=(2000.0, 800.0, 900.0),
         utilization=0.4,
         loss_first=5.5,
         held_out_loss=2.2,
@@ -206,12 +205,13 @@ def test_a_row_holds_what_passed_since_the_last_one() -> None:
 
 def test_the_slowest_stage_bounds_the_swarm() -> None:
     speeds = [(0, 900.0), (1, 300.0), (1, 200.0), (2, 700.0), (-1, 1.0)]
-    assert capacity_of(speeds, WAN.manifest) == Capacity((900.0, 500.0, 700.0), 1)
-    assert capacity_of([], WAN.manifest).bound is None
+    assert capacity_of(speeds, WAN.manifest) == (900.0, 500.0, 700.0)
+    assert outcome(capacity=(900.0, 500.0, 0.0)).slowest == (500.0, 1)
+    assert outcome(capacity=capacity_of([], WAN.manifest)).share_of_compute is None
     table = tomllib.loads(BASE)
     table["manifest"]["stages"] = {"blocks": [0, 1, 1], "per_path": 1}
     half = scenario_from_table(table).manifest
-    assert capacity_of([(0, 900.0), (1, 300.0), (2, 400.0)], half) == Capacity((900.0, 600.0, 800.0), 1)
+    assert capacity_of([(0, 900.0), (1, 300.0), (2, 400.0)], half) == (900.0, 600.0, 800.0)
 
 
 def test_utilization_is_what_stage_peers_say_of_themselves() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import heapq
 import itertools
 import os
 import socket
@@ -11,13 +12,14 @@ import struct
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 import uvloop
 
 from lab.emulation.emulation import Emulation
 from lab.emulation.link_shape import Fault, LinkShape, Site
-from lab.emulation.proxy import MAX_HELD_BYTES, Door, ListenWatch, Proxy
+from lab.emulation.proxy import MAX_HELD_BYTES, Door, ListenWatch, Pipe, Proxy
 from lab.emulation.sockets import Callers, Endpoint, descendants, listening, parse_socket
 from node.concurrency.task_groups import task_scope
 
@@ -320,3 +322,100 @@ def test_the_kernels_table_is_read() -> None:
         f"   0: 0000000000000000FFFF00000100007F:1F90 0000000000000000FFFF00000200007F:0050 01 {rest}"
     )
     assert (mapped.local, mapped.remote, mapped.listens) == (("127.0.0.1", 8080), ("127.0.0.2", 80), False)
+
+
+# ---- a pipe in virtual time, on a machine that wakes it late ---------------------------------------------------------
+
+
+SENDER, RECEIVER = 0, 1
+RATE = 1_000_000.0
+"""Bytes a second; the pipe takes in five milliseconds' worth at a time."""
+DELAY_S = 0.1
+
+
+class LateClock:
+    """Virtual time, in which every sleep lasts longer than asked."""
+
+    def __init__(self, late_s: float) -> None:
+        self.now = 0.0
+        self._late_s = late_s
+        self._sleepers: list[tuple[float, int, asyncio.Event]] = []
+        self._numbers = itertools.count()
+
+    async def sleep(self, seconds: float) -> None:
+        woken = asyncio.Event()
+        heapq.heappush(self._sleepers, (self.now + seconds + self._late_s, next(self._numbers), woken))
+        await woken.wait()
+
+    async def run(self) -> None:
+        while True:
+            for _ in range(10):  # whoever can go on does so first
+                await asyncio.sleep(0)
+            if self._sleepers:
+                self.now, _, woken = heapq.heappop(self._sleepers)
+                woken.set()
+
+
+class Receiver:
+    """The far end's socket: when which byte came."""
+
+    def __init__(self, clock: LateClock) -> None:
+        self._clock = clock
+        self.arrivals: list[tuple[float, int]] = []
+
+    def is_closing(self) -> bool:
+        return False
+
+    def write(self, data: bytes) -> None:
+        self.arrivals.append((self._clock.now, len(data)))
+
+    async def drain(self) -> None:
+        return
+
+    def write_eof(self) -> None:
+        return
+
+
+async def carried(size_bytes: int, late_s: float, *, down: float = RATE, later: float | None = None) -> Receiver:
+    """Sends bytes at once, and one more byte `later`."""
+    emulation, clock = Emulation(seed=1), LateClock(late_s)
+    emulation.place(SENDER, Site(LinkShape(latency_s=DELAY_S, up_bytes_per_s=RATE)))
+    emulation.place(RECEIVER, Site(LinkShape(down_bytes_per_s=down)))
+    reader, receiver = asyncio.StreamReader(), Receiver(clock)
+    writer: Any = receiver
+    reader.feed_data(bytes(size_bytes))
+    ticking = asyncio.create_task(clock.run())
+    pipe = Pipe(emulation, (SENDER, RECEIVER), reader, writer, lambda: clock.now, clock.sleep)
+    running = asyncio.create_task(pipe.run())
+    if later is not None:
+        await clock.sleep(later)
+        reader.feed_data(b"x")
+    reader.feed_eof()
+    await running
+    ticking.cancel()
+    assert sum(size for _, size in receiver.arrivals) == size_bytes + (later is not None)
+    return receiver
+
+
+@pytest.mark.parametrize("late_s", [0.0, 0.004, 0.03])
+@pytest.mark.parametrize("down", [RATE, RATE / 2])
+async def test_a_busy_machine_does_not_make_the_link_narrower(late_s: float, down: float) -> None:
+    """Where each piece began when the process woke, half a megabyte took 3.6 s for 1.1, thirty milliseconds late."""
+    size_bytes = 500_000
+    last, _ = (await carried(size_bytes, late_s, down=down)).arrivals[-1]
+    ideal_s = size_bytes / min(RATE, down) + DELAY_S
+    assert ideal_s * 0.97 <= last <= ideal_s + 3 * late_s + 0.01
+
+
+@pytest.mark.parametrize("late_s", [0.0, 0.03])
+async def test_nothing_comes_sooner_than_the_link_allows(late_s: float) -> None:
+    passed = 0
+    for at, size in (await carried(200_000, late_s)).arrivals:
+        passed += size
+        assert at >= DELAY_S + passed / RATE - 0.01 - 1e-9, "its burst apart"
+
+
+async def test_what_is_sent_later_is_not_taken_for_sent_when_the_process_overslept() -> None:
+    at, size = (await carried(100_000, 0.03, later=2.0)).arrivals[-1]
+    assert size == 1
+    assert at >= 2.0 + DELAY_S
