@@ -68,17 +68,15 @@ def doctor(
 
 
 def finding_text(finding: Finding) -> str:
-    """A finding as one line, and below it the fix where there is one. Peers' words are made harmless."""
+    """Returns a finding as one line, and its fix below. Peers' words are made harmless."""
     head = f"{finding.level.value:<{_LEVEL_WIDTH}}  {finding.check:<{_CHECK_WIDTH}}  "
     line = head + harmless(finding.found, _CHARACTERS)
     return f"{line}\n{' ' * len(head)}{harmless(finding.fix, _CHARACTERS)}" if finding.fix else line
 
 
 def report(findings: Sequence[Finding]) -> dict[str, Any]:
-    """The JSON report for `--json`: `ok` and the findings in order."""
     return {"ok": is_well(findings), "checks": [finding.as_json() for finding in findings]}
 
 
 def is_well(findings: Sequence[Finding]) -> bool:
-    """Whether no check has failed."""
     return all(finding.level.value != "fail" for finding in findings)

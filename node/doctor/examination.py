@@ -1,4 +1,4 @@
-"""The examination: all checks, one after the other, first those that need nobody else."""
+"""The examination: all checks, one after the other, local ones first."""
 
 from __future__ import annotations
 
@@ -10,10 +10,17 @@ from pathlib import Path
 from typing import Final
 
 from node.doctor.finding import Finding, Level, bounded
-from node.doctor.fitting import look_at_room, what_fits_of
-from node.doctor.machine import look_at_disk, look_at_files, look_at_memory, look_at_port
+from node.doctor.machine import (
+    look_at_device,
+    look_at_disk,
+    look_at_files,
+    look_at_memory,
+    look_at_port,
+    look_at_room,
+    look_at_versions,
+    what_fits_of,
+)
 from node.doctor.network_checks import Doorway, Tell, look_in_the_run
-from node.doctor.versions import look_at_versions
 from node.model.moments import MomentType
 from protocol.manifest.join_link import JoinLink
 from swarm.vocabulary.types import Reasoned
@@ -25,26 +32,25 @@ DEVICE_S: Final = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Patient:
-    """The subject of the examination: this machine, as the node that it would run."""
+    """This machine, as the node that it would run."""
 
     device: str
     doorway: Doorway
     dht_port: int
     folders: tuple[tuple[str, Path], ...]
-    """Those that the node would write to, by what they are for."""
+    """Folders that the node would write to, by purpose."""
     link: JoinLink | None
     memory_limit: Reasoned[int] | None = None
-    """Bytes of its compute device's memory that the node may take; None for all that are free."""
+    """Bytes of device memory that the node may take; None: all that are free."""
     moments: MomentType = MomentType.FLOAT32
 
 
 async def examine(patient: Patient, tell: Tell) -> None:
-    """Runs every check and tells its findings as they come. Each has a time limit; what is expected to fail is a
-    finding."""
+    """Runs every check within its time limit and tells its findings as they come."""
     doorway = patient.doorway
     local: tuple[tuple[str, Callable[[], Sequence[Finding]], float], ...] = (
         ("versions", look_at_versions, QUICK_S),
-        ("device", lambda: _look_at_device(patient.device), DEVICE_S),
+        ("device", lambda: look_at_device(patient.device), DEVICE_S),
         ("memory", look_at_memory, QUICK_S),
         ("stage", lambda: look_at_room(patient.device, patient.memory_limit, patient.moments), DEVICE_S),
         ("disk", lambda: look_at_disk((*patient.folders, ("temporary files", Path(tempfile.gettempdir())))), QUICK_S),
@@ -66,9 +72,3 @@ async def examine(patient: Patient, tell: Tell) -> None:
     else:
         fits = partial(what_fits_of, patient.device, patient.memory_limit, patient.moments)
         await look_in_the_run(patient.link, doorway, fits, tell)
-
-
-def _look_at_device(wish: str) -> Sequence[Finding]:
-    from node.doctor.compute_device import look_at_device  # loads torch, which takes seconds
-
-    return look_at_device(wish)

@@ -27,18 +27,18 @@ from swarm.vocabulary.types import PeerId
 PATIENCE_S: Final = 20.0
 CLOCK_LIMIT_S: Final = 10.0
 REACH_LIMIT_S: Final = 120.0
-"""Three rounds of asking, a router that answers nothing, and three rounds again."""
+"""Three rounds of questions, a silent router, and three rounds again."""
 ENTER_LIMIT_S: Final = 60.0
 CLOCKS: Final = 5
 ASK_TIMEOUT_S: Final = 5.0
 WRONG_CLOCK_S: Final = 60.0
-"""Records of a peer that is further off are not taken (`protocol.identity.signed_records`)."""
+"""Records of a peer whose clock is further off are refused (`protocol.identity.signed_records`)."""
 ODD_CLOCK_S: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class Doorway:
-    """The addresses where this machine would listen, and what it would tell others."""
+    """The address where this machine would listen, and the one that it would advertise."""
 
     listen: str
     port: int
@@ -52,11 +52,7 @@ Tell = Callable[[Sequence[Finding]], None]
 async def look_in_the_run(
     link: JoinLink, doorway: Doorway, fits: Callable[[Manifest], Sequence[Finding]], tell: Tell
 ) -> None:
-    """Enters the run as a visitor and makes the findings `run`, what `fits` says of it, `clock` and `reach`. A port
-    that is taken is told by `reach`.
-
-    Nobody is contacted but peers of the run and, for a mapping, the default gateway.
-    """
+    """Visits the run: makes the findings `run`, `fits`, `clock` and `reach`. Contacts only its peers and our router."""
 
     async def enter() -> Sequence[Finding]:
         async with visit(link, doorway.listen, doorway.port) as session:
@@ -86,13 +82,7 @@ async def _find_peers(session: NetworkSession, fits: Callable[[Manifest], Sequen
 
 
 def experts_findings(hosting: int, modules: int, *, several: bool) -> list[Finding]:
-    """Whether a run with experts has a peer for each module. Nothing of other runs: these wait for their stages, and
-    say so.
-
-    Args:
-        hosting: peers that have a module.
-        several: whether some stage has several experts.
-    """
+    """Checks that a run with `several` experts in a stage has a peer for each module; `hosting` peers have one."""
     if not several or hosting >= modules:
         return []
     found = f"{hosting} peers for {modules} modules: documents of an expert that nobody serves go to the next best"
@@ -117,8 +107,7 @@ async def _status(session: NetworkSession, peer: PeerId) -> bytes:
 
 
 async def clock_offset(ask: Callable[[], Awaitable[bytes]], clock: Clock) -> float | None:
-    """Seconds by which a peer's clock is ahead of ours, taking its answer for halfway; None when it says nothing of
-    use."""
+    """Measures how far a peer's clock is ahead of ours, in seconds, at half the round trip. None without an answer."""
     before, began = clock.wall(), clock.monotonic()
     try:
         said = parse_status(await ask()).unix_ms
@@ -129,7 +118,7 @@ async def clock_offset(ask: Callable[[], Awaitable[bytes]], clock: Clock) -> flo
 
 
 def clock_finding(offsets: Sequence[float]) -> Finding:
-    """The finding on the clock, by the median of the peers, so that one wrong peer says nothing about this machine."""
+    """Judges our clock by the median of the peers, so that one wrong peer says nothing."""
     if not offsets:
         return Finding("clock", Level.SKIP, "no peer has told its time")
     ahead = -statistics.median(offsets)
@@ -137,9 +126,8 @@ def clock_finding(offsets: Sequence[float]) -> Finding:
     if abs(ahead) < ODD_CLOCK_S:
         return Finding("clock", Level.OK, found)
     level = Level.FAIL if abs(ahead) >= WRONG_CLOCK_S else Level.WARN
-    return Finding(
-        "clock", level, found, "Set it by the network: `timedatectl set-ntp true`, or your system's settings."
-    )
+    fix = "Set it by the network: `timedatectl set-ntp true`, or your system's settings."
+    return Finding("clock", level, found, fix)
 
 
 async def _climb(session: NetworkSession, doorway: Doorway) -> Sequence[Finding]:
@@ -157,9 +145,7 @@ async def _climb(session: NetworkSession, doorway: Doorway) -> Sequence[Finding]
 
 
 def reach_finding(standing: Standing) -> Finding:
-    """The finding on reachability. A mapping is as good as an open port while the router lives; a node that has to be
-    called is of use to those that can be dialled.
-    """
+    """Judges reachability. A node that others cannot dial is still of use to those that it can."""
     levels = {
         ReachStep.DIRECT: Level.OK,
         ReachStep.MAPPED: Level.OK,

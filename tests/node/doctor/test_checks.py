@@ -8,6 +8,7 @@ import os
 import socket
 import threading
 from collections.abc import Sequence
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -15,17 +16,33 @@ import torch
 from typer.testing import CliRunner
 
 from node.__main__ import app
-from node.doctor.compute_device import look_at_device, matmul_flops
 from node.doctor.doctor import finding_text, report
 from node.doctor.finding import Finding, Level, bounded
-from node.doctor.machine import files_finding, look_at_disk, look_at_memory, look_at_port
+from node.doctor.machine import (
+    LIBRARIES,
+    Wanted,
+    files_finding,
+    look_at_device,
+    look_at_disk,
+    look_at_memory,
+    look_at_port,
+    look_at_room,
+    matmul_flops,
+    satisfies,
+    versions,
+    wanted_here,
+    what_fits_of,
+)
 from node.doctor.network_checks import clock_finding, clock_offset, experts_findings, reach_finding
-from node.doctor.versions import LIBRARIES, Wanted, satisfies, versions, wanted_here
 from node.model.free_memory import GIB, available_memory
+from node.model.memory_need import CPU_BYTES, needs_of, round_bytes
+from node.model.moments import MomentType
 from node.network.reach_status import ReachStep, Standing
+from swarm.pipeline.ledger import DEFAULT_SLOTS
 from swarm.vocabulary.errors import ConfigError, Rejected
-from swarm.vocabulary.types import Reasoned
+from swarm.vocabulary.types import ModuleId, Reasoned
 from tests.node.network.small_swarm import ManualClock
+from tests.node.small_manifest import small_manifest
 
 HERE = "127.0.0.1"
 
@@ -48,9 +65,6 @@ HERE = "127.0.0.1"
         ("3.10.14", ">=3.11", False),
         ("3.14.0rc1", ">=3.11,<3.14", False),
         ("3.13.2", ">=3.11, <3.14", True),
-        ("1.4", "~=1.4", True),
-        ("2.0", "~=1.4", False),
-        ("1.0", "!=1.0", False),
         ("1.0", "", True),
         ("1.0", "=== 1.0", False),
     ],
@@ -59,11 +73,18 @@ def test_which_version_fits(version: str, specifier: str, fits: bool) -> None:
     assert satisfies(version, specifier) is fits
 
 
-def test_what_is_wanted_is_what_the_project_says() -> None:
+@pytest.mark.parametrize("is_installed", [True, False])
+def test_what_is_wanted_is_what_the_project_says(monkeypatch: pytest.MonkeyPatch, is_installed: bool) -> None:
+    if not is_installed:
+        monkeypatch.setattr("importlib.metadata.metadata", missing)
     wanted = wanted_here()
     assert set(wanted.libraries) == set(LIBRARIES)
     assert wanted.libraries["torch"].startswith("==")
     assert wanted.python.startswith(">=3.")
+
+
+def missing(name: str) -> None:
+    raise metadata.PackageNotFoundError(name)
 
 
 def test_a_library_that_is_missing_or_old_fails_with_the_command_that_helps() -> None:
@@ -136,6 +157,45 @@ def test_the_limit_on_open_files(limit: int, level: Level) -> None:
     assert ("ulimit" in finding.fix) is (level is not Level.OK)
 
 
+# ---- the stages that fit -------------------------------------------------------------------------------------------
+
+
+MANIFEST = small_manifest(stages__blocks=(0, 4, 40))
+NEEDS = needs_of(MANIFEST, DEFAULT_SLOTS)
+
+
+def limit(size_bytes: int) -> Reasoned[int]:
+    return Reasoned(size_bytes, "under --memory-limit")
+
+
+def test_the_largest_stage_is_told_in_parameters() -> None:
+    size_bytes = 3 * 10**6 * (CPU_BYTES + 8 + int(round_bytes(1)))
+    (finding,) = look_at_room("cpu", limit(size_bytes))
+    assert finding.level is Level.OK
+    in_fragments = f"{int(size_bytes / (CPU_BYTES + 8 + round_bytes(8))) // 10**5 / 10} in a run with 8 fragments"
+    assert finding.found.startswith(f"room for a stage of at most 3.0 million parameters, {in_fragments}: ")
+    assert finding.found.endswith("are free under --memory-limit")
+
+
+def test_moments_in_8_bits_leave_room_for_more() -> None:
+    (finding,) = look_at_room("cpu", limit(3 * 10**6 * (CPU_BYTES + 8 + 20)), MomentType.EIGHT_BIT)
+    assert finding.found.startswith("room for a stage of at most 3.4 million parameters, ")
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "level", "said"),
+    [
+        (NEEDS[ModuleId(2)].all, Level.OK, "every stage fits; the largest, 2, takes"),
+        (NEEDS[ModuleId(2)].all - 1, Level.OK, "there is room for stages 0, 1; of the others stage 2 takes"),
+        (NEEDS[ModuleId(0)].all, Level.OK, "there is room for stage 0; of the others stage 1 takes"),
+        (NEEDS[ModuleId(0)].all - 1, Level.FAIL, "no stage fits; the smallest, 0 takes"),
+    ],
+)
+def test_the_stages_of_a_run_are_named(size_bytes: int, level: Level, said: str) -> None:
+    (finding,) = what_fits_of("cpu", limit(size_bytes), MomentType.FLOAT32, MANIFEST)
+    assert (finding.level, finding.found[: len(said)]) == (level, said)
+
+
 # ---- device and port -----------------------------------------------------------------------------------------------
 
 
@@ -149,14 +209,14 @@ def test_a_cpu_is_measured_and_is_well() -> None:
 
 
 def test_a_device_that_multiplies_wrongly_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("node.doctor.compute_device.matmul_flops", lambda device, size: None)
+    monkeypatch.setattr("node.doctor.machine.matmul_flops", lambda device, size: None)
     assert look_at_device("cpu")[0].level is Level.FAIL
 
 
 def test_a_gpu_that_torch_cannot_use_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("torch can use the GPU here")
-    monkeypatch.setattr("node.doctor.compute_device.NVIDIA", tmp_path)
+    monkeypatch.setattr("node.doctor.machine.NVIDIA", tmp_path)
     finding = look_at_device("auto")[0]
     assert (finding.level, "CUDA" in finding.fix) == (Level.WARN, True)
 
@@ -165,10 +225,8 @@ def test_a_gpu_that_torch_cannot_use_is_a_warning(monkeypatch: pytest.MonkeyPatc
 def test_a_gpu_is_told_with_its_memory(monkeypatch: pytest.MonkeyPatch, free: int, level: Level) -> None:
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (free, 24 * GIB))
     monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "NVIDIA RTX 4090")
-    monkeypatch.setattr(
-        "node.doctor.compute_device.choose_devices", lambda wish: Reasoned((torch.device("cuda"),), "auto")
-    )
-    monkeypatch.setattr("node.doctor.compute_device.matmul_flops", lambda device, size: 5e13)
+    monkeypatch.setattr("node.model.device.choose_devices", lambda wish: Reasoned((torch.device("cuda"),), "auto"))
+    monkeypatch.setattr("node.doctor.machine.matmul_flops", lambda device, size: 5e13)
     finding = look_at_device("auto")[0]
     assert finding.level is level
     assert finding.found.startswith(f"NVIDIA RTX 4090, {free / GIB:.1f} of 24.0 GiB free; a CUDA matrix product")
