@@ -62,7 +62,8 @@ class Experiment:
             except SkipstoneError as error:
                 result = Result(scenario, None, (str(error),))
             results.append(result)
-            recovery = "" if result.outcome is None else f", recovery {result.outcome.recovery_s:.1f} s"
+            outcome = result.outcome
+            recovery = f", recovery {outcome.recovery_s:.1f} s" if outcome is not None and outcome.counted else ""
             self._tell(f"  {'passed' if result.passed else 'NOT PASSED'}{recovery}")
             for objection in result.objections:
                 self._tell(f"    {objection}")

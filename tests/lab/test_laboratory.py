@@ -125,22 +125,14 @@ async def test_peers_are_killed_and_asked_to_leave_and_started(lab: Laboratory) 
     assert lab.emulation.site(6) == lab.emulation.site(0), "the first group's"
 
 
-async def test_frozen_peers_stand_still_with_all_they_have_started_and_go_on(lab: Laboratory) -> None:
-    root = lab.swarm.processes()[2]
-    assert len(list(descendants({root}))) == 2
-    Freeze(at_s=0, peers=(2,), for_s=0.3).do(lab)
-    await until(lambda: states_of(root) == {"T"})
-    await until(lambda: "T" not in states_of(root))
-    Freeze(at_s=0, peers=(2,), for_s=600.0).do(lab)
-    await until(lambda: states_of(root) == {"T"})
-    lab.calm()
-    assert "T" not in states_of(root)
-
-
-async def test_a_peer_that_is_frozen_again_stands_still_as_long_as_the_longer_time(lab: Laboratory) -> None:
+async def test_frozen_peers_stand_still_with_all_they_have_started_as_long_as_the_longest_freeze(
+    lab: Laboratory,
+) -> None:
     roots = lab.swarm.processes()
+    assert len(list(descendants({roots[2]}))) == 2
     Freeze(at_s=0, peers=(1, 2), for_s=0.3).do(lab)
     Freeze(at_s=0, peers=(2,), for_s=600.0).do(lab)
+    await until(lambda: states_of(roots[1]) == states_of(roots[2]) == {"T"})
     await until(lambda: "T" not in states_of(roots[1]))
     await asyncio.sleep(0.1)  # both were due to go on at the same moment
     assert states_of(roots[2]) == {"T"}

@@ -121,18 +121,6 @@ async def test_an_end_of_stream_closes_one_direction_alone() -> None:
         assert await reader.read(-1) == b"the end"
 
 
-async def test_nothing_passes_faster_than_the_link() -> None:
-    """A lower bound alone: however slow the machine is, it holds."""
-    bytes_per_s = 200_000
-    narrow = LinkShape(up_bytes_per_s=float(bytes_per_s))
-    async with stage(echo, IDEAL, narrow) as at, at.call() as (reader, writer):
-        began = asyncio.get_running_loop().time()
-        writer.write(bytes(bytes_per_s))
-        writer.write_eof()
-        await reader.read(-1)
-        assert asyncio.get_running_loop().time() - began > 0.9
-
-
 async def test_a_reset_is_seen_at_both_ends_and_new_calls_are_refused() -> None:
     ended: asyncio.Future[BaseException | None] = asyncio.get_running_loop().create_future()
 
