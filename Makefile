@@ -58,10 +58,9 @@ proto:
 	@$(BIN)/python -m grpc_tools.protoc -Iprotocol/generated=proto --python_out=. --pyi_out=. $(PROTOS:proto/%=protocol/generated/%)
 
 docs:
-	@echo "skipstone: generating the reference in docs/PROTOCOL.md and the tables in docs/ARCHITECTURE.md"
+	@echo "skipstone: generating the reference in docs/PROTOCOL.md"
 	@$(MAKE) --no-print-directory $(VENV)/.dev
 	@$(BIN)/python -m docs.generate_protocol
-	@$(BIN)/python -m docs.generate_architecture
 
 bench:
 	@echo "skipstone: running the benchmarks"

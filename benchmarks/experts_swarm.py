@@ -3,7 +3,7 @@ as many peers.
 
     python benchmarks/experts_swarm.py [--rounds 3] [--seconds 20] [--json]
 
-Five real nodes on this machine, one thread each, behind links of 20 ms (`node.lab`). Arms in turns, from the first step
+Five real nodes on this machine, one thread each, behind links of 20 ms (`lab`). Arms in turns, from the first step
 on; medians over the rounds. Bytes are all that the peers send: hidden states, gradients, rounds and the directory.
 
 How even the experts' work is, is counted from the data node's log: of any 32 microbatches in a row, the most visits of
@@ -26,9 +26,8 @@ from typing import Any, Final
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from node.lab.experiment.run import Run
-from node.lab.experiment.scenario import Scenario, scenario_from_table
-from node.lab.wan.outcome import Outcome, outcome_of
+from lab.run import Run
+from lab.scenario import scenario_from_table
 from node.observability.event_json import event_from_json
 from node.observability.events import Completed
 
@@ -89,20 +88,15 @@ def measured(arm: str, seed: int, seconds: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory(prefix="experts-") as path:
         routing, experts = ARMS[arm]
         table = tomllib.loads(SCENARIO.format(arm=arm, seed=seed, seconds=seconds, routing=routing, experts=experts))
-        outcome, run = asyncio.run(_run(scenario_from_table(table, Scenario), Path(path)))
-        if outcome.check.violations or outcome.failures:
-            raise SystemExit(f"{arm}: {outcome.check.violations}, failures {outcome.failures}")
+        run = Run(scenario_from_table(table), Path(path), lambda line: None, asyncio.Event())
+        outcome = asyncio.run(run.to_the_end())
+        if outcome.objections:
+            raise SystemExit(f"{arm}: {outcome.objections}")
         return {
             "tokens_per_s": round(outcome.tokens_per_s, 1),
-            "bytes_a_token": round(sum(outcome.up_bytes.values()) / outcome.tokens, 2),
+            "bytes_a_token": round(sum(outcome.traffic("up").values()) / outcome.tokens, 2),
             "unevenness": round(unevenness(modules_of(run.logs)), 3),
         }
-
-
-async def _run(scenario: Scenario, folder: Path) -> tuple[Outcome, Run]:
-    run = Run(scenario, folder, lambda line: None, asyncio.Event())
-    await run.to_the_end()
-    return outcome_of(run), run
 
 
 def modules_of(logs: Path) -> list[tuple[str, ...]]:

@@ -1,18 +1,45 @@
-"""The entry point `python -m node`, which is `skipstone`. It puts the commands of `node.cli` and those of the
-laboratory together, so that neither imports the other.
+"""The entry point `python -m node`, which is `skipstone`: the commands of `node`, and those of a checkout's `lab`."""
 
-It stands alone because Python asks for a module of this name.
-"""
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Final
+
+import typer
 
 from node.cli.app import app, main
-from node.lab.commands.chaos import chaos
-from node.lab.commands.check import check
-from node.lab.commands.doctor import doctor
+from node.doctor.doctor import doctor
 from node.lab.commands.simulate import simulate
-from node.lab.commands.wan import wan
+from swarm.vocabulary.errors import ConfigError
 
-for command in (doctor, simulate, check, wan, chaos):
+CHECKOUT: Final = Path(__file__).parent.parent
+LABORATORY: Final = {
+    "check": "Check the event logs of a run: every microbatch exactly once, one anchor a round.",
+    "wan": "Run a local swarm behind slow, far or faulty links.",
+    "chaos": "Break a local swarm on purpose and judge what it makes of that.",
+}
+
+
+def experiment(context: typer.Context) -> None:
+    """Runs a command of `lab`, which is beside `node` in a checkout and in no installation."""
+    if not (CHECKOUT / "lab" / "__init__.py").is_file():
+        raise ConfigError(
+            f"`skipstone {context.info_name}` needs a checkout of Skipstone",
+            hint="Clone the repository and install it with `pip install -e .`.",
+        )
+    sys.path.append(str(CHECKOUT))  # an editable install names the packages of the wheel only
+    from lab.commands import app as laboratory
+
+    arguments = [str(context.info_name), *context.args]
+    raise typer.Exit(laboratory(arguments, prog_name="skipstone", standalone_mode=False) or 0)
+
+
+for command in (doctor, simulate):
     app.command()(command)
+for name, purpose in LABORATORY.items():
+    settings = {"allow_extra_args": True, "ignore_unknown_options": True}
+    app.command(name, help=purpose, context_settings=settings, add_help_option=False)(experiment)
 
 if __name__ == "__main__":
     main()

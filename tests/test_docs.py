@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from docs import generate_architecture, generate_protocol, walks
+from docs import generate_protocol
 from node.observability.status import Status
 
 ROOT = Path(__file__).parent.parent
@@ -33,17 +33,6 @@ def name_of(path: Path) -> str:
 def test_the_reference_is_generated_from_the_contract() -> None:
     text = generate_protocol.TARGET.read_text()
     assert generate_protocol.rewritten(text) == text, "stale: run `make docs`"
-
-
-@pytest.mark.parametrize("way", [walks.MICROBATCH, walks.ROUND], ids=["microbatch", "round"])
-def test_the_code_has_every_step_of_the_walks(way: walks.Way) -> None:
-    for file, name in walks.steps(way):
-        assert name in defined_in(file), f"{file}: {name}"
-
-
-def test_the_generated_parts_of_the_architecture_are_those_of_the_code() -> None:
-    text = generate_architecture.TARGET.read_text()
-    assert generate_architecture.rewritten(text) == text, "stale: run `make docs`"
 
 
 def test_a_stale_reference_is_noticed() -> None:

@@ -3,116 +3,23 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
 
-from docs import generate_architecture
 from swarm.vocabulary import errors
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("swarm", "protocol", "node")
+PACKAGES = ("swarm", "protocol", "node", "lab")
 GENERATED = ROOT / "protocol" / "generated"
-# Who may import whom, from the ground up; `swarm/vocabulary` is free for all. `protocol` imports nothing else of
-# `swarm`, only the entry point imports the
-# laboratory, and there is no circle.
-FOLDERS_TABLE = """
-swarm/vocabulary:
-protocol/interfaces:
-protocol/libp2p:
-swarm/compression:
-swarm/experts:
-swarm/membership:
-swarm/workload:
-node/lab/emulation: protocol/libp2p
-node/observability: protocol/interfaces swarm/workload
-protocol/codecs: protocol/interfaces
-protocol/frames: protocol/interfaces
-swarm/averaging: swarm/compression
-swarm/pipeline: swarm/workload
-swarm/routing: swarm/experts swarm/membership swarm/workload
-node/lab/audit: node/observability
-protocol/identity: protocol/frames
-swarm/routing/plans: swarm/routing
-swarm/routing/negotiation: swarm/routing swarm/routing/plans
-protocol/manifest: protocol/identity
-protocol/transport: protocol/frames protocol/identity protocol/interfaces
-swarm/simulation: swarm/membership swarm/pipeline swarm/routing swarm/routing/negotiation
-node/experts: protocol/manifest swarm/experts
-protocol/nat: protocol/frames protocol/interfaces protocol/libp2p protocol/transport
-swarm/simulation/central: swarm/routing swarm/simulation
-node/data/formats: protocol/manifest
-node/data: node/data/formats node/experts protocol/manifest swarm/experts swarm/workload
-protocol/dht: protocol/identity protocol/interfaces protocol/libp2p protocol/nat protocol/transport
-swarm/simulation/baselines: swarm/routing swarm/routing/plans swarm/simulation swarm/simulation/central
-node/lab/simulation: swarm/routing swarm/simulation swarm/simulation/baselines swarm/simulation/central
-node/model/packed:
-node/model/optimizers: node/model/packed protocol/manifest
-node/model: node/data node/model/optimizers node/model/packed protocol/manifest swarm/membership swarm/pipeline
-    swarm/workload
-node/concurrency: node/model protocol/interfaces swarm/pipeline
-node/checkpoint: node/concurrency node/data node/model node/model/optimizers node/model/packed node/observability
-    protocol/manifest
-node/network: node/concurrency node/experts node/observability protocol/dht protocol/identity protocol/interfaces
-    protocol/manifest protocol/nat protocol/transport swarm/experts swarm/membership swarm/routing swarm/workload
-node/averaging/anchor: node/checkpoint node/model node/model/packed protocol/manifest
-node/start: node/averaging/anchor node/data/formats node/model protocol/manifest
-node/context: node/checkpoint node/concurrency node/data node/experts node/model node/network node/observability
-    node/start protocol/identity protocol/manifest swarm/pipeline
-node/pipeline: node/concurrency node/data node/experts node/model node/model/optimizers node/model/packed node/network
-    node/observability protocol/codecs protocol/interfaces protocol/manifest protocol/transport swarm/compression
-    swarm/pipeline swarm/routing swarm/workload
-node/reachability: node/concurrency node/network node/observability protocol/dht protocol/identity protocol/interfaces
-    protocol/manifest protocol/nat protocol/transport swarm/membership
-node/averaging/exchange: node/averaging/anchor node/concurrency node/model node/observability protocol/codecs
-    protocol/identity protocol/interfaces swarm/averaging swarm/compression
-node/averaging/state_sync: node/averaging/anchor node/concurrency node/network node/observability node/start
-    protocol/codecs protocol/frames protocol/interfaces protocol/transport swarm/averaging
-node/lab/doctor: node/concurrency node/model node/network node/observability node/reachability protocol/interfaces
-    protocol/manifest swarm/membership swarm/pipeline
-node/local_swarm: node/context node/data node/experts node/model node/observability protocol/identity protocol/libp2p
-    protocol/manifest swarm/pipeline swarm/workload
-node/routing: node/concurrency node/context node/data node/experts node/network node/observability
-    node/pipeline protocol/interfaces protocol/manifest swarm/experts swarm/membership swarm/pipeline swarm/routing
-    swarm/routing/negotiation swarm/workload
-node/solo: node/averaging/anchor node/checkpoint node/data node/experts node/model node/network node/observability
-    node/pipeline node/start protocol/manifest swarm/experts swarm/routing
-node/averaging/audit: node/averaging/anchor node/averaging/exchange node/concurrency protocol/codecs protocol/identity
-    protocol/interfaces swarm/averaging
-node/cli/views: node/local_swarm node/observability swarm/compression swarm/workload
-node/export: node/averaging/anchor node/averaging/state_sync node/checkpoint node/context node/data node/experts
-    node/model node/network node/observability protocol/manifest swarm/averaging swarm/experts swarm/workload
-node/lab/experiment: node/concurrency node/data node/lab/audit node/lab/emulation node/local_swarm node/network
-    node/observability protocol/manifest
-node/averaging: node/averaging/anchor node/averaging/audit node/averaging/exchange node/averaging/state_sync
-    node/checkpoint node/concurrency node/context node/model node/network node/observability node/start protocol/codecs
-    protocol/identity protocol/interfaces protocol/manifest swarm/averaging swarm/compression
-node/lab/wan: node/lab/audit node/lab/experiment node/local_swarm protocol/manifest
-node/runtime: node/averaging node/averaging/anchor node/checkpoint node/concurrency node/context node/data node/experts
-    node/model node/network node/observability node/pipeline node/reachability node/routing node/start protocol/dht
-    protocol/identity protocol/interfaces protocol/manifest swarm/experts swarm/membership swarm/pipeline swarm/routing
-node/dial: node/model protocol/interfaces protocol/manifest swarm/membership swarm/pipeline
-node/cli: node/checkpoint node/cli/views node/context node/data node/data/formats node/dial node/experts node/export
-    node/local_swarm node/model node/network node/observability node/runtime node/solo node/start protocol/identity
-    protocol/manifest swarm/experts swarm/membership swarm/pipeline swarm/workload
-node/lab/chaos: node/averaging node/averaging/anchor node/averaging/exchange node/cli node/lab/audit
-    node/lab/emulation node/lab/experiment node/local_swarm node/network node/observability protocol/codecs
-    protocol/identity protocol/interfaces protocol/transport swarm/pipeline
-node/lab/commands: node/cli/views node/context node/data node/lab/audit node/lab/chaos node/lab/doctor
-    node/lab/emulation node/lab/experiment node/lab/simulation node/lab/wan node/model node/network protocol/manifest
-    swarm/simulation
-node: node/cli node/lab/commands
-"""
-FOLDERS = {
-    name: " ".join(others.split())
-    for name, _, others in (row.partition(":") for row in re.sub(r"\n +", " ", FOLDERS_TABLE).split("\n") if row)
-}
 MOST_FILES = 15
 """In a folder."""
 NO_IO = {"asyncio", "socket", "ssl", "subprocess", "threading", "multiprocessing", "selectors"}
@@ -161,13 +68,23 @@ def test_swarm_imports_the_standard_library_and_itself_and_does_no_io(path: Path
         assert top(name) == "swarm" or (top(name) in sys.stdlib_module_names and top(name) not in NO_IO), name
 
 
-@pytest.mark.parametrize("path", sources("node"), ids=name_of)
-def test_node_imports_neither_tests_nor_benchmarks(path: Path) -> None:
+@pytest.mark.parametrize("path", sources("node", "protocol", "lab"), ids=name_of)
+def test_the_product_imports_neither_tests_nor_benchmarks(path: Path) -> None:
     assert not {top(name) for name in imported_by(path)} & {"tests", "benchmarks"}
 
 
+@pytest.mark.parametrize("path", sources("node", "protocol"), ids=name_of)
+def test_only_the_entry_point_imports_the_laboratory_and_not_before_a_command_asks_for_it(path: Path) -> None:
+    tree = parsed(path)
+    at_load = ast.Module([node for node in tree.body if not isinstance(node, ast.FunctionDef)], [])
+    looked_at = at_load if name_of(path) == "node/__main__.py" else tree
+    assert "lab" not in {top(name) for name in imports(looked_at, "")}
+
+
 @pytest.mark.parametrize(
-    "path", [*sources("node/cli", "node/lab/commands"), ROOT / "node" / "__main__.py"], ids=name_of
+    "path",
+    [*sources("node/cli", "node/lab/commands"), ROOT / "lab" / "commands.py", ROOT / "node" / "__main__.py"],
+    ids=name_of,
 )
 def test_the_command_line_loads_nothing_heavy(path: Path) -> None:
     at_load = ast.Module([node for node in parsed(path).body if not isinstance(node, ast.FunctionDef)], [])
@@ -175,30 +92,51 @@ def test_the_command_line_loads_nothing_heavy(path: Path) -> None:
     assert not {top(name) for name in imports(at_load, "")} & heavy
 
 
-def test_folders_import_what_the_table_says() -> None:
-    found = {
-        name: " ".join(other for other in folder.imports if other != generate_architecture.VOCABULARY)
-        for name, folder in generate_architecture.folders().items()
-    }
-    assert found == FOLDERS
+@cache
+def modules_of_ours() -> dict[str, set[str]]:
+    """What each of our modules imports of the others, at load or later."""
+    paths = {path: ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in sources(*PACKAGES)}
+    names = {name.removesuffix(".__init__") for name in paths.values()}
+    return {name.removesuffix(".__init__"): imported_by(path) & names for path, name in paths.items()}
+
+
+def folders() -> dict[str, set[str]]:
+    """What each folder imports of the others. The entry point is a folder of its own."""
+    found: dict[str, set[str]] = {}
+    packages = {".".join(path.relative_to(ROOT).parent.parts) for path in sources(*PACKAGES)}
+    for name, others in modules_of_ours().items():
+        folder = name if name in packages else name.rpartition(".")[0]
+        of_others = {other if other in packages else other.rpartition(".")[0] for other in others}
+        found.setdefault(folder, set()).update(of_others - {folder, "node", "swarm", "protocol"})
+    return found
+
+
+def test_protocol_knows_only_the_vocabulary_of_swarm() -> None:
+    found = {other for name, others in folders().items() if top(name) == "protocol" for other in others}
+    assert {other for other in found if top(other) != "protocol"} == {"swarm.vocabulary"}
 
 
 def test_folders_import_each_other_in_no_circle() -> None:
-    below: set[str] = set()
-    for name, others in FOLDERS.items():
-        assert set(others.split()) <= below, name
-        below.add(name)
+    graphlib.TopologicalSorter(folders()).prepare()
+
+
+def test_modules_import_each_other_in_no_circle() -> None:
+    graph = {name: others - {name} for name, others in modules_of_ours().items()}
+    graphlib.TopologicalSorter(graph).prepare()
 
 
 def test_no_module_lies_loose_and_no_folder_is_crowded() -> None:
-    found = generate_architecture.folders()
-    assert [path.name for path in found["node"].files] == ["__main__.py"]
-    assert not {"swarm", "protocol"} & found.keys()
-    assert {name: len(folder.files) for name, folder in found.items() if len(folder.files) > MOST_FILES} == {}
+    paths = [path for path in sources(*PACKAGES) if path.name != "__init__.py"]
+    count = Counter(path.parent.relative_to(ROOT) for path in paths)
+    assert [path.name for path in paths if path.parent in (ROOT / "node", ROOT / "swarm", ROOT / "protocol")] == [
+        "__main__.py"
+    ]
+    assert {folder: files for folder, files in count.items() if files > MOST_FILES} == {}
 
 
-def test_every_folder_says_what_lives_there() -> None:
-    assert [name for name, folder in generate_architecture.folders().items() if not folder.purpose.endswith(".")] == []
+@pytest.mark.parametrize("path", [path for path in sources(*PACKAGES) if path.name == "__init__.py"], ids=name_of)
+def test_every_folder_says_what_lives_there(path: Path) -> None:
+    assert (ast.get_docstring(parsed(path)) or "").endswith(".")
 
 
 def test_the_rules_themselves_can_fail() -> None:

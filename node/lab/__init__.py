@@ -1,1 +1,1 @@
-"""The laboratory: emulated links, chaos, audit of logs, doctor, simulation. Only the entry point imports it."""
+"""The laboratory: simulation. Only the entry point imports it."""

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from node.lab.audit.log_files import check_folder
-from node.lab.emulation.sockets import Callers, read_sockets
-from node.lab.experiment.metrics import Mark, Row
-from node.lab.experiment.scenario import Scenario, scenario_from_table
-from node.lab.wan.measurement import Measurement
+from lab.audit import check_folder
+from lab.emulation.sockets import Callers, read_sockets
+from lab.experiment import Experiment
+from lab.laboratory import Mark
+from lab.meter import Row
+from lab.scenario import scenario_from_table
 from tests.e2e.small_run import small_run, write_text
-from tests.node.lab.wan.test_wan_report import read_rows
 
 pytestmark = [
     pytest.mark.e2e,
@@ -87,34 +87,35 @@ async def test_a_swarm_trains_behind_slow_links_and_leaves_a_report(tmp_path: Pa
     run = small_run(write_text(tmp_path / "text"), staleness=1, inner_steps=8)
     table = tomllib.loads(SCENARIO)
     table["manifest"] = run.model_dump(mode="json", exclude_none=True, exclude={"name", "seed", "protocol"})
-    scenario = scenario_from_table(table, Scenario)
+    scenario = scenario_from_table(table)
     spectator = Spectator()
     out = tmp_path / "out"
-    measurement = Measurement(out, spectator.tell, asyncio.Event())
-    result = await measurement.run(scenario, SCENARIO, compare=True)
+    result = await Experiment(out, spectator.tell, asyncio.Event()).run(scenario, SCENARIO, compare=True)
 
-    assert not result.outcome.check.violations, result.outcome.check
+    outcome = result.outcome
+    assert outcome is not None
+    assert outcome.objections == ()
     assert not check_folder(out / "logs").violations
-    assert result.outcome.check.ended_well == 4
-    assert result.outcome.failures == {}
-    assert result.outcome.tokens > 0
-    assert result.outcome.held_out_loss is not None
-    assert result.outcome.capacity.bound is not None
+    assert outcome.report.ended_well == 4
+    assert outcome.tokens > 0
+    assert outcome.held_out_loss is not None
+    assert outcome.slowest is not None
     frozen = "peer 2 frozen for 0.5 s"
     assert spectator.happened == ["peer 3 got another link: transatlantic", frozen, f"over: {frozen}"]
     assert spectator.through_the_proxy > 0
     assert spectator.past_the_proxy == set()
 
-    calm = result.undisturbed
+    calm = outcome.undisturbed
     assert calm is not None
-    assert calm.tokens >= result.outcome.tokens
-    assert not calm.check.violations
+    assert calm.tokens >= outcome.tokens
+    assert not calm.report.violations
 
     assert (out / "scenario.toml").read_text() == SCENARIO
-    rows = read_rows(out / "metrics.jsonl")
+    tables = (json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines())
+    rows = [Row(**{**table, "waiting": tuple(table["waiting"])}) for table in tables]
     assert rows == spectator.rows[: len(rows)]
     assert {link for row in rows for link in row.links} >= {"0>1", "1>2", "2>3", "3>0"}, "out and back, by caller"
-    assert sum(result.outcome.up_bytes.values()) > 100_000
+    assert sum(outcome.traffic("up").values()) > 100_000
     report = (out / "report.md").read_text()
     assert "**ok**" in report
     assert "loss over the undisturbed one's" in report

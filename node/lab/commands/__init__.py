@@ -1,1 +1,1 @@
-"""The commands wan, chaos, check, doctor and simulate."""
+"""The command simulate."""

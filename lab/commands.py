@@ -1,0 +1,227 @@
+"""The commands wan, chaos and check; `node.__main__` runs them in a checkout."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from node.cli.views.interrupts import until_stopped
+from node.cli.views.output import announce, print_json, run_loop
+from node.cli.views.text import count, duration, harmless, loss_text, megabytes
+from swarm.vocabulary.errors import ConfigError
+
+if TYPE_CHECKING:
+    from lab.audit import Report
+    from lab.laboratory import Mark
+    from lab.meter import Row
+    from lab.report import Result
+
+SHOWN = 20
+TOLD_EVERY_S = 10.0
+"""Interval between lines of progress, in seconds."""
+MAX_LINE = 1000
+NO_NETEM = "the emulation is a proxy and does not use netem"
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+
+@app.command()
+def wan(
+    scenario: Annotated[
+        Path | None, typer.Argument(metavar="SCENARIO", help="A TOML file; docs/LAB.md has one.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="New folder for logs, metrics, plots and the report.")] = None,
+    profile: Annotated[str | None, typer.Option(help="All peers behind this link, whatever the scenario says.")] = None,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Then the same without links and events, for as many tokens.")
+    ] = False,
+    profiles: Annotated[bool, typer.Option("--profiles", help="List the links that have a name, and end.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="The result as one JSON object.")] = False,
+) -> None:
+    """Run a scenario: a local swarm behind slow, far or faulty links. Ctrl-C ends it early, in good order, with a
+    report."""
+    announce(
+        "skipstone wan: links that have a name" if profiles else "skipstone wan: reading the scenario", as_json=json
+    )
+    if profiles:
+        _list_profiles(as_json=json)
+        return
+    if scenario is None or out is None:
+        raise ConfigError("wan needs a scenario and a folder", hint="Write `skipstone wan SCENARIO --out DIR`.")
+    from lab.experiment import Experiment
+    from lab.scenario import read_scenario
+    from node.data.places import as_written
+    from node.data.sources import open_source
+
+    read, text = read_scenario(scenario)
+    if profile is not None:
+        read, text = read.everywhere(profile), f"# run with --profile {profile}\n{text}"
+    data = read.manifest.data
+    if data.is_of_files:
+        open_source(data, as_written(data).text)  # else every node would report a missing folder
+    teller = Teller(as_json=json)
+    stop = asyncio.Event()
+    experiment = Experiment(out, teller.tell, stop)
+    result, exit_code = run_loop(until_stopped(experiment.run(read, text, compare=compare), stop, experiment.kill))
+    assert result.outcome is not None
+    if json:
+        print_json(result.as_json())
+    else:
+        _show_result(result, out)
+    raise typer.Exit(exit_code or (1 if result.outcome.report.violations else 0))
+
+
+@app.command()
+def chaos(
+    scenarios: Annotated[
+        list[str] | None, typer.Argument(metavar="SCENARIO...", help="Names, TOML files, or `all`.", show_default=False)
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="New folder for logs and the report.")] = None,
+    listing: Annotated[bool, typer.Option("--list", help="List the scenarios that come along, and end.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="The result as one JSON object.")] = False,
+) -> None:
+    """Break a local swarm on purpose and judge what it makes of that. Exits with 1 if a scenario is not passed.
+    docs/CHAOS.md has more."""
+    announce("skipstone chaos: reading the scenarios", as_json=json)
+    from lab.scenario import find_scenarios, known_scenarios, read_scenario
+
+    if listing:
+        known = [read_scenario(path)[0] for path in known_scenarios().values()]
+        faults = {each.name: each.chaos.fault for each in known if each.chaos is not None}
+        if json:
+            print_json({"scenarios": faults})
+        else:
+            _show_columns(faults)
+        return
+    if not scenarios or out is None:
+        raise ConfigError("chaos needs scenarios and a folder", hint="Write `skipstone chaos all --out DIR`.")
+    read = [read_scenario(path) for path in find_scenarios(scenarios)]
+    if len({scenario.name for scenario, _ in read}) < len(read):
+        raise ConfigError("two of the scenarios have the same name", hint="Their folders would be the same.")
+    for scenario, _ in read:
+        if scenario.chaos is None:
+            raise ConfigError(f"{scenario.name}: chaos is missing", hint="Use `skipstone wan`, or add [chaos].")
+    from lab.experiment import Experiment
+    from lab.report import suite_json
+
+    stop = asyncio.Event()
+    teller = Teller(as_json=json)
+    experiment = Experiment(out, teller.tell, stop)
+    done, exit_code = run_loop(until_stopped(experiment.run_suite(read), stop, experiment.kill))
+    if json:
+        print_json(suite_json(done))
+    else:
+        passed = sum(each.passed for each in done)
+        typer.echo(f"{passed} of {len(done)} passed, of {len(read)} asked for; begin with {out / 'report.md'}")
+    all_passed = len(done) == len(read) and all(each.passed for each in done)
+    raise typer.Exit(exit_code or (0 if all_passed else 1))
+
+
+@app.command()
+def check(
+    folder: Annotated[Path, typer.Argument(metavar="LOGDIR", help="The folder named by --log-dir.")],
+    json: Annotated[bool, typer.Option("--json", help="The whole report as one JSON object.")] = False,
+) -> None:
+    """Check the event logs of a run: every microbatch exactly once, one anchor a round. Exits with 1 if not."""
+    announce(f"skipstone check: reading {folder}", as_json=json)
+    from lab.audit import check_folder
+
+    report = check_folder(folder)
+    if json:
+        print_json(report.as_json())
+    else:
+        _show_check(report)
+    raise typer.Exit(1 if report.violations else 0)
+
+
+class Teller:
+    """Writes progress, for JSON to standard error."""
+
+    def __init__(self, *, as_json: bool) -> None:
+        self._stream = sys.stderr if as_json else sys.stdout
+        self._told_at = -TOLD_EVERY_S
+        self._loss: float | None = None
+
+    def tell(self, news: str | Row | Mark) -> None:
+        """Writes a run's news. A text begins another run or ends one."""
+        from lab.meter import Row
+
+        if isinstance(news, str):
+            self._told_at, self._loss = -TOLD_EVERY_S, None
+            self._write(news)
+        elif not isinstance(news, Row):
+            self._write(f"  {duration(news.at_s)}  {news.what}")
+        else:
+            self._loss = self._loss if news.loss is None else news.loss
+            if news.at - self._told_at >= TOLD_EVERY_S:
+                self._told_at = news.at
+                self._write(self._line(news))
+
+    def _line(self, row: Row) -> str:
+        waiting = f"  waiting for {', '.join(row.waiting)}" if row.waiting else ""
+        return (
+            f"{duration(row.at)}  step {row.step}  loss {loss_text(self._loss)}"
+            f"  {count(row.tokens_per_s)} tokens/s  {row.serving} of {row.alive} peers serve"
+            f"  {megabytes(sum(row.links.values()))}/s{waiting}"
+        )
+
+    def _write(self, line: str) -> None:
+        with contextlib.suppress(OSError, ValueError):  # the reader may have gone: the experiment goes on
+            self._stream.write(harmless(line, MAX_LINE) + "\n")
+            self._stream.flush()
+
+
+def _list_profiles(*, as_json: bool) -> None:
+    from lab.emulation.link_shape import PROFILES
+
+    abouts = {name: profile.about for name, profile in PROFILES.items()}
+    if as_json:
+        print_json({"profiles": abouts, "netem": False, "netem_reason": NO_NETEM})
+        return
+    _show_columns(abouts)
+
+
+def _show_columns(abouts: dict[str, str]) -> None:
+    width = max(map(len, abouts))
+    for name, about in abouts.items():
+        typer.echo(f"{name:{width}}  {about}")
+
+
+def _show_result(result: Result, folder: Path) -> None:
+    outcome = result.outcome
+    assert outcome is not None
+    share = "" if outcome.share_of_compute is None else f", {outcome.share_of_compute:.0%} of what it could compute"
+    loss = outcome.loss_last if outcome.held_out_loss is None else outcome.held_out_loss
+    held_out = "" if outcome.held_out_loss is None else "held-out "
+    typer.echo(
+        f"{count(outcome.tokens)} tokens, {count(outcome.tokens_per_s)} tokens/s{share}; {held_out}loss "
+        f"{loss_text(loss)}"
+    )
+    if outcome.loss_ratio is not None:
+        typer.echo(f"the undisturbed run, at equal tokens: {outcome.loss_ratio:.4f} times its loss")
+    violations = len(outcome.report.violations)
+    typer.echo(f"skipstone check: {f'{violations} violations' if violations else 'ok'}")
+    if result.why_no_plots is not None:
+        typer.echo(result.why_no_plots)
+    typer.echo(f"all of it is in {folder}; begin with {folder / 'report.md'}")
+
+
+def _show_check(report: Report) -> None:
+    typer.echo(f"{report.logs} logs, {report.ended_well} with a clean end, {report.torn} with a torn last line")
+    rows = {what.replace("_", " "): str(number) for what, number in sorted(report.counts.items())}
+    for module, number in report.by_route.get("modules", {}).items():
+        rows[f"visits of module {harmless(module, 12)}"] = str(number)
+    for route in report.by_route.get("routes", ()):
+        path = " ".join(f"{stage}.{expert}" for stage, expert in enumerate(route["experts"], start=1))
+        rows[f"route {path}: completed, rerouted"] = f"{route['completed']}, {route['rerouted']}"
+    _show_columns({**rows, "violations": str(len(report.violations))})
+    for violation in report.violations[:SHOWN]:
+        where = "" if violation.spot is None else f"{violation.spot}: "
+        typer.echo(f"{harmless(where)}{violation.rule}: {harmless(violation.message, 1000)}")
+    if len(report.violations) > SHOWN:
+        typer.echo(f"... and {len(report.violations) - SHOWN} more (--json lists them all)")

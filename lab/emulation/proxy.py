@@ -1,0 +1,319 @@
+"""The TCP proxy in front of one node: it delays, narrows and cuts connections as the emulated network would.
+
+Callers reach a node only at its advertised address, where its proxy listens. The caller is known by its socket
+(`sockets`), so both ends' links shape both directions of a connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import socket
+import struct
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from lab.emulation.emulation import MAX_CHUNK_BYTES, Emulation, Member, Way
+from lab.emulation.sockets import Endpoint, listening
+from swarm.vocabulary.errors import ResourceExhausted
+
+log = logging.getLogger(__name__)
+
+MAX_HELD_BYTES = 4 * 2**20
+"""Bytes in flight in one direction of a connection; beyond that we do not read. At 100 ms it allows 40 MB/s."""
+RECEIVE_BUFFER_BYTES = 256 * 1024
+"""The kernel's buffer of unread bytes. Loopback's default would hide many seconds of a slow link."""
+LOOK_EVERY_S = 0.2
+CONNECT_TIMEOUT_S = 5.0
+AT_ONCE_S = 0.0002
+"""A read that took less did not wait."""
+_LINGER_RESET = struct.pack("ii", 1, 0)
+"""SO_LINGER that makes closing a reset."""
+
+Now = Callable[[], float]
+Sleep = Callable[[float], Awaitable[None]]
+FindCaller = Callable[[Endpoint, Endpoint], Awaitable[Member]]
+"""Finds the member that opened a connection, by its two ends."""
+
+
+class ConnectionReset(Exception):
+    """Raised when one side has reset the connection, so that the other side is reset as well."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    due_at: float
+    data: bytes
+    reset: bool = False
+    """Without data: the sender reset its stream instead of ending it."""
+
+
+class Pipe:
+    """One direction of a connection: holds its bytes as long as the network would. Tests pass their own clock."""
+
+    def __init__(
+        self,
+        emulation: Emulation,
+        way: Way,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        now: Now,
+        sleep: Sleep = asyncio.sleep,
+    ) -> None:
+        self._emulation = emulation
+        self._way = way
+        self._reader = reader
+        self._writer = writer
+        self._now = now
+        self._sleep = sleep
+        self._arrives_at = -math.inf
+        self._randomness = emulation.randomness(way)
+        self._held: deque[_Held] = deque()
+        self._held_bytes = 0
+        self._moved = asyncio.Event()
+        self._late_s = 0.0
+        """Oversleep of this process when it last woke, in seconds."""
+
+    async def run(self) -> None:
+        """Carries the stream to its end. Raises an ExceptionGroup of one ConnectionReset if it is reset."""
+        async with asyncio.TaskGroup() as tasks:
+            taking = tasks.create_task(self._take_in())
+            tasks.create_task(self._hand_on(taking))
+
+    async def _take_in(self) -> None:
+        while True:
+            data, reset, ready_at = await self._read()
+            left_at = self._emulation.leave(self._way, len(data), ready_at)
+            slept = await self._until(left_at)
+            late_s = max(0.0, self._now() - left_at)
+            self._late_s = late_s if slept else min(self._late_s, late_s)
+            delay_s = self._emulation.one_way_s(self._way, self._randomness)
+            self._arrives_at = max(self._arrives_at, left_at + delay_s)  # jitter keeps the order
+            self._held.append(_Held(self._arrives_at, data, reset))
+            self._held_bytes += len(data)
+            self._moved.set()
+            if not data:
+                return
+
+    async def _read(self) -> tuple[bytes, bool, float]:
+        """Returns the next bytes, whether the sender reset the stream, and when the link could take them."""
+        now = self._now()
+        await self._emulation.passable(self._way)
+        while self._held_bytes >= MAX_HELD_BYTES:
+            await self._movement()
+        data, reset = b"", False
+        try:
+            data = await self._reader.read(self._emulation.chunk_bytes(self._way))
+        except OSError:
+            reset = True
+        read_at = self._now()
+        # Bytes that were here already waited for this process, which a busy machine wakes late. We take the oversleep
+        # back, or else a busy machine would make the link narrower.
+        return data, reset, read_at - self._late_s if read_at - now < AT_ONCE_S else read_at
+
+    async def _hand_on(self, taking: asyncio.Task[None]) -> None:
+        while True:
+            while not self._held:
+                await self._movement()
+            held = self._held[0]
+            await self._until(held.due_at)
+            blocked = not self._emulation.passes(self._way)
+            await self._emulation.passable(self._way)
+            if not held.data:
+                self._end(reset=held.reset)
+                return
+            # It came when it was due, not when this process woke.
+            came_at = self._now() if blocked else held.due_at
+            await self._until(self._emulation.arrive(self._way, len(held.data), came_at))
+            whole = self._emulation.before_break(self._way, len(held.data))
+            if whole is not None:
+                await self._write(held.data[:whole])
+                raise ConnectionReset
+            if not await self._write(held.data):
+                taking.cancel()
+                return
+            self._held.popleft()
+            self._held_bytes -= len(held.data)
+            self._moved.set()
+
+    async def _write(self, data: bytes) -> bool:
+        """Returns False if the receiver is gone; the other direction tells the sender."""
+        if self._writer.is_closing():
+            return False
+        self._writer.write(data)
+        try:
+            await self._writer.drain()
+        except OSError:
+            return False
+        return True
+
+    def _end(self, *, reset: bool) -> None:
+        if reset:
+            raise ConnectionReset
+        if not self._writer.is_closing():
+            with contextlib.suppress(OSError):
+                self._writer.write_eof()
+
+    async def _movement(self) -> None:
+        self._moved.clear()
+        await self._moved.wait()
+
+    async def _until(self, at: float) -> bool:
+        """Waits until `at`; returns whether that was in the future."""
+        left_s = at - self._now()
+        if left_s > 0:
+            await self._sleep(left_s)
+        return left_s > 0
+
+
+@dataclass(frozen=True, slots=True)
+class Door:
+    """A port of a node: the address that others call, and the one where it listens."""
+
+    member: int
+    outside: Endpoint
+    inside: Endpoint
+
+
+class Proxy:
+    """The proxy of one door. Its port is open while the node's own port is, so a missing node refuses calls."""
+
+    def __init__(self, door: Door, emulation: Emulation, find_caller: FindCaller) -> None:
+        self._door = door
+        self._emulation = emulation
+        self._find_caller = find_caller
+
+    async def run(self, watch: ListenWatch) -> None:
+        """Listens and carries connections, until cancelled."""
+        async with asyncio.TaskGroup() as connections:
+            while True:
+                await self._until_wanted(watch, wanted=True)
+                async with self._listening(connections):
+                    await self._until_wanted(watch, wanted=False)
+
+    async def _until_wanted(self, watch: ListenWatch, *, wanted: bool) -> None:
+        while wanted != (watch.sees(self._door.inside) and not self._emulation.is_reset(self._door.member)):
+            await _first_of(watch.look(), self._emulation.change())
+
+    @asynccontextmanager
+    async def _listening(self, connections: asyncio.TaskGroup) -> AsyncIterator[None]:
+        """Keeps the port open inside the block. Raises ResourceExhausted if it is taken."""
+        is_open = True
+
+        def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            if is_open:
+                connections.create_task(self._carry(reader, writer))
+            else:  # accepted by the kernel before the port was closed
+                _reset(writer)
+
+        try:
+            listener = socket.create_server(self._door.outside)
+        except OSError as error:
+            host, port = self._door.outside
+            raise ResourceExhausted(f"the proxy cannot listen on {host}:{port}: {error.strerror or error}") from error
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER_BYTES)
+        server = await asyncio.start_server(accept, sock=listener, limit=MAX_CHUNK_BYTES)
+        try:
+            yield
+        finally:
+            is_open = False
+            server.close()
+
+    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        ended_well = False
+        try:
+            await self._connect_and_pump(reader, writer)
+            ended_well = True
+        except* (ConnectionReset, OSError) as broken:
+            log.debug("a connection to peer %d broke: %s", self._door.member, broken.exceptions[0])
+        finally:
+            if not ended_well:
+                _reset(writer)
+            await _close(writer)
+
+    async def _connect_and_pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        source, target = writer.get_extra_info("peername"), writer.get_extra_info("sockname")
+        if source is None or target is None:  # the caller is gone already
+            raise ConnectionReset
+        member = self._door.member
+        caller = await self._find_caller((source[0], source[1]), (target[0], target[1]))
+        if self._emulation.is_reset(caller):
+            raise ConnectionReset
+        there, back = (caller, member), (member, caller)
+        randomness = self._emulation.randomness(there)
+        # The kernel's handshake over loopback took no time.
+        await asyncio.sleep(self._emulation.one_way_s(there, randomness) + self._emulation.one_way_s(back, randomness))
+        await self._emulation.passable(there)
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            inner_reader, inner_writer = await asyncio.open_connection(*self._door.inside, limit=MAX_CHUNK_BYTES)
+        try:
+            now = asyncio.get_running_loop().time
+            async with asyncio.TaskGroup() as pipes:
+                breaking = pipes.create_task(self._break_when_reset(caller))
+                first = pipes.create_task(Pipe(self._emulation, there, reader, inner_writer, now).run())
+                second = pipes.create_task(Pipe(self._emulation, back, inner_reader, writer, now).run())
+                await asyncio.wait((first, second))
+                breaking.cancel()
+        except BaseException:
+            _reset(inner_writer)
+            raise
+        finally:
+            await _close(inner_writer)
+
+    async def _break_when_reset(self, caller: Member) -> None:
+        while not (self._emulation.is_reset(caller) or self._emulation.is_reset(self._door.member)):
+            await self._emulation.change()
+        raise ConnectionReset
+
+
+class ListenWatch:
+    """Watches the listening ports of this machine, while `run` runs."""
+
+    def __init__(self) -> None:
+        self._seen: frozenset[Endpoint] = frozenset()
+        self._looked = asyncio.Event()
+
+    def sees(self, endpoint: Endpoint) -> bool:
+        return endpoint in self._seen
+
+    async def look(self) -> None:
+        await self._looked.wait()
+
+    async def run(self) -> None:
+        while True:
+            self._seen = await asyncio.to_thread(listening)
+            looked, self._looked = self._looked, asyncio.Event()
+            looked.set()
+            await asyncio.sleep(LOOK_EVERY_S)
+
+
+async def _first_of(*waits: Awaitable[None]) -> None:
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def _reset(writer: asyncio.StreamWriter) -> None:
+    end = writer.get_extra_info("socket")
+    with contextlib.suppress(OSError):
+        if end is not None and not writer.is_closing():
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER_RESET)
+    writer.transport.abort()
+
+
+async def _close(writer: asyncio.StreamWriter) -> None:
+    """Waits until the kernel has the written bytes, unless cancelled."""
+    writer.close()
+    try:
+        await writer.wait_closed()
+    except OSError:
+        return
+    finally:
+        writer.transport.abort()

@@ -1,0 +1,267 @@
+"""`python lab/lying_node.py --seed N -- ARGUMENTS`: a node that computes honestly and lies in rounds, in every role.
+
+A seed chooses one lie for each round. The real node does the rest, so the liar is invited, leads and reduces in turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+
+from node.averaging.anchor.shared_vector import Vector
+from node.averaging.exchange.partition import Piece
+from node.averaging.exchange.pseudo_gradient import Source
+from node.averaging.exchange.reducer import Reduction
+from node.averaging.replica_sync import ReplicaSync, Snapshot
+from node.averaging.workspace import RoundWorkspace
+from node.network.local_peer import LocalPeer
+from protocol.codecs import encode_into
+from protocol.identity.signatures import EntrySeal
+from protocol.interfaces.tensor_spec import TensorSpec
+from protocol.transport.grpc_transport import GrpcTransport
+from swarm.vocabulary.announcement import Announcement
+from swarm.vocabulary.averaging_messages import (
+    Accusation,
+    AuditRefused,
+    AuditRequest,
+    Commit,
+    Contribution,
+    Dissolved,
+    Entry,
+    Evidence,
+    Prepared,
+    Progress,
+    Pulse,
+    Reduced,
+    RoundId,
+    SignedRoster,
+    StateChunk,
+)
+from swarm.vocabulary.pipeline_messages import ControlMessage, TensorMessage
+from swarm.vocabulary.types import AnchorVersion, Codec, PeerId
+
+LONG: Final = 1000.0
+STRETCH: Final = 2.0
+PIECES_FALSIFIED: Final = 4
+"""One piece of this many is falsified."""
+FAR: Final = 2**24
+"""Rounds ahead that no replica can have done yet."""
+
+LIES: Final = (
+    "contributes the opposite, a thousand times as long",
+    "contributes numbers that are none",
+    "contributes other bytes than it has signed",
+    "contributes more than it declares",
+    "claims far more steps and tokens",
+    "claims a result that nobody has made",
+    "reduces to the opposite of the mean",
+    "reduces to nothing",
+    "reduces to noise of the same length",
+    "reduces to twice the mean",
+    "falsifies one piece in four",
+    "sends other results than it has signed",
+    "leaves a member out of its rosters",
+    "changes an entry in its rosters",
+    "sends each member another roster",
+    "commits what nobody has prepared",
+    "dissolves every attempt that it convenes",
+    "rejects what everybody sends",
+    "waits for everybody",
+    "prepares another result than the others",
+    "refuses audits",
+    "shows auditors signatures that nobody has made",
+    "accuses in place of auditing",
+    "announces a round far ahead",
+    "gives away other state than its digest names",
+)
+
+
+class Liar:
+    """The current lie of this process."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._lie = ""
+        self.noise = np.random.default_rng(seed)
+
+    def begin(self, number: int) -> None:
+        self._lie = random.Random(f"{self._seed} {number}").choice(LIES)  # noqa: S311 - no secret
+
+    def tells(self, lie: str) -> bool:
+        assert lie in LIES
+        return lie == self._lie
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LyingSource(Source):
+    """Our pseudo-gradient times a factor."""
+
+    factor: float
+
+    def write(self, part: slice, out: Vector, factor: float) -> None:
+        Source.write(self, part, out, factor)
+        np.multiply(out, np.float32(self.factor), out=out)
+
+    def encode(self, part: slice, codec: Codec, out: memoryview, room: Vector) -> None:
+        # A codec cannot encode NaN; without one it is sent as it is.
+        values = np.empty(part.stop - part.start, np.float32)
+        self.write(part, values, 1.0)
+        encode_into(codec, np.nan_to_num(values) if codec is not Codec.NONE else values, out)
+
+
+def _times(source: Source, factor: float) -> LyingSource:
+    return LyingSource(source.anchor, source.snapshot, factor)
+
+
+def install(liar: Liar) -> None:
+    """Makes every node of this process lie from now on."""
+    _lie_as_contributor(liar)
+    _lie_as_reducer(liar)
+    _lie_in_messages(liar)
+    _lie_in_announcements(liar)
+
+
+def _lie_as_contributor(liar: Liar) -> None:
+    take, fix, seal = RoundWorkspace.take_snapshot, ReplicaSync.snapshot, EntrySeal.sign
+
+    async def take_snapshot(self: RoundWorkspace, round_id: RoundId) -> Snapshot | None:
+        liar.begin(round_id.number)
+        return await take(self, round_id)
+
+    async def snapshot(self: ReplicaSync) -> Snapshot:
+        honest = await fix(self)
+        if liar.tells("contributes the opposite, a thousand times as long"):
+            return replace(honest, source=_times(honest.source, -LONG), norm=honest.norm * LONG)
+        if liar.tells("contributes numbers that are none"):
+            return replace(honest, source=_times(honest.source, float("nan")))
+        if liar.tells("contributes more than it declares"):
+            return replace(honest, norm=honest.norm * 1e-30)
+        return honest
+
+    def sign(self: EntrySeal, entry: Entry) -> Entry:
+        if liar.tells("claims far more steps and tokens"):
+            entry = replace(entry, steps=2**31, tokens=2**47)
+        if liar.tells("claims a result that nobody has made"):
+            made_up = AnchorVersion(entry.round.number, 1, 2**40, entry.base.fragment, os.urandom(32))
+            entry = replace(entry, staged=made_up)
+        return seal(self, entry)
+
+    _replace(RoundWorkspace, take_snapshot=take_snapshot)
+    _replace(ReplicaSync, snapshot=snapshot)
+    _replace(EntrySeal, sign=sign)
+
+
+def _lie_as_reducer(liar: Liar) -> None:
+    finish_sum = Reduction.finish
+
+    def finish(self: Reduction, piece: Piece) -> memoryview:
+        total = self._sum(piece)
+        if liar.tells("reduces to the opposite of the mean"):
+            np.multiply(total, np.float32(-1), out=total)
+        elif liar.tells("reduces to nothing"):
+            total.fill(0.0)
+        elif liar.tells("reduces to noise of the same length"):
+            noise = liar.noise.standard_normal(len(total)).astype(np.float32)
+            total[:] = noise * (np.linalg.norm(total) / np.linalg.norm(noise))
+        elif liar.tells("reduces to twice the mean"):
+            np.multiply(total, np.float32(STRETCH), out=total)
+        elif liar.tells("falsifies one piece in four") and liar.noise.integers(PIECES_FALSIFIED) == 0:
+            total[:] = liar.noise.permutation(total)
+        return finish_sum(self, piece)
+
+    _replace(Reduction, finish=finish)
+
+
+def _lie_in_messages(liar: Liar) -> None:
+    tell_honestly, send_honestly = GrpcTransport.tell, GrpcTransport.send
+
+    async def tell(self: GrpcTransport, peer: PeerId, message: ControlMessage) -> None:
+        await tell_honestly(self, peer, _told(liar, peer, message))
+
+    async def send(
+        self: GrpcTransport, peer: PeerId, message: TensorMessage, tensor: TensorSpec, data: memoryview
+    ) -> None:
+        other_bytes = (
+            (isinstance(message, Contribution) and liar.tells("contributes other bytes than it has signed"))
+            or (isinstance(message, StateChunk) and liar.tells("gives away other state than its digest names"))
+            or (isinstance(message, Reduced) and liar.tells("sends other results than it has signed"))
+        )
+        await send_honestly(self, peer, message, tensor, memoryview(os.urandom(data.nbytes)) if other_bytes else data)
+
+    _replace(GrpcTransport, tell=tell, send=send)
+
+
+def _told(liar: Liar, peer: PeerId, message: ControlMessage) -> ControlMessage:
+    """Returns the message that replaces an honest one."""
+    match message:
+        case SignedRoster(entries=entries) if liar.tells("leaves a member out of its rosters"):
+            others = [entry for entry in entries if entry.peer not in (peer, message.round.convener)]
+            return replace(message, entries=tuple(entry for entry in entries if entry not in others[:1]))
+        case SignedRoster(entries=entries) if liar.tells("changes an entry in its rosters"):
+            return replace(message, entries=tuple(replace(entry, tokens=entry.tokens // 64) for entry in entries))
+        case SignedRoster(entries=entries) if liar.tells("sends each member another roster"):
+            return replace(
+                message, entries=tuple(entry for entry in entries if entry.peer in (peer, message.round.convener))
+            )
+        case Pulse(attempt) if liar.tells("dissolves every attempt that it convenes"):
+            return Dissolved(attempt, "for no reason")
+        case Pulse() if liar.tells("rejects what everybody sends"):
+            return replace(message, rejected=(peer,))
+        case Pulse() if liar.tells("waits for everybody"):
+            return replace(message, waiting_for=(peer,))
+        case Prepared(_, version) if liar.tells("prepares another result than the others"):
+            return replace(message, version=replace(version, digest=os.urandom(32)))
+        case Commit(_, version) if liar.tells("commits what nobody has prepared"):
+            return replace(message, version=replace(version, digest=os.urandom(32)))
+        case Evidence(attempt, first, end) if liar.tells("refuses audits"):
+            return AuditRefused(attempt, first, end)
+        case Evidence(signed=signed) if liar.tells("shows auditors signatures that nobody has made"):
+            return replace(message, signed=tuple(replace(each, signature=os.urandom(64)) for each in signed))
+        case AuditRequest(attempt, first, end) if liar.tells("accuses in place of auditing"):
+            return Accusation(attempt, first, end, ())
+        case Progress() if liar.tells("claims far more steps and tokens"):
+            return replace(message, steps=2**31, tokens=2**47)
+        case _:
+            return message
+
+
+def _lie_in_announcements(liar: Liar) -> None:
+    announce = LocalPeer.announcement
+
+    def announcement(self: LocalPeer) -> Announcement:
+        honest = announce(self)
+        if honest.anchor is None or not liar.tells("announces a round far ahead"):
+            return honest
+        return replace(honest, anchor=replace(honest.anchor, round=honest.anchor.round + FAR, tokens=2**47))
+
+    _replace(LocalPeer, announcement=announcement)
+
+
+def _replace(kind: type, **functions: Callable[..., Any]) -> None:
+    for name, function in functions.items():
+        assert callable(getattr(kind, name)), f"{kind.__name__}.{name} has gone: the lie would not be told"
+        setattr(kind, name, function)
+
+
+def main() -> None:
+    """Runs `skipstone ARGUMENTS` as a liar."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("arguments", nargs="+")
+    given = parser.parse_args()
+    install(Liar(given.seed))
+    sys.argv = ["skipstone", *given.arguments]
+    from node.cli.app import main as skipstone
+
+    skipstone()
+
+
+if __name__ == "__main__":
+    main()

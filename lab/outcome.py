@@ -1,0 +1,387 @@
+"""The outcome of a run: its figures, how soon it recovered from each fault, and the objections to it.
+
+The swarm has recovered when, for WINDOW_S, it completes at least a share of the microbatches of such a window before
+the first fault (their median: a slow start or a pause of the machine does not count), and every module has a serving
+replica. A recovery lasts until such a window begins. It counts from the fault, or from the fault's end.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final
+
+from lab.audit import Report
+from lab.laboratory import Mark
+from lab.log_watch import Accused, Held
+from lab.meter import Peaks, Row
+from lab.scenario import PACE_SHARE, Expectations, Scenario
+from node.local_swarm.swarm_progress import SwarmProgress
+from protocol.manifest.manifest import Manifest
+from swarm.vocabulary.types import PeerId, short
+
+WINDOW_S: Final = 3.0
+NOTICED_S: Final = 1.0
+"""Delay until the end of a process shows, in seconds."""
+LAST_SHARE: Final = 0.1
+"""Share of the tokens, at the end, over which the training loss is averaged."""
+MAX_DESCRIPTORS: Final = 512
+MAX_THREADS: Final = 256
+MAX_MEMORY_BYTES: Final = 2 * 2**30
+"""Memory of one node with the small model; torch alone takes some hundred megabytes."""
+LEAST_PACE: Final = 0.5
+"""Least microbatches per second before the first fault to measure a recovery by."""
+REFUSALS: Final = frozenset(range(65, 79)) - {70}
+"""Exit codes of nodes that gave up; 70 would be a defect."""
+COMPANY: Final = 0.25
+"""Share of an accuser's rounds that may contain the liar: it is excluded for a while, then tried again."""
+_STEP_S: Final = 0.5
+
+
+# ---- recovery --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """The recovery from a fault or after its end. Seconds; infinite if it never came."""
+
+    mark: Mark
+    pace_s: float
+    """Until the pace was back."""
+    served_s: float
+    """Until every module had a serving replica."""
+
+    @property
+    def counts(self) -> bool:
+        """Whether the limit holds for it: not while a fault lasts."""
+        return not self.mark.lasts
+
+    @property
+    def seconds(self) -> float:
+        return max(self.pace_s, self.served_s)
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "at": round(self.mark.at_s, 2),
+            "what": self.mark.what,
+            "from": self.mark.kind.value,
+            "limited": self.counts,
+            "pace_s": _finite(self.pace_s),
+            "served_s": _finite(self.served_s),
+        }
+
+
+def pace_before(times: Sequence[float], until_s: float) -> float:
+    """Returns the completed microbatches per second before `until_s`, or 0 if that is too short. Times ascend."""
+    starts = [start * _STEP_S for start in range(math.ceil(max(0.0, until_s - WINDOW_S) / _STEP_S))]
+    return statistics.median(_in_window(times, start) / WINDOW_S for start in starts) if starts else 0.0
+
+
+def pace_back_after(
+    times: Sequence[float], since_s: float, pace: float, end_s: float, share: float = PACE_SHARE
+) -> float:
+    """Returns the seconds from `since_s` until a share of the pace is back, infinite if not before `end_s`."""
+    needed = share * pace * WINDOW_S
+    first = bisect_left(times, since_s)
+    for start in (since_s, *times[first:]):
+        if start + WINDOW_S > end_s:
+            break
+        if _in_window(times, start) >= max(1.0, needed):
+            return start - since_s
+    return math.inf
+
+
+def served_after(changes: Sequence[tuple[float, bool]], since_s: float) -> float:
+    """Returns the seconds from `since_s` until all modules are served. `changes` hold (time, all are served)."""
+    for at, (gap_s, served) in enumerate(changes):
+        if served or gap_s > since_s + NOTICED_S:
+            continue
+        ends_s = next((later_s for later_s, again in changes[at:] if again), math.inf)
+        if ends_s > since_s:
+            return ends_s - since_s
+    return 0.0
+
+
+def rerouted_after(changes: Sequence[tuple[float, bool]], rerouted: Sequence[float]) -> float | None:
+    """Returns the seconds from the moment when all modules were served again to the last rerouted microbatch.
+
+    None if some module is not served at the end.
+    """
+    if not changes or not changes[-1][1]:
+        return None
+    return max(0.0, rerouted[-1] - changes[-1][0]) if rerouted else 0.0
+
+
+def _in_window(times: Sequence[float], start: float) -> int:
+    return bisect_left(times, start + WINDOW_S) - bisect_left(times, start)
+
+
+def agree(replicas: Iterable[Sequence[Held]]) -> bool:
+    """Whether the replicas of each module hold one anchor, or the one before it, by each replica's last anchors."""
+    by_module: defaultdict[str, list[Sequence[Held]]] = defaultdict(list)
+    for anchors in replicas:
+        by_module[anchors[-1].module].append(anchors)
+    return all(_module_agrees(histories) for histories in by_module.values())
+
+
+def _module_agrees(histories: list[Sequence[Held]]) -> bool:
+    newest = max(anchors[-1].round for anchors in histories)
+    ahead = [anchors for anchors in histories if anchors[-1].round == newest]
+    behind = {anchors[-1] for anchors in histories if anchors[-1].round != newest}
+    before = {held for anchors in ahead for held in anchors[:-1] if held.round == newest - 1}
+    return len({anchors[-1] for anchors in ahead}) == 1 and behind <= before
+
+
+# ---- figures ---------------------------------------------------------------------------------------------------------
+
+
+def capacity_of(speeds: Iterable[tuple[int, float]], manifest: Manifest) -> tuple[float, ...]:
+    """Sums the announced speeds (stage, tokens per second) of all replicas: what each stage could compute."""
+    count = manifest.stages.count
+    visited = manifest.stages.visited_per_path
+    sums = [0.0] * count
+    for stage, speed in speeds:
+        if 0 <= stage < count and math.isfinite(speed):
+            # Where paths skip stages, each stage is visited by a share of them only.
+            sums[stage] += speed * ((count - 1) / visited if stage and visited else 1.0)
+    return tuple(sums)
+
+
+def utilization_of(progress: SwarmProgress) -> float | None:
+    """Returns the share of their time that the peers after stage 0 computed, by their own account."""
+    busy = [peer.summary.busy_s for peer in progress.peers.values() if peer.summary is not None and peer.stage > 0]
+    computed_s = sum(each.compute + each.idle_work for each in busy)
+    lived_s = computed_s + sum(each.wait for each in busy)
+    return computed_s / lived_s if lived_s else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """The outcome of one run, from its beginning to the end of its time."""
+
+    scenario: Scenario
+    started_after_s: float
+    seconds: float
+    steps: int
+    tokens: int
+    tokens_per_s: float
+    capacity: tuple[float, ...]
+    """Tokens per second that each stage could compute; 0 if unknown."""
+    utilization: float | None
+    loss_first: float | None
+    held_out_loss: float | None
+    """Loss of the swarm's model at the end; None if it was not measured."""
+    rows: tuple[Row, ...]
+    marks: tuple[Mark, ...]
+    report: Report
+    failures: Mapping[int, int]
+    """Exit codes of nodes that failed by themselves."""
+    missed: tuple[str, ...]
+    """Events that were not possible, or whose consequences never came."""
+    cut_short: bool
+    pace: float
+    """Microbatches per second before the first fault."""
+    recoveries: tuple[Recovery, ...]
+    rerouted_for_s: float | None
+    """Time that documents visited other experts after all modules were served again; None if they are not."""
+    peaks: Peaks
+    odd: Mapping[int, tuple[bool, int]] = field(default_factory=dict)
+    """Whether the others should work with each faulty peer, and its visits."""
+    liars: frozenset[str] = frozenset()
+    accused: Mapping[str, Accused] = field(default_factory=dict)
+    undisturbed: Outcome | None = None
+    """The run without faults, at equal tokens."""
+
+    @property
+    def slowest(self) -> tuple[float, int] | None:
+        """The least capacity of a stage, and that stage; None if no speed is known."""
+        return min(((speed, stage) for stage, speed in enumerate(self.capacity) if speed > 0), default=None)
+
+    @property
+    def share_of_compute(self) -> float | None:
+        return None if self.slowest is None else self.tokens_per_s / self.slowest[0]
+
+    @property
+    def loss_last(self) -> float | None:
+        """Mean training loss over the last tenth of the tokens."""
+        least = self.rows[-1].tokens * (1 - LAST_SHARE) if self.rows else 0
+        last = [row.loss for row in self.rows if row.loss is not None and row.tokens >= least]
+        return statistics.fmean(last) if last else None
+
+    @property
+    def loss_ratio(self) -> float | None:
+        """Held-out loss over the undisturbed run's; the training loss where one was not measured."""
+        if self.undisturbed is None:
+            return None
+        other = self.undisturbed
+        for ours, theirs in ((self.held_out_loss, other.held_out_loss), (self.loss_last, other.loss_last)):
+            if ours is not None and theirs:
+                return ours / theirs
+        return None
+
+    @property
+    def counted(self) -> tuple[Recovery, ...]:
+        """The recoveries for which the limit holds."""
+        return tuple(each for each in self.recoveries if each.counts)
+
+    @property
+    def recovery_s(self) -> float:
+        return max((each.seconds for each in self.counted), default=math.nan)
+
+    @property
+    def lost(self) -> dict[str, int]:
+        names = ("abandoned", "lost with a killed peer", "retracted")
+        return {name: self.report.counts[name] for name in names if self.report.counts.get(name)}
+
+    def traffic(self, direction: str) -> dict[str, int]:
+        """Returns the bytes of each peer; `direction` is `up` or `down`."""
+        sums: Counter[str] = Counter()
+        for row in self.rows:
+            sums.update(getattr(row, direction))
+        return {peer: sums[peer] for peer in sorted(sums.keys() - {"-"}, key=int)}
+
+    @property
+    def objections(self) -> tuple[str, ...]:
+        """The objections to the run; none if it has passed."""
+        return (
+            *(["the run was cut short"] if self.cut_short else []),
+            *(f"check: {found.rule}: {found.message}" for found in self.report.violations),
+            *(f"not carried out: {what}" for what in self.missed),
+            *_of_peers(self),
+            *([] if self.scenario.chaos is None else _of_expectations(self, self.scenario.chaos)),
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns the JSON object of the run. Null seconds mean never."""
+        calm, expected = self.undisturbed, self.scenario.chaos
+        objections = self.objections
+        return {
+            "name": self.scenario.name,
+            "fault": None if expected is None else expected.fault,
+            "seed": self.scenario.seed,
+            "passed": not objections,
+            "objections": list(objections),
+            "started_after_s": round(self.started_after_s, 3),
+            "seconds": round(self.seconds, 3),
+            "steps": self.steps,
+            "tokens": self.tokens,
+            "tokens_per_s": self.tokens_per_s,
+            "compute_tokens_per_s": None if self.slowest is None else self.slowest[0],
+            "share_of_compute": self.share_of_compute,
+            "utilization": self.utilization,
+            "loss": {"first": self.loss_first, "last": self.loss_last, "held_out": self.held_out_loss},
+            "held_out": self.held_out_loss,
+            "held_out_undisturbed": None if calm is None else calm.held_out_loss,
+            "loss_ratio": self.loss_ratio,
+            "bytes": {"up": self.traffic("up"), "down": self.traffic("down")},
+            "microbatches_per_s_before": round(self.pace, 2),
+            "recovery_s": _finite(self.recovery_s),
+            "recovery_limit_s": None if expected is None else expected.recovery_s,
+            "recoveries": [each.as_json() for each in self.recoveries],
+            "rerouted_for_s": None if self.rerouted_for_s is None else round(self.rerouted_for_s, 2),
+            "failures": {str(peer): code for peer, code in self.failures.items()},
+            "events": [{"at": round(m.at_s, 2), "kind": m.kind.value, "what": m.what} for m in self.marks],
+            "check": {
+                "ok": not self.report.violations,
+                "counts": self.report.counts,
+                "violations": len(self.report.violations),
+            },
+            "counts": self.report.counts,
+            "lost": self.lost,
+            "liars": sorted(self.liars),
+            "accused": {peer: asdict(about) | {"by": sorted(about.by)} for peer, about in self.accused.items()},
+            "peaks": asdict(self.peaks),
+            "undisturbed": None if calm is None else calm.as_json(),
+        }
+
+
+# ---- the verdict -----------------------------------------------------------------------------------------------------
+
+
+def _of_peers(outcome: Outcome) -> list[str]:
+    """Objections to what nodes did: failures, faulty peers, liars. What liars say is no evidence."""
+    found = [
+        f"peer {peer} ended with exit code {code}"
+        for peer, code in sorted(outcome.failures.items())
+        # A faulty peer that is excluded may give up, but not break.
+        if outcome.odd.get(peer, (True, 0))[0] or code not in REFUSALS
+    ]
+    for peer, (works, visits) in outcome.odd.items():
+        if works and not visits:
+            found.append(f"nobody worked with peer {peer}")
+        if not works and visits:
+            found.append(f"{visits} microbatches visited peer {peer}, which should have been left out")
+    for name, about in outcome.accused.items():
+        honest = about.by - outcome.liars
+        if name not in outcome.liars and honest:
+            found.append(f"{short(PeerId(name))} was accused by {len(honest)} honest replicas, and did not lie")
+    for liar in outcome.liars:
+        about = outcome.accused.get(liar, Accused())
+        if not about.by - outcome.liars:
+            found.append(f"nobody has named {short(PeerId(liar))}, which lies")
+        elif about.with_it > COMPANY * about.commits:
+            found.append(f"{about.with_it} of {about.commits} rounds had a liar in them after it was named")
+    return found
+
+
+def _of_expectations(outcome: Outcome, expected: Expectations) -> list[str]:
+    counts, peaks = outcome.report.counts, outcome.peaks
+    found = [
+        f"{name}: {counts.get(name, 0)}, at least {least} wanted"
+        for name, least in expected.at_least.items()
+        if counts.get(name, 0) < least
+    ]
+    found += [
+        f"{name}: {counts.get(name, 0)}, at most {most} allowed"
+        for name, most in expected.at_most.items()
+        if counts.get(name, 0) > most
+    ]
+    for what, most, limit in (
+        ("file descriptors", peaks.descriptors, MAX_DESCRIPTORS),
+        ("threads", peaks.threads, MAX_THREADS),
+        ("bytes of memory", peaks.memory_bytes, MAX_MEMORY_BYTES),
+    ):
+        if most > limit:
+            found.append(f"a node had {most} {what}, {limit} are allowed")
+    return found + _of_recoveries(outcome, expected) + _of_loss(outcome, expected)
+
+
+def _of_recoveries(outcome: Outcome, expected: Expectations) -> list[str]:
+    found = []
+    if outcome.pace < LEAST_PACE:
+        few = f"{outcome.pace:.2f} microbatches a second before the first fault"
+        found.append(f"{few} are too few to measure a recovery by")
+    for each in outcome.counted:
+        if each.seconds > expected.recovery_s and outcome.pace >= LEAST_PACE:
+            took = "not recovered" if math.isinf(each.seconds) else f"recovered after {each.seconds:.1f} s"
+            found.append(f"{took} ({each.mark.what}); {expected.recovery_s:g} s are allowed")
+        if expected.pace_within_s is not None and each.pace_s > expected.pace_within_s:
+            late = f"the pace was back after {each.pace_s:.1f} s ({each.mark.what})"
+            found.append(f"{late}; {expected.pace_within_s:g} s are allowed")
+    if expected.rerouted_for_s is None:
+        return found
+    if outcome.rerouted_for_s is None:
+        found.append("not all modules are served again")
+    elif outcome.rerouted_for_s > expected.rerouted_for_s:
+        late = f"documents went to other experts for {outcome.rerouted_for_s:.1f} s after all modules were served again"
+        found.append(f"{late}; {expected.rerouted_for_s:g} s are allowed")
+    return found
+
+
+def _of_loss(outcome: Outcome, expected: Expectations) -> list[str]:
+    if expected.loss_ratio is None:
+        return []
+    calm, ratio = outcome.undisturbed, outcome.loss_ratio
+    if ratio is None or calm is None or calm.held_out_loss is None or outcome.held_out_loss is None:
+        return ["the held-out losses with and without the faults could not be measured at as many tokens"]
+    if ratio <= expected.loss_ratio:
+        return []
+    return [f"the held-out loss is {ratio:.3f} of the undisturbed run's; {expected.loss_ratio:g} is allowed"]
+
+
+def _finite(value: float) -> float | None:
+    return round(value, 2) if math.isfinite(value) else None

@@ -1,0 +1,286 @@
+"""The run of a scenario: starts its swarm, lets events happen, measures, and ends it in good order."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import math
+import signal
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from lab.audit import Report, check_folder
+from lab.laboratory import LOOK_S, Kind, Laboratory, Mark, cancelled, until
+from lab.meter import Meter, Row
+from lab.outcome import (
+    WINDOW_S,
+    Outcome,
+    Recovery,
+    agree,
+    capacity_of,
+    pace_back_after,
+    pace_before,
+    rerouted_after,
+    served_after,
+    utilization_of,
+)
+from lab.scenario import PACE_SHARE, Scenario
+from node.concurrency.task_groups import task_scope, unless
+from node.local_swarm.setup import LocalSwarmOptions
+from node.network.client import query_evaluation, query_status
+from node.observability.events import Step
+from node.observability.status import SwarmStatus
+from swarm.pipeline.settlement import ASK_S
+from swarm.vocabulary.errors import SkipstoneError, Stalled
+
+log = logging.getLogger(__name__)
+
+ROW_S = 1.0
+START_LIMIT_S = 180.0
+"""Time from the start of the processes until the run begins."""
+LATER_LIMIT_S = 150.0
+"""Time that consequences of events may take, after everything with a known end."""
+CALM_S = ASK_S + 1.0
+"""Pause after the last recovery: a hop that does not know whether its gradient counts asks in time."""
+ASK_LIMIT_S = 120.0
+ASK_TRIES = 2
+
+Answer = TypeVar("Answer")
+
+Tell = Callable[[str | Row | Mark], None]
+"""Receives a line of text, a second's figures, or a line of the diary."""
+
+
+class Run:
+    """One run of a scenario into one folder, which must exist.
+
+    With expectations it begins when all peers serve, and ends when the swarm has recovered from all faults. Else it
+    begins with the first step, and ends after `longest_s` seconds or `tokens`. `stop` ends it early, in good order.
+    Raises ConfigError if this system does not tell which process holds a socket.
+    """
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        folder: Path,
+        tell: Tell,
+        stop: asyncio.Event,
+        *,
+        longest_s: float | None = None,
+        tokens: float = math.inf,
+    ) -> None:
+        self.scenario = scenario
+        self.logs = folder / "logs"
+        options = LocalSwarmOptions(
+            peers=len(scenario.sites), steps=None, threads=scenario.threads, log_dir=self.logs, router=scenario.router
+        )
+        if scenario.chaos is not None and scenario.chaos.save_every_s is not None:
+            save_every_s = scenario.chaos.save_every_s
+            options = replace(options, checkpoint_dir=folder / "checkpoints", checkpoint_every_s=save_every_s)
+        self.lab = Laboratory(scenario.manifest, options, scenario.sites, scenario.seed, tell)
+        self.rows: list[Row] = []
+        self._metrics = folder / "metrics.jsonl"
+        self._tell = tell
+        self._stop = stop
+        self._longest_s = longest_s or scenario.duration_s
+        self._tokens = tokens
+        self._meter = Meter({})
+        self._served: list[tuple[float, bool]] = []
+        """Times at which all modules came to be served, or no longer were."""
+        self._status: SwarmStatus | None = None
+        self._held_out_loss: float | None = None
+
+    def kill(self) -> None:
+        """Kills every node now; a signal handler may call it. `stop` must be set, too."""
+        self.lab.swarm.signal_all(signal.SIGKILL)
+
+    async def to_the_end(self) -> Outcome:
+        """Runs to the end. Raises SkipstoneError if the swarm does not start or does not train."""
+        started = time.monotonic()
+        self.logs.mkdir(exist_ok=True)
+        async with self.lab.started(), task_scope() as tasks:
+            reading = tasks.create_task(self._read_events())
+            await self._until_begun()
+            self.lab.begin()
+            self._started_after_s = time.monotonic() - started
+            self._tokens_before = self.lab.swarm.progress.tokens
+            timeline = tasks.create_task(self._follow_timeline())
+            observing = tasks.create_task(self._observe())
+            await self._until_over(timeline)
+            await cancelled({timeline, observing})
+            self._seconds, self._progress = self.lab.now(), self.lab.swarm.progress  # it trains on while it is asked
+            await self.lab.end_what_lasts()
+            if not self._stop.is_set():
+                await self._ask()
+            await self.lab.swarm.stop()
+            await reading
+        return self._outcome(await asyncio.to_thread(check_folder, self.logs))
+
+    # ---- beginning and end ---------------------------------------------------------------------------------------
+
+    async def _until_begun(self) -> None:
+        deadline = time.monotonic() + START_LIMIT_S
+
+        def begins() -> bool:
+            if time.monotonic() > deadline:
+                raise Stalled(
+                    f"the swarm is not at work after {START_LIMIT_S:.0f} s",
+                    hint=f"Look into {self.logs}; a link may be too slow for the run.",
+                )
+            progress = self.lab.swarm.progress
+            if self.scenario.chaos is None:
+                return progress.step > 0 or progress.is_over
+            if progress.is_over:
+                raise Stalled("the swarm has ended before it was at work", hint=f"Look into {self.logs}.")
+            # A peer that does not serve yet could not be missed.
+            all_serve = len(self.lab.serving()) == len(progress.peers)
+            return all_serve and progress.step > 0 and bool(self.lab.watch.completed)
+
+        await self._until(begins)
+
+    async def _until_over(self, timeline: asyncio.Task[None]) -> None:
+        lab = self.lab
+        if self.scenario.chaos is None:
+            await self._until(
+                lambda: (
+                    lab.swarm.progress.is_over
+                    or lab.now() >= self._longest_s
+                    or lab.swarm.progress.tokens >= self._tokens
+                )
+            )
+            return
+        await self._until(lambda: timeline.done() and lab.now() >= self.scenario.duration_s)
+        limit_s = max([lab.now(), *(event.over_s for event in self.scenario.events)]) + LATER_LIMIT_S
+        await self._until(lambda: not lab.waiting or lab.now() > limit_s)
+        last_s = max((mark.at_s for mark in lab.marks if mark.kind is not Kind.NOTE), default=0.0)
+        limit_s = last_s + self.scenario.chaos.recovery_s + WINDOW_S
+
+        def recovered() -> bool:
+            if lab.now() >= limit_s:
+                return True
+            anchors = lab.watch.anchors
+            back = all(math.isfinite(each.seconds) for each in self.recoveries(lab.now()) if each.counts)
+            return back and agree(anchors[peer.peer] for peer in lab.serving().values() if peer.peer in anchors)
+
+        await self._until(recovered)
+        calm_s = lab.now() + CALM_S
+        await self._until(lambda: lab.now() >= calm_s)
+
+    async def _until(self, over: Callable[[], bool]) -> None:
+        await until(lambda: self._stop.is_set() or over())
+
+    # ---- meanwhile -----------------------------------------------------------------------------------------------
+
+    async def _follow_timeline(self) -> None:
+        for event in self.scenario.events:
+            await asyncio.sleep(max(0.0, event.at_s - self.lab.now()))
+            self.lab.attempt(event.NAME, partial(event.do, self.lab))
+
+    async def _read_events(self) -> None:
+        async for event in self.lab.swarm.events():
+            if isinstance(event, Step):
+                self._meter.step(event)
+
+    async def _observe(self) -> None:
+        """Notes which modules are served and writes a row a second, until cancelled."""
+        lab = self.lab
+        self._meter = Meter(lab.emulation.passed())
+        with self._metrics.open("w", buffering=1) as file:  # the file is read while it grows
+            while True:
+                modules = {peer.module for index, peer in lab.serving().items() if index not in lab.frozen}
+                served = len(modules) == len(self.scenario.manifest.modules())
+                if not self._served or self._served[-1][1] is not served:
+                    self._served.append((lab.now(), served))
+                if lab.now() >= len(self.rows) * ROW_S:
+                    row = self._meter.row(lab.now(), lab.swarm.progress, lab.emulation.passed())
+                    self._meter.sample(lab.swarm.processes().values())
+                    self.rows.append(row)
+                    file.write(json.dumps(asdict(row), separators=(",", ":")) + "\n")
+                    self._tell(row)
+                await asyncio.sleep(max(0.0, min(LOOK_S, len(self.rows) * ROW_S - lab.now())))
+
+    async def _ask(self) -> None:
+        link = self.lab.swarm.link
+        if self.scenario.chaos is None:  # with expectations, the peers in the link may be gone
+            self._status = await self._asked(lambda: query_status(link))
+        if self.scenario.held_out:
+            answer = await self._asked(lambda: query_evaluation(link, self.scenario.held_out))
+            self._held_out_loss = None if answer is None else float(answer["loss"])
+
+    async def _asked(self, question: Callable[[], Awaitable[Answer]]) -> Answer | None:
+        """Returns an answer of the swarm, or None: the peers that were asked may just have been killed."""
+        for _ in range(ASK_TRIES):
+            try:
+                async with asyncio.timeout(ASK_LIMIT_S):
+                    return await unless(self._stop, question())
+            except (SkipstoneError, TimeoutError) as error:
+                log.info("the swarm was asked in vain: %s", error)
+        return None
+
+    # ---- what came of it -----------------------------------------------------------------------------------------
+
+    @property
+    def completed(self) -> list[float]:
+        return [at for at in self.lab.watch.completed if at >= 0]
+
+    @property
+    def pace(self) -> float:
+        """Completed microbatches per second before the first event: also a newcomer takes the machine's time."""
+        firsts = [*(mark.at_s for mark in self.lab.marks), *(event.at_s for event in self.scenario.events[:1])]
+        return pace_before(self.completed, min(firsts, default=self.lab.now()))
+
+    def recoveries(self, until_s: float) -> tuple[Recovery, ...]:
+        """Returns the recoveries from each fault and after its end, as seen by then."""
+        completed, pace = [at for at in self.completed if at <= until_s], self.pace
+        share = PACE_SHARE if self.scenario.chaos is None else self.scenario.chaos.pace_share
+        return tuple(
+            Recovery(
+                mark,
+                pace_back_after(completed, mark.at_s, pace, until_s, share),
+                served_after(self._served, mark.at_s),
+            )
+            for mark in self.lab.marks
+            if mark.kind is not Kind.NOTE
+        )
+
+    def _outcome(self, report: Report) -> Outcome:
+        lab, peers, progress = self.lab, self.lab.swarm.peers, self._progress
+        announced = () if self._status is None else self._status.peers
+        speeds = ((_stage(peer.module), peer.tokens_per_s) for peer in announced)
+        # Without expectations the run does not wait: what is still to come was not in vain.
+        in_vain = lab.waiting if self.scenario.chaos is not None else []
+        return Outcome(
+            scenario=self.scenario,
+            started_after_s=self._started_after_s,
+            seconds=self._seconds,
+            steps=progress.step,
+            tokens=progress.tokens,
+            tokens_per_s=(progress.tokens - self._tokens_before) / max(1e-9, self._seconds),
+            capacity=capacity_of(speeds, self.scenario.manifest),
+            utilization=utilization_of(lab.swarm.progress),
+            loss_first=progress.loss_first,
+            held_out_loss=self._held_out_loss,
+            rows=tuple(self.rows),
+            marks=tuple(lab.marks),
+            report=report,
+            failures=lab.failures,
+            missed=(*lab.missed, *(f"in vain: waited for {what}" for what in in_vain)),
+            cut_short=self._stop.is_set(),
+            pace=self.pace,
+            recoveries=self.recoveries(self._seconds),
+            rerouted_for_s=rerouted_after(self._served, [at for at in lab.watch.rerouted if 0 <= at <= self._seconds]),
+            peaks=self._meter.peaks,
+            odd={peer: (works, lab.watch.visits[peers[peer].peer]) for peer, works in lab.odd.items()},
+            liars=frozenset(lab.liars),
+            accused=lab.watch.accused,
+        )
+
+
+def _stage(module: object) -> int:
+    number = str(module).partition(".")[0]
+    return int(number) if number.isdecimal() else -1

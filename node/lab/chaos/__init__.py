@@ -1,1 +1,0 @@
-"""Chaos experiments: a local swarm is killed, frozen, cut apart and starved, and judged by what it made of that."""

@@ -1,0 +1,284 @@
+"""What can be done to a swarm in the laboratory. Nodes are stand-ins; tests/e2e has real ones."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import subprocess
+import sys
+import tomllib
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+
+from lab.emulation.link_shape import MBIT, Fault, LinkShape, profile_of
+from lab.emulation.sockets import descendants
+from lab.laboratory import Kind, Laboratory, place
+from lab.log_watch import LogWatch
+from lab.scenario import scenario_from_table
+from lab.scenario_event import (
+    Child,
+    Churn,
+    Crash,
+    Freeze,
+    FullDisk,
+    Heal,
+    Kill,
+    OneWay,
+    Partition,
+    Resets,
+    Reshape,
+    Restart,
+    ScenarioEvent,
+    Start,
+    Stop,
+    Worsen,
+    replace_one,
+)
+from node.local_swarm import local_swarm
+from node.local_swarm.setup import LocalSwarmOptions
+from node.observability.event_json import event_to_json
+from node.observability.events import Completed, RoundProgress, Visit
+from tests.lab.test_scenario import BASE
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the emulation reads /proc")
+
+ROOT = Path(__file__).parent.parent.parent
+STAND_IN = (sys.executable, str(ROOT / "tests" / "node" / "local_swarm" / "stand_in_node.py"))
+
+
+@pytest.fixture
+async def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Laboratory]:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(local_swarm, "node_command", lambda: STAND_IN)
+    monkeypatch.setattr("lab.scenario_event.node_command", lambda: STAND_IN)
+    monkeypatch.setenv("SKIPSTONE_STAND_IN", "grandchild:2")
+    scenario = scenario_from_table(tomllib.loads(BASE))
+    options = LocalSwarmOptions(peers=5, steps=None, threads=1, log_dir=tmp_path)
+    made = Laboratory(scenario.manifest, options, scenario.sites, scenario.seed, lambda mark: None)
+    async with made.started():
+        await until(lambda: len(made.serving()) == 5)
+        made.begin()
+        yield made
+
+
+def said(lab: Laboratory, event: ScenarioEvent) -> str:
+    """Lets it happen. The line in the diary."""
+    lab.attempt(event.NAME, lambda: event.do(lab))
+    return lab.marks[-1].what
+
+
+async def until(wanted: Callable[[], bool]) -> None:
+    """Ends with the test's own time limit if it never comes."""
+    while not wanted():
+        await asyncio.sleep(0.01)
+
+
+def states_of(root: int) -> set[str]:
+    """Of a process and all it has started, as the kernel has them: T stands still."""
+    stats = (Path(f"/proc/{pid}/stat").read_text() for _, pid in descendants({root}))
+    return {stat.rpartition(")")[2].split()[0] for stat in stats}
+
+
+async def test_peers_get_other_links(lab: Laboratory) -> None:
+    emulation = lab.emulation
+    changed = Reshape(at_s=0, peers=(0, 4), fault=Fault.RESET)
+    assert said(lab, changed) == "peers 0, 4 got another link: fault reset"
+    assert emulation.site(4).region == "iowa"
+    assert emulation.is_reset(4)
+    mobile = Reshape(at_s=0, peers=(4,), profile="mobile", latency_ms=500, jitter_ms=0, up_mbit=10, down_mbit=20)
+    assert said(lab, mobile) == (
+        "peer 4 got another link: mobile, latency 500 ms, jitter 0 ms, 10 Mbit/s up, 20 Mbit/s down"
+    )
+    shape = LinkShape(0.5, 0.0, 10 * MBIT, 20 * MBIT, profile_of("mobile").site.shape.fault)
+    assert emulation.site(4).shape == shape
+    assert emulation.site(4).region is None
+    lab.calm()
+    assert emulation.site(0).shape == LinkShape()
+
+
+async def test_partitions_begin_and_end(lab: Laboratory) -> None:
+    assert said(lab, Partition(at_s=0, sides=((0, 1), (2,)))) == "partition: peers 0, 1 | peer 2"
+    assert not lab.emulation.passes((0, 2))
+    assert said(lab, Heal(at_s=0)) == "the partition is healed"
+    assert lab.emulation.passes((0, 2))
+    Partition(at_s=0, sides=((0, 1), (2,)), for_s=0.1).do(lab)
+    assert not lab.emulation.passes((0, 2))
+    await until(lambda: not lab.waiting)
+    assert lab.emulation.passes((0, 2))
+    assert [mark.kind for mark in lab.marks] == [Kind.FAULT, Kind.END] * 2
+    assert [mark.lasts for mark in lab.marks] == [True, False] * 2
+
+
+async def test_peers_are_killed_and_asked_to_leave_and_started(lab: Laboratory) -> None:
+    Kill(at_s=0, peers=(4,)).do(lab)
+    Stop(at_s=0, peers=(1,)).do(lab)
+    await until(lambda: {1, 4} <= lab.swarm.ends.keys())
+    assert lab.swarm.ends[4].exit_code == 137
+    assert lab.killed == {4}
+    assert 4 not in lab.failures
+    assert said(lab, Start(at_s=0, stage=2, profile="mobile")) == "peer 5 started for stage 2"
+    assert lab.emulation.site(5) == profile_of("mobile").site
+    assert lab.swarm.peers[5].place == place(5)
+    Start(at_s=0, stage=1).do(lab)
+    assert lab.emulation.site(6) == lab.emulation.site(0), "the first group's"
+
+
+async def test_frozen_peers_stand_still_with_all_they_have_started_as_long_as_the_longest_freeze(
+    lab: Laboratory,
+) -> None:
+    roots = lab.swarm.processes()
+    assert len(list(descendants({roots[2]}))) == 2
+    Freeze(at_s=0, peers=(1, 2), for_s=0.3).do(lab)
+    Freeze(at_s=0, peers=(2,), for_s=600.0).do(lab)
+    await until(lambda: states_of(roots[1]) == states_of(roots[2]) == {"T"})
+    await until(lambda: "T" not in states_of(roots[1]))
+    await asyncio.sleep(0.1)  # both were due to go on at the same moment
+    assert states_of(roots[2]) == {"T"}
+    lab.calm()
+    assert "T" not in states_of(roots[2])
+
+
+async def test_a_peer_with_a_command_of_its_own_starts_again_without_it(lab: Laboratory) -> None:
+    swarm = lab.swarm
+    command = ("/usr/bin/env", "SKIPSTONE_STAND_IN=crash:1", *STAND_IN)
+    index = lab.start(1, profile_of("none").site, command)
+    await until(lambda: index in swarm.ends and index not in swarm.processes())
+    assert swarm.ends[index].exit_code == 71
+    swarm.restart_peer(index)
+    await until(lambda: swarm.progress.peers[index].state == "serving")
+    assert index not in swarm.ends
+
+
+async def test_what_is_not_possible_is_missed_and_ends_nothing(lab: Laboratory) -> None:
+    assert said(lab, Start(at_s=0, stage=9)).startswith("start was not possible: stage 9 is not one of")
+    assert len(lab.missed) == 1
+
+
+async def test_a_replaced_peer_is_none_of_the_last_ones(lab: Laboratory) -> None:
+    """Five peers over three stages: two stages have a spare one."""
+    for _ in range(3):
+        replace_one(lab)
+    lines = [mark.what for mark in lab.marks]
+    assert [line.startswith("peer") for line in lines] == [True, True, False]
+    assert lines[2] == "nobody could be spared to be replaced", "those that were started do not serve yet"
+    peers = lab.swarm.peers
+    stages = [peers[index].stage for index in sorted(lab.killed)]
+    assert [peers[index].stage for index in (5, 6)] == [peers[int(line.split()[1])].stage for line in lines[:2]]
+    assert len(set(stages)) == 2
+
+
+async def test_churn_replaces_one_peer_after_the_other(lab: Laboratory) -> None:
+    Churn(at_s=0, share_per_minute=10.0, for_s=2.4).do(lab)
+    await until(lambda: not lab.waiting)
+    assert [mark.kind for mark in lab.marks] == [Kind.FAULT] * 2
+    assert len(lab.killed) == 2
+
+
+def test_addresses_are_the_members_own() -> None:
+    places = [place(index) for index in range(1000)]
+    assert len({each.host for each in places} | {each.told_host for each in places}) == 2000
+    assert (places[0].host, places[999].told_host) == ("127.77.0.1", "127.78.3.250")
+
+
+# ---- faults ----------------------------------------------------------------------------------------------------------
+
+
+def kinds(lab: Laboratory) -> list[Kind]:
+    return [mark.kind for mark in lab.marks if mark.kind is not Kind.NOTE]
+
+
+async def do(lab: Laboratory, event: ScenarioEvent) -> None:
+    event.do(lab)
+    await until(lambda: not lab.waiting)
+
+
+async def test_faults_last_a_while_and_are_mended(lab: Laboratory) -> None:
+    emulation, pid = lab.emulation, lab.swarm.processes()[3]
+    site, limit = emulation.site(3), resource.prlimit(pid, resource.RLIMIT_FSIZE)
+    Worsen(at_s=0, peers=(3,), fault=Fault.HALF_OPEN, for_s=0.2).do(lab)
+    OneWay(at_s=0, from_=(2,), to=(0, 1), for_s=0.2).do(lab)
+    Resets(at_s=0, peers=(1,), every_bytes=100, for_s=0.2).do(lab)
+    FullDisk(at_s=0, peers=(3,), for_s=0.2).do(lab)
+    ways = [(0, 3), (3, 0), (2, 1), (1, 2)]
+    assert [emulation.passes(way) for way in ways] == [False, True, False, True]
+    assert emulation.before_break((0, 1), 150) == 100
+    assert resource.prlimit(pid, resource.RLIMIT_FSIZE)[0] == 0
+    await until(lambda: not lab.waiting)
+    assert all(emulation.passes(way) for way in ways)
+    assert emulation.before_break((0, 1), 150) is None
+    assert (emulation.site(3), resource.prlimit(pid, resource.RLIMIT_FSIZE)) == (site, limit)
+    assert kinds(lab) == [Kind.FAULT] * 4 + [Kind.END] * 4
+    assert [mark.lasts for mark in lab.marks] == [True] * 4 + [False] * 4
+
+
+async def test_what_still_lasts_when_the_run_ends_is_mended(lab: Laboratory) -> None:
+    pid = lab.swarm.processes()[3]
+    before = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+    FullDisk(at_s=0, peers=(3,), for_s=600).do(lab)
+    await asyncio.sleep(0)
+    await lab.end_what_lasts()
+    assert resource.prlimit(pid, resource.RLIMIT_FSIZE) == before
+    assert lab.waiting == ["the end of: the disk of peer 3 is full"], "its end was not seen"
+    assert kinds(lab) == [Kind.FAULT]
+
+
+async def test_a_child_that_is_not_there_is_missed(lab: Laboratory) -> None:
+    await do(lab, Child(at_s=0, peers=(1, 2), which="p2pd"))
+    assert lab.missed == ["only 0 processes p2pd of peers 1, 2 were there"]
+
+
+@pytest.mark.parametrize("politely", [True, False])
+async def test_peers_end_and_start_again_as_themselves(lab: Laboratory, politely: bool) -> None:
+    swarm = lab.swarm
+    before = {peer: swarm.processes()[peer] for peer in (1, 3)}
+    await do(lab, Restart(at_s=0, peers=(1, 3), politely=politely))
+    after = swarm.processes()
+    assert before[1] != after[1]
+    assert before[3] != after[3]
+    assert all(swarm.progress.peers[peer].state == "serving" for peer in (1, 3))
+    assert kinds(lab).count(Kind.END) == 2
+    assert not lab.killed, "what they do from now on is their own"
+    assert not lab.missed
+
+
+async def test_a_peer_that_does_not_come_to_its_crash_point_is_missed(lab: Laboratory) -> None:
+    await do(lab, Crash(at_s=0, stage=1, point="sent", leave_after_s=0.1))
+    assert len(lab.missed) == 1
+    assert "before it came to `sent`" in lab.missed[0]
+    assert Kind.FAULT not in kinds(lab)
+
+
+async def test_the_look_out_reads_logs_while_they_are_written(tmp_path: Path) -> None:
+    watch = LogWatch(tmp_path, lambda: 7.0)
+    progress = RoundProgress("a", "1.0", 3, 0, "a", 1, 40)
+    running = asyncio.create_task(watch.run())
+    waiting = asyncio.create_task(watch.until(lambda event: event.percent > 30))
+    await asyncio.sleep(0)
+    line = event_to_json(Completed("a", "a#1", ())) + "\n"
+    with (tmp_path / "a-1.jsonl").open("w", buffering=1) as log:
+        log.write(line[:20])
+        log.flush()
+        await asyncio.sleep(0.05)
+        assert watch.completed == []
+        log.write(line[20:])
+        log.write(event_to_json(Visit("a", "1.0", "a#1")) + "\n")
+        log.write(event_to_json(RoundProgress("a", "1.0", 3, 0, "a", 1, 20)) + "\n" + event_to_json(progress) + "\n")
+    assert await waiting == progress
+    assert (watch.completed, watch.visits) == ([7.0], {"a": 1})
+    running.cancel()
+
+
+def test_the_clock_of_an_odd_node_is_wrong_and_is_set_when_it_is_told() -> None:
+    text = """
+import os, signal, time
+from lab.faulty_node import _set_clock
+_set_clock(300.0, -3900.0)
+from protocol.interfaces.clock import SystemClock
+assert abs(SystemClock().wall() - time.time() - 300) < 5
+os.kill(os.getpid(), signal.SIGUSR1)
+assert abs(SystemClock().wall() - time.time() + 3600) < 5
+"""
+    ran = subprocess.run([sys.executable, "-c", text], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 0, ran.stderr

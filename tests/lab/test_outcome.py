@@ -1,0 +1,361 @@
+"""From what was seen of a run to its figures, its verdict and its report. Everything is written by hand."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import sys
+import time
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lab.audit import Report, Violation
+from lab.laboratory import Kind, Mark
+from lab.log_watch import Accused, Held
+from lab.meter import Meter, Peaks, Row
+from lab.outcome import (
+    WINDOW_S,
+    Outcome,
+    Recovery,
+    agree,
+    capacity_of,
+    pace_back_after,
+    pace_before,
+    rerouted_after,
+    served_after,
+    utilization_of,
+)
+from lab.report import Result, draw, report_text, suite_json, suite_text
+from lab.run import Run
+from lab.scenario import Scenario, known_scenarios, read_scenario, scenario_from_table
+from node.local_swarm.swarm_progress import PeerProgress, SwarmProgress
+from node.observability.events import BusySeconds, MicrobatchCounts, NodeSummary, Step
+from swarm.vocabulary.errors import ConfigError
+from tests.lab.test_scenario import BASE, CHAOS
+
+CLEAN = Report(5, 5, 0, {"completed": 100, "abandoned": 2}, ())
+KILLED = Mark(8.0, Kind.FAULT, "peer 3 killed")
+BACK = Recovery(KILLED, 1.5, 0.25)
+WAN = scenario_from_table(tomllib.loads(BASE))
+
+
+def row(at: float, tokens: int, loss: float | None, links: dict[str, int] | None = None) -> Row:
+    return Row(at, 1, tokens, 10.0, loss, 2, 2, (), links or {}, {"0": 5_000_000}, {"10": 2_500_000, "-": 7})
+
+
+def outcome(**changes: Any) -> Outcome:
+    """Of a run in good order that wants 50 microbatches, and at most 3 of them abandoned."""
+    made = Outcome(
+        scenario=expecting(at_least={"completed": 50}, at_most={"abandoned": 3}),
+        started_after_s=4.0,
+        seconds=10.0,
+        steps=20,
+        tokens=4000,
+        tokens_per_s=400.0,
+        capacity=(2000.0, 800.0, 900.0),
+        utilization=0.4,
+        loss_first=5.5,
+        held_out_loss=2.2,
+        rows=(row(0, 0, 4.0), row(1, 4000, 2.0)),
+        marks=(KILLED, Mark(9.0, Kind.NOTE, "a note")),
+        report=CLEAN,
+        failures={},
+        missed=(),
+        cut_short=False,
+        pace=10.0,
+        recoveries=(BACK,),
+        rerouted_for_s=2.0,
+        peaks=Peaks(2**28, 40, 20),
+    )
+    return replace(made, **changes)
+
+
+def expecting(name: str = "one-way", **changes: Any) -> Scenario:
+    scenario = read_scenario(known_scenarios()[name])[0]
+    assert scenario.chaos is not None
+    return scenario.model_copy(update={"chaos": scenario.chaos.model_copy(update=changes)})
+
+
+def against(**changes: Any) -> str:
+    return "; ".join(outcome(**changes).objections)
+
+
+# ---- recovery --------------------------------------------------------------------------------------------------------
+
+
+def steady(first: float, last: float, a_second: int = 10) -> list[float]:
+    return [first + number / a_second for number in range(int((last - first) * a_second))]
+
+
+def test_the_pace_before_is_the_median_of_its_windows() -> None:
+    assert pace_before(steady(0, 10), 10) == pytest.approx(10, abs=0.5)
+    slow_start = [0.5, *steady(2, 20)]
+    assert pace_before(slow_start, 20) == pytest.approx(10, abs=0.5)
+    assert pace_before(steady(0, 10), 1.0) == 0.0, "too short to say"
+
+
+def test_the_pace_is_back_when_a_window_has_enough() -> None:
+    assert pace_back_after(steady(0, 30), 10, 10, 30) == 0.0, "it never fell"
+    back = pace_back_after(steady(0, 10) + steady(17, 30), 10, 10, 30)
+    assert 7 - WINDOW_S / 2 <= back <= 7, "a window that begins in the pause may have enough already"
+    assert pace_back_after(steady(0, 10) + steady(10, 40, a_second=4), 10, 10, 40) == math.inf, "less than half"
+    assert pace_back_after(steady(0, 12), 10, 10, 12) == math.inf, "not seen yet"
+    assert pace_back_after([*steady(0, 10), 11.0], 10, 10, 40) == math.inf, "one more step, then nothing"
+    slower = steady(0, 10) + steady(10, 20, a_second=7) + steady(20, 40, a_second=9)
+    assert pace_back_after(slower, 10, 10, 40) == 0.0
+    assert 7 <= pace_back_after(slower, 10, 10, 40, share=0.8) <= 10
+
+
+@pytest.mark.parametrize(
+    ("changes", "after"),
+    [
+        ([(0.0, True)], 0.0),
+        ([], 0.0),
+        ([(0.0, True), (5.05, False), (9.0, True)], 4.0),
+        ([(0.0, True), (4.0, False), (9.0, True)], 4.0),
+        ([(0.0, True), (5.05, False)], math.inf),
+        ([(0.0, True), (2.0, False), (4.0, True)], 0.0),
+        ([(0.0, True), (8.0, False), (9.0, True)], 0.0),
+    ],
+    ids=["always", "unknown", "noticed late", "before", "never again", "long over", "something later"],
+)
+def test_a_module_without_a_replica_counts_until_it_has_one(changes: list[tuple[float, bool]], after: float) -> None:
+    assert served_after(changes, 5.0) == after
+
+
+def test_documents_are_back_when_none_goes_elsewhere_any_more() -> None:
+    changes = [(0.0, True), (10.0, False), (24.0, True)]
+    assert rerouted_after(changes, [11.0, 12.0, 25.5]) == 1.5
+    assert rerouted_after(changes, [11.0, 12.0]) == rerouted_after(changes, []) == 0.0
+    assert rerouted_after(changes[:2], [11.0]) is None, "the expert is still not served"
+
+
+def anchors(*names: str, module: str = "1.0") -> tuple[Held, ...]:
+    """`4x` is the anchor of round 4 with the digest x."""
+    return tuple(Held(module, int(name[:-1]), name[-1]) for name in names)
+
+
+def test_replicas_agree_on_one_anchor_or_the_one_before_it() -> None:
+    assert agree([])
+    assert agree([anchors("3w", "4x"), anchors("4x"), anchors("2v", "4x")])
+    assert agree([anchors("4x"), anchors("9y", module="2.0")]), "modules have rounds of their own"
+    assert agree([anchors("3w", "4x"), anchors("2v", "3w")]), "it is just applying the round"
+    assert not agree([anchors("3w", "4x"), anchors("2v")]), "two rounds behind"
+    assert not agree([anchors("3w", "4x"), anchors("3w", "4y")])
+    assert not agree([anchors("4x", "5z"), anchors("3w", "4y")]), "one behind, but elsewhere"
+    assert agree([anchors("4x", "5z"), anchors("4y", "5z")]), "one again"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """Half a minute after its beginning; nothing was started."""
+    scenario = scenario_from_table(tomllib.loads(CHAOS + '[[event]]\nat = 10\naction = "kill"\npeers = [4]\n'))
+    made = Run(scenario, tmp_path, lambda news: None, asyncio.Event())
+    made.lab._began = time.monotonic() - 30.0
+    made.lab.watch.completed = [-1.0, *steady(0, 10), *steady(14, 30)]
+    return made
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the laboratory reads /proc")
+def test_recoveries_are_of_faults_and_their_ends(run: Run) -> None:
+    assert run.pace == pytest.approx(10, abs=0.5), "before the first event"
+    run.lab.marks += [
+        Mark(10.0, Kind.FAULT, "peer 4 killed"),
+        Mark(11.0, Kind.NOTE, "a note"),
+        Mark(12.0, Kind.FAULT, "frozen", lasts=True),
+        Mark(13.0, Kind.END, "over: frozen"),
+    ]
+    killed, frozen, over = run.recoveries(30.0)
+    assert (killed.counts, frozen.counts, over.counts) == (True, False, True)
+    assert (killed.mark, over.mark) == (run.lab.marks[0], run.lab.marks[3])
+    assert 4 - WINDOW_S / 2 <= killed.pace_s <= 4
+    assert all(each.pace_s == math.inf for each in run.recoveries(12.5)), "seen only until then"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the laboratory reads /proc")
+async def test_a_run_that_is_stopped_is_over_at_once(run: Run) -> None:
+    timeline = asyncio.create_task(asyncio.sleep(600))
+    run._stop.set()
+    async with asyncio.timeout(5):
+        await run._until_over(timeline)
+    timeline.cancel()
+
+
+# ---- figures ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_row_holds_what_passed_since_the_last_one() -> None:
+    peers = {0: PeerProgress(0, "a", state="serving"), 1: PeerProgress(1, "b"), 2: PeerProgress(1, "c", exit_code=137)}
+    progress = SwarmProgress(stages=2, peers=peers, step=3, tokens=50, waiting={"1.0": "nobody"})
+    meter = Meter({(0, 1): 100})
+    meter.step(Step(2, 3.0, 10, 1.0, "a"))
+    meter.step(Step(3, 2.0, 10, 1.0, "a"))
+    first = meter.row(1.0, progress, {(0, 1): 150, (1, 0): 20, (None, 0): 5})
+    assert (first.loss, first.alive, first.serving, first.waiting) == (2.5, 2, 1, ("1.0",))
+    assert first.links == {"0>1": 50, "1>0": 20, "->0": 5}
+    assert (first.up, first.down) == ({"0": 50, "1": 20, "-": 5}, {"1": 50, "0": 25})
+    second = meter.row(2.0, progress, {(0, 1): 150, (1, 0): 21, (None, 0): 5})
+    assert (second.links, second.loss) == ({"1>0": 1}, None)
+
+
+def test_the_slowest_stage_bounds_the_swarm() -> None:
+    speeds = [(0, 900.0), (1, 300.0), (1, 200.0), (2, 700.0), (-1, 1.0)]
+    assert capacity_of(speeds, WAN.manifest) == (900.0, 500.0, 700.0)
+    assert outcome(capacity=(900.0, 500.0, 0.0)).slowest == (500.0, 1)
+    assert outcome(capacity=capacity_of([], WAN.manifest)).share_of_compute is None
+    table = tomllib.loads(BASE)
+    table["manifest"]["stages"] = {"blocks": [0, 1, 1], "per_path": 1}
+    half = scenario_from_table(table).manifest
+    assert capacity_of([(0, 900.0), (1, 300.0), (2, 400.0)], half) == (900.0, 600.0, 800.0)
+
+
+def test_utilization_is_what_stage_peers_say_of_themselves() -> None:
+    def summed(stage: int, compute: float, wait: float) -> PeerProgress:
+        busy = BusySeconds(compute=compute, wait=wait)
+        summary = NodeSummary("p", f"{stage}.0", 1, None, None, 1, 1.0, MicrobatchCounts(), 1, busy)
+        return PeerProgress(stage, "p", summary=summary)
+
+    peers = {0: summed(0, 9.0, 1.0), 1: summed(1, 2.0, 8.0), 2: summed(2, 4.0, 6.0), 3: PeerProgress(1, "killed")}
+    assert utilization_of(SwarmProgress(stages=3, peers=peers)) == pytest.approx(0.3)
+    assert utilization_of(SwarmProgress(stages=3)) is None
+
+
+def test_losses_and_bytes_come_from_the_rows() -> None:
+    rows = (row(1, 50, 9.0), row(2, 89, 8.0), row(3, 90, 3.0), row(4, 95, None), row(5, 100, 2.0))
+    assert outcome(rows=rows).loss_last == 2.5, "over the last tenth of the tokens"
+    assert outcome(rows=()).loss_last is outcome(rows=(row(1, 0, None),)).loss_last is None
+    other = replace(rows[0], up={"10": 1, "9": 2, "-": 3})
+    assert list(outcome(rows=(*rows, other)).traffic("up").items()) == [("0", 25_000_000), ("9", 2), ("10", 1)]
+
+
+def test_losses_are_compared_with_the_undisturbed_run() -> None:
+    calm = outcome(held_out_loss=2.0)
+    assert outcome(undisturbed=calm).loss_ratio == pytest.approx(1.1)
+    assert outcome(held_out_loss=None, rows=(row(1, 1, 3.0),), undisturbed=calm).loss_ratio == 1.5, "training loss"
+    assert outcome(held_out_loss=None, rows=(), undisturbed=calm).loss_ratio is None
+    assert outcome().loss_ratio is None
+
+
+# ---- the verdict -----------------------------------------------------------------------------------------------------
+
+
+def test_what_the_check_finds_and_what_was_not_carried_out_speaks_against_a_run() -> None:
+    assert against() == ""
+    report = replace(CLEAN, violations=(Violation("exactly once", None, "twice"),))
+    assert against(report=report) == against(report=report, scenario=WAN) == "check: exactly once: twice"
+    assert against(missed=("no p2pd was there",)) == "not carried out: no p2pd was there"
+    assert against(cut_short=True) == "the run was cut short"
+    assert against(failures={3: 70}, scenario=WAN) == "peer 3 ended with exit code 70"
+
+
+def test_counts_have_limits() -> None:
+    assert against(report=replace(CLEAN, counts={"completed": 49})) == "completed: 49, at least 50 wanted"
+    many = replace(CLEAN, counts={"completed": 50, "abandoned": 4})
+    assert against(report=many) == "abandoned: 4, at most 3 allowed"
+    assert against(report=many, scenario=WAN) == ""
+
+
+def test_recoveries_have_a_limit_but_not_while_the_fault_lasts() -> None:
+    late, never = replace(BACK, pace_s=30.5), replace(BACK, served_s=math.inf)
+    assert against(recoveries=(BACK, late)) == "recovered after 30.5 s (peer 3 killed); 30 s are allowed"
+    assert against(recoveries=(never,)) == "not recovered (peer 3 killed); 30 s are allowed"
+    assert against(recoveries=(replace(never, mark=replace(KILLED, lasts=True)),)) == ""
+    assert "too few to measure" in against(pace=0.1)
+
+
+def test_an_odd_peer_works_or_is_left_out_as_it_should() -> None:
+    assert against(odd={3: (True, 0)}) == "nobody worked with peer 3"
+    assert against(odd={3: (True, 1)}) == ""
+    assert against(odd={3: (False, 0)}, failures={3: 65}) == "", "it may give up"
+    assert against(odd={3: (False, 0)}, failures={3: 1}) == "peer 3 ended with exit code 1"
+    assert "should have been left out" in against(odd={3: (False, 1)})
+
+
+def test_a_liar_is_named_and_left_out_and_nobody_else_is() -> None:
+    liars = frozenset({"liar"})
+    assert against(liars=liars) == "nobody has named liar, which lies"
+    assert against(liars=liars, accused={"liar": Accused({"liar"})}) == "nobody has named liar, which lies"
+    assert against(liars=liars, accused={"liar": Accused({"honest"}, commits=40, with_it=10)}) == ""
+    kept = against(liars=liars, accused={"liar": Accused({"honest"}, commits=40, with_it=11)})
+    assert kept == "11 of 40 rounds had a liar in them after it was named"
+    slandered = {"liar": Accused({"honest"}), "other": Accused({"liar"})}
+    assert against(liars=liars, accused=slandered) == ""
+    wrong = {"liar": Accused({"honest"}), "other": Accused({"honest"})}
+    assert against(liars=liars, accused=wrong) == "other was accused by 1 honest replicas, and did not lie"
+
+
+def test_the_held_out_loss_has_a_limit_where_it_is_compared() -> None:
+    lied = outcome(scenario=expecting("liar", at_least={}), held_out_loss=2.05)
+    assert replace(lied, undisturbed=outcome(held_out_loss=2.04)).objections == ()
+    (worse,) = replace(lied, undisturbed=outcome(held_out_loss=2.0)).objections
+    assert worse == "the held-out loss is 1.025 of the undisturbed run's; 1.02 is allowed"
+    for unknown in (None, outcome(held_out_loss=None)):
+        assert "could not be measured" in replace(lied, undisturbed=unknown).objections[0]
+
+
+@pytest.mark.parametrize("peaks", [Peaks(2**32, 40, 20), Peaks(2**28, 4000, 20), Peaks(2**28, 40, 2000)])
+def test_what_a_node_takes_of_its_machine_has_limits(peaks: Peaks) -> None:
+    assert "are allowed" in against(peaks=peaks)
+
+
+def test_of_experts_the_pace_is_back_soon_and_documents_are_back_in_time() -> None:
+    scenario = expecting(pace_within_s=5.0, rerouted_for_s=15.0)
+    assert against(scenario=scenario) == ""
+    late = against(scenario=scenario, recoveries=(replace(BACK, pace_s=6.0),))
+    assert late == "the pace was back after 6.0 s (peer 3 killed); 5 s are allowed"
+    assert "15 s are allowed" in against(scenario=scenario, rerouted_for_s=16.0)
+    assert against(scenario=scenario, rerouted_for_s=None) == "not all modules are served again"
+
+
+# ---- the report ------------------------------------------------------------------------------------------------------
+
+
+def test_the_report_says_what_ran_and_what_came_of_it() -> None:
+    found = outcome(scenario=WAN, undisturbed=outcome(held_out_loss=2.0))
+    text = report_text(Result(WAN, found, ("something is wrong",), ("loss.png",)))
+    assert "`homes` (peers 0 to 2) behind `home-fibre`" in text
+    assert "| share of compute | 0.500 | 0.500 |" in text
+    assert "| loss over the undisturbed one's | 1.1000 | 1 |" in text
+    assert "**ok**" in text
+    assert "* **something is wrong**" in text
+    assert "* 8.0 s: peer 3 killed; pace back after 1.5 s, all served after 0.2 s" in text
+    assert "| 0 | 10.0 | 0.0 | 8.00 | 0.00 |\n| 10 | 0.0 | 5.0 | 0.00 | 4.00 |" in text
+    assert "![loss.png](loss.png)" in text
+
+
+def test_a_suite_has_a_row_for_each_scenario() -> None:
+    good = outcome(accused={"liar": Accused({"liar"})}, liars=frozenset({"liar"}))
+    broken = Result(expecting("resets"), None, ("the swarm has not finished a step",))
+    results = [Result(good.scenario, good, (), ("traffic.png",)), broken]
+    text = suite_text(results)
+    assert "1 of 2 scenarios passed" in text
+    assert good.scenario.chaos is not None
+    assert f"| one-way | {good.scenario.chaos.fault} | yes | 1.5 | 1.5 | 0.2 | 10.0 | 2 abandoned |" in text
+    assert "| **no** | - | - | - | - | nothing |" in text
+    assert "![traffic.png](one-way/traffic.png)" in text
+    table = json.loads(json.dumps(suite_json(results)))
+    assert not table["passed"]
+    one, other = table["scenarios"]
+    assert (one["recoveries"][0]["pace_s"], one["accused"]["liar"]["by"], one["lost"]) == (
+        1.5,
+        ["liar"],
+        {"abandoned": 2},
+    )
+    assert (one["share_of_compute"], one["check"]["ok"], one["plots"]) == (0.5, True, ["traffic.png"])
+    assert other["objections"] == list(broken.objections)
+
+
+def test_plots_are_drawn_or_the_reason_is_plain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    found = outcome(rows=(row(1, 10, 3.0, {"0>1": 10}), row(2, 20, None)), undisturbed=outcome(scenario=WAN, rows=()))
+    names = draw(tmp_path, found)
+    assert set(names) == {"loss_over_time.png", "loss_over_tokens.png", "throughput.png", "traffic.png"}
+    assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in names)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ConfigError, match="matplotlib, which is not installed"):
+        draw(tmp_path, found)

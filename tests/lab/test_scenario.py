@@ -1,0 +1,338 @@
+"""Scenario files: what they mean, and that every wrong key is named."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lab.emulation.link_shape import MBIT, Fault, LinkShape, Site, profile_of
+from lab.scenario import Scenario, find_scenarios, known_scenarios, read_scenario, scenario_from_table
+from lab.scenario_event import (
+    Churn,
+    Crash,
+    Freeze,
+    FreezeLeader,
+    Kill,
+    LinkTable,
+    Odd,
+    OneWay,
+    Partition,
+    Reshape,
+    Restart,
+    Start,
+    Stop,
+    Worsen,
+)
+from node.observability.failpoints import POINTS
+from swarm.vocabulary.errors import ConfigError, ManifestError
+
+ROOT = Path(__file__).parent.parent.parent
+BASE = """
+name = "test"
+seed = 3
+duration = 60
+threads = 2
+held_out = 0
+[manifest]
+stages = { blocks = [0, 1, 1] }
+[manifest.training]
+staleness = 1
+[[group]]
+name = "homes"
+peers = 3
+profile = "home-fibre"
+up_mbit = 20
+[[group]]
+name = "far"
+peers = 2
+profile = "gcp-iowa"
+"""
+EVENTS = """
+[[event]]
+at = 5
+action = "partition"
+sides = [["homes"], [3, 4]]
+for = 2.5
+[[event]]
+at = 1
+action = "shape"
+peers = ["far", 0]
+profile = "mobile"
+fault = "half_open"
+latency_ms = 200
+[[event]]
+at = 2
+action = "kill"
+peers = [1]
+[[event]]
+at = 3
+action = "stop"
+peers = [2, 2]
+[[event]]
+at = 3.5
+action = "start"
+stage = 2
+[[event]]
+at = 4
+action = "freeze"
+peers = ["far"]
+for = 6
+"""
+
+
+def scenario_of(text: str) -> Scenario:
+    return scenario_from_table(tomllib.loads(text))
+
+
+def test_a_scenario_says_who_where_and_what() -> None:
+    scenario = scenario_of(BASE)
+    assert (scenario.name, scenario.seed, scenario.duration_s, scenario.threads) == ("test", 3, 60, 2)
+    assert (scenario.held_out, scenario.chaos) == (0, None)
+    assert scenario.manifest.stages.blocks == (0, 1, 1)
+    assert scenario.manifest.training.staleness == 1
+    assert scenario.manifest.training.rows == 4, "the rest is the demo run's"
+    assert scenario.manifest.seed == 3
+    fibre = profile_of("home-fibre").site.shape
+    assert scenario.sites[2].shape.up_bytes_per_s == 20 * MBIT
+    assert scenario.sites[2].shape.down_bytes_per_s == fibre.down_bytes_per_s
+    assert scenario.sites[4].region == "iowa"
+
+
+def test_events_come_in_order_of_time() -> None:
+    events = scenario_of(BASE + EVENTS).events
+    assert events == (
+        Reshape(at_s=1, peers=(3, 4, 0), profile="mobile", latency_ms=200, fault=Fault.HALF_OPEN),
+        Kill(at_s=2, peers=(1,)),
+        Stop(at_s=3, peers=(2,)),
+        Start(at_s=3.5, stage=2),
+        Freeze(at_s=4, peers=(3, 4), for_s=6),
+        Partition(at_s=5, sides=((0, 1, 2), (3, 4)), for_s=2.5),
+    )
+
+
+def test_a_change_leaves_the_rest_of_a_link_as_it_is() -> None:
+    slow = Site(LinkShape(latency_s=0.01, up_bytes_per_s=1000.0, down_bytes_per_s=4000.0), "iowa")
+    change = LinkTable(fault=Fault.RESET, latency_ms=200)
+    assert change.applied_to(slow) == Site(LinkShape(0.2, 0.0, 1000.0, 4000.0, Fault.RESET), "iowa")
+    assert change.link_in_words() == ("latency 200 ms", "fault reset")
+    assert LinkTable().applied_to(slow) == slow
+
+
+def test_churn_is_so_many_replacements_a_minute_and_the_same_with_the_same_seed() -> None:
+    text = BASE + '[[event]]\nat = 0\naction = "churn"\nshare_per_minute = 0.4\nfor = 120\n'
+    moments = moments_of(text)
+    assert len(moments) == 4, "0.4 of 5 peers in each of two minutes"
+    assert all(30 * turn <= at_s < 30 * (turn + 1) for turn, at_s in enumerate(moments))
+    assert moments_of(text) == moments
+    assert moments_of(text.replace("seed = 3", "seed = 4")) != moments
+    assert len(moments_of(text.replace("for = 120\n", ""))) == 2, "to the end"
+    with pytest.raises(ConfigError, match="event: 10000 replacements"):
+        scenario_of(text.replace("0.4", "10").replace("for = 120", "for = 12060"))
+
+
+def moments_of(text: str) -> list[float]:
+    (churn,) = scenario_of(text).events
+    assert isinstance(churn, Churn)
+    return list(churn.moments(5, scenario_of(text).seed))
+
+
+def test_the_undisturbed_run_trains_the_same_manifest() -> None:
+    scenario = scenario_of(BASE + EVENTS)
+    calm = scenario.undisturbed()
+    assert calm.manifest == scenario.manifest
+    assert calm.events == ()
+    assert set(calm.sites) == {profile_of("none").site}
+    mobile = scenario.everywhere("mobile")
+    assert set(mobile.sites) == {profile_of("mobile").site}
+    assert [each.profile for each in mobile.events if isinstance(each, Start)] == ["mobile"]
+
+
+def event(**values: Any) -> dict[str, Any]:
+    return tomllib.loads(BASE) | {"event": [{"at": 1.0, "action": "kill", "peers": [0]} | values]}
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        (tomllib.loads(BASE) | {"sede": 1}, "sede is no key"),
+        (tomllib.loads(BASE) | {"name": "a\u202eb"}, "name: must be printable"),
+        (tomllib.loads(BASE) | {"duration": 0}, "duration: .* greater than or equal to 1"),
+        (tomllib.loads(BASE) | {"seed": 1.5}, "seed: .* valid integer"),
+        (tomllib.loads(BASE) | {"group": []}, "group: 0 peers cannot host 3 stages"),
+        (tomllib.loads(BASE) | {"group": {}}, r"write \[\[group\]\]"),
+        (tomllib.loads(BASE) | {"group": [{"name": "a", "peers": True, "profile": "none"}]}, r"group\[0\].peers"),
+        (tomllib.loads(BASE) | {"group": [{"name": "a", "peers": 3}]}, r"group\[0\].profile is missing"),
+        (tomllib.loads(BASE) | {"group": [{"name": "a", "peers": 3, "profile": "modem"}]}, "'modem' is no profile"),
+        (tomllib.loads(BASE) | {"group": [{"name": "a", "peers": 2, "profile": "none"}] * 2}, "two groups"),
+        (event(action="explode"), r"event\[0\].action: 'explode' is none of shape"),
+        (event(peers=[9]), r"event\[0\].peers: 9 is neither a group nor a peer from 0 to 4"),
+        (event(peers=["near"]), "'near' is neither"),
+        (event(peers=[]), "names nobody"),
+        (event(peers=[0], stage=1), r"event\[0\].stage is no key"),
+        (event(at=-1), r"event\[0\].at: .* greater than or equal to 0"),
+        (event(action="shape", fault="odd"), r"event\[0\].fault: .*'none', 'reset'.*, not 'odd'"),
+        (event(action="shape", up_mbit=0), r"event\[0\].up_mbit: .* equal to 0.01"),
+        (event(action="stop", at_s=2), r"event\[0\].at_s is no key"),
+        (event(at=float("nan")), r"event\[0\].at: "),
+        (event(action="start", stage=3), r"event\[0\].stage: must be a whole number from 0 to 2"),
+        (event(action="freeze"), r"event\[0\].for is missing"),
+        (event(action="churn", share_per_minute=99), r"event\[0\].share_per_minute"),
+    ],
+)
+def test_what_is_wrong_is_named(table: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        scenario_from_table(table)
+
+
+@pytest.mark.parametrize("sides", [[[0]], [[0], [0, 1]], [0, 1], [[0], []]])
+def test_sides_that_are_none_are_refused(sides: list[Any]) -> None:
+    table = tomllib.loads(BASE) | {"event": [{"at": 1, "action": "partition", "sides": sides}]}
+    with pytest.raises(ConfigError, match="sides"):
+        scenario_from_table(table)
+
+
+def test_a_wrong_manifest_is_named_as_everywhere() -> None:
+    with pytest.raises(ManifestError, match="staleness"):
+        scenario_of(BASE.replace("staleness = 1", 'staleness = "much"'))
+
+
+def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_scenario(tmp_path / "none.toml")
+    for content in (b"name = ", b"\xff\xfe"):
+        (tmp_path / "wrong.toml").write_bytes(content)
+        with pytest.raises(ConfigError, match="is not TOML"):
+            read_scenario(tmp_path / "wrong.toml")
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "docker" / "wan").glob("*.toml")), ids=lambda path: path.stem)
+def test_the_scenarios_that_come_with_the_lab_are_good(path: Path) -> None:
+    assert read_scenario(path)[0].name == path.stem
+
+
+def test_the_example_in_the_document_is_good() -> None:
+    document = (ROOT / "docs" / "LAB.md").read_text()
+    example = document.split("```toml\n")[1].split("```")[0]
+    scenario = scenario_of(example)
+    named = {event.NAME for event in scenario.events}
+    assert named >= {"shape", "kill", "start", "freeze", "partition", "churn"}
+
+
+# ---- with expectations -----------------------------------------------------------------------------------------------
+
+
+CHAOS = """
+name = "test"
+seed = 3
+duration = 20
+[chaos]
+fault = "something breaks"
+"""
+
+
+def chaos_of(events: str = "", base: str = CHAOS) -> Scenario:
+    return scenario_of(base + events)
+
+
+def fault(action: str, keys: str, at: float = 5) -> str:
+    return f'[[event]]\nat = {at}\naction = "{action}"\n{keys}\n'
+
+
+@pytest.mark.parametrize("path", known_scenarios().values(), ids=lambda path: path.stem)
+def test_a_scenario_that_comes_along_can_be_read_and_is_named_like_its_file(path: Path) -> None:
+    read, text = read_scenario(path)
+    assert (read.name, text) == (path.stem, path.read_text())
+    assert read.events
+    assert read.chaos is not None
+
+
+def test_every_crash_point_of_the_matrix_is_in_a_scenario() -> None:
+    events = [each for path in known_scenarios().values() for each in read_scenario(path)[0].events]
+    tried = {each.point for each in events if isinstance(each, Crash)}
+    assert tried == POINTS.keys()
+
+
+def test_what_is_not_said_is_small_and_usual() -> None:
+    read = chaos_of()
+    assert len(read.sites) == 5
+    assert read.sites[0].shape.latency_s == 0.02
+    assert read.held_out == 0
+    assert read.manifest.stages.blocks == (0, 1, 1)
+    assert read.manifest.model.hidden == 32
+    assert read.chaos is not None
+    assert (read.chaos.save_every_s, read.chaos.recovery_s) == (None, 30)
+    calm = read.undisturbed()
+    assert (calm.chaos, calm.manifest, calm.sites) == (None, read.manifest, read.sites)
+
+
+def test_faults_are_read() -> None:
+    read = chaos_of(
+        fault("worsen", 'peers = [3]\nfault = "half_open"\nfor = 4', at=1)
+        + fault("one_way", 'from = [0]\nto = ["peers"]\nfor = 4', at=2)
+        + fault("crash", 'stage = 1\npoint = "sent"\nnth = 7\nagain = true', at=3)
+        + fault("restart", "peers = [1, 2]\npolitely = true", at=4)
+        + fault("odd", 'stage = 2\nclock = -5\nprotocol = "1-2"\nworks = true', at=5)
+        + fault("odd", "stage = 1\nclock = 300\nstep = -300\nstep_after = 9\nworks = true", at=6)
+        + fault("freeze_convener", "stage = 1\nfor = 4", at=7)
+    )
+    *plain, odd, stepping, leader = read.events
+    assert plain == [
+        Worsen(at_s=1, peers=(3,), fault=Fault.HALF_OPEN, for_s=4),
+        OneWay(at_s=2, from_=(0,), to=(0, 1, 2, 3, 4), for_s=4),
+        Crash(at_s=3, stage=1, point="sent", nth=7, again=True),
+        Restart(at_s=4, peers=(1, 2), politely=True),
+    ]
+    assert isinstance(odd, Odd)
+    assert isinstance(stepping, Odd)
+    assert (odd.oddities, odd.step_after_s, odd.works) == (("--clock=-5", "--protocol=1-2"), 0, True)
+    assert (stepping.oddities, stepping.step_after_s) == (("--clock=300", "--step=-300"), 9)
+    assert leader == FreezeLeader(at_s=7, stage=1, for_s=4)
+
+
+@pytest.mark.parametrize(
+    ("events", "named"),
+    [
+        (fault("crash", 'stage = 1\npoint = "nowhere"'), "nowhere"),
+        (fault("crash", 'stage = 7\npoint = "sent"'), "stage"),
+        (fault("crash", 'stage = 1\npoint = "sent"\nagain = "yes"'), "again"),
+        (fault("child", 'peers = [1]\nwhich = "cat"'), "which"),
+        (fault("odd", "stage = 1"), "nothing odd"),
+        (fault("odd", 'stage = 1\nprotocol = "2"'), "protocol"),
+        (fault("odd", "stage = 1\nstep = -30"), "step_after"),
+        (fault("explode", ""), "explode"),
+        (fault("resets", "peers = [1]\nfor = 3"), "every_bytes"),
+    ],
+)
+def test_wrong_keys_are_named(events: str, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        chaos_of(events)
+
+
+@pytest.mark.parametrize(
+    ("own", "named"),
+    [
+        ("[chaos]", "fault"),
+        ('[chaos]\nfault = "f"\nrecover = 3', "recover"),
+        ('[chaos]\nfault = "f"\nat_least = { commits = "many" }', "at_least.commits"),
+    ],
+)
+def test_wrong_expectations_are_named(own: str, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        chaos_of(base=f'name = "test"\nduration = 20\n{own}\n')
+
+
+def test_scenarios_are_named_or_files(tmp_path: Path) -> None:
+    path = tmp_path / "own.toml"
+    path.write_text(CHAOS)
+    assert find_scenarios([str(path), "resets", "resets"]) == [path, known_scenarios()["resets"]]
+    with pytest.raises(ConfigError, match="resetz"):
+        find_scenarios(["resetz"])
+
+
+@pytest.mark.parametrize("base", ["held_out = 8\n" + CHAOS, CHAOS + "loss_ratio = 1.02\n"])
+def test_losses_are_compared_where_they_are_measured(base: str) -> None:
+    with pytest.raises(ConfigError, match="go together"):
+        chaos_of(base=base)

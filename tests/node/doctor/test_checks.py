@@ -1,0 +1,374 @@
+"""The doctor's checks with machines made up: what is well, what is not, and that a check never takes the doctor
+down."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from node.__main__ import app
+from node.doctor.doctor import finding_text, report
+from node.doctor.finding import Finding, Level, bounded
+from node.doctor.machine import (
+    LIBRARIES,
+    Wanted,
+    files_finding,
+    look_at_device,
+    look_at_disk,
+    look_at_memory,
+    look_at_port,
+    look_at_room,
+    matmul_flops,
+    satisfies,
+    versions,
+    wanted_here,
+    what_fits_of,
+)
+from node.doctor.network_checks import clock_finding, clock_offset, experts_findings, reach_finding
+from node.model.free_memory import GIB, available_memory
+from node.model.memory_need import CPU_BYTES, needs_of, round_bytes
+from node.model.moments import MomentType
+from node.network.reach_status import ReachStep, Standing
+from swarm.pipeline.ledger import DEFAULT_SLOTS
+from swarm.vocabulary.errors import ConfigError, Rejected
+from swarm.vocabulary.types import ModuleId, Reasoned
+from tests.node.network.small_swarm import ManualClock
+from tests.node.small_manifest import small_manifest
+
+HERE = "127.0.0.1"
+
+
+# ---- versions ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("version", "specifier", "fits"),
+    [
+        ("2.13.0+cpu", "==2.13.*", True),
+        ("2.14.0", "==2.13.*", False),
+        ("2.1.3", "==2.13.*", False),
+        ("1.1.12", "==1.1.12", True),
+        ("1.1.12.0", "==1.1.12", True),
+        ("1.1.1", "==1.1.12", False),
+        ("1.80", ">=1.80", True),
+        ("1.9", ">=1.80", False),
+        ("3.11.7", ">=3.11", True),
+        ("3.10.14", ">=3.11", False),
+        ("3.14.0rc1", ">=3.11,<3.14", False),
+        ("3.13.2", ">=3.11, <3.14", True),
+        ("1.0", "", True),
+        ("1.0", "=== 1.0", False),
+    ],
+)
+def test_which_version_fits(version: str, specifier: str, fits: bool) -> None:
+    assert satisfies(version, specifier) is fits
+
+
+@pytest.mark.parametrize("is_installed", [True, False])
+def test_what_is_wanted_is_what_the_project_says(monkeypatch: pytest.MonkeyPatch, is_installed: bool) -> None:
+    if not is_installed:
+        monkeypatch.setattr("importlib.metadata.metadata", missing)
+    wanted = wanted_here()
+    assert set(wanted.libraries) == set(LIBRARIES)
+    assert wanted.libraries["torch"].startswith("==")
+    assert wanted.python.startswith(">=3.")
+
+
+def missing(name: str) -> None:
+    raise metadata.PackageNotFoundError(name)
+
+
+def test_a_library_that_is_missing_or_old_fails_with_the_command_that_helps() -> None:
+    wanted = Wanted(">=3.11", {"torch": "==2.13.*", "hivemind": "==1.1.12", "grpcio": ">=1.80"})
+    there = {"torch": "2.12.1", "grpcio": "1.85.1"}
+    found = {finding.check: finding for finding in versions(wanted, "3.11.7", there.get)}
+    assert {name: finding.level for name, finding in found.items()} == {
+        "python": Level.OK,
+        "torch": Level.FAIL,
+        "hivemind": Level.FAIL,
+        "grpcio": Level.OK,
+    }
+    assert found["torch"].fix == "pip install 'torch==2.13.*'"
+    assert "not installed" in found["hivemind"].found
+
+
+# ---- the machine ---------------------------------------------------------------------------------------------------
+
+
+def memory_of(folder: Path, available: int, limit: str = "max", used: int = 0) -> tuple[Path, Path]:
+    (folder / "meminfo").write_text(f"MemTotal: 99 kB\nMemAvailable: {available // 1024} kB\n")
+    (folder / "memory.max").write_text(limit)
+    (folder / "memory.current").write_text(str(used))
+    return folder / "meminfo", folder
+
+
+@pytest.mark.parametrize(
+    ("available", "limit", "level"),
+    [
+        (16 * GIB, "max", Level.OK),
+        (3 * GIB, "max", Level.WARN),
+        (GIB // 2, "max", Level.FAIL),
+        (16 * GIB, str(2 * GIB), Level.WARN),
+        (16 * GIB, str(GIB), Level.FAIL),
+    ],
+)
+def test_memory_is_what_the_machine_and_the_container_leave(
+    tmp_path: Path, available: int, limit: str, level: Level
+) -> None:
+    files = memory_of(tmp_path, available, limit, used=GIB // 4)
+    assert look_at_memory(lambda: available_memory(*files))[0].level is level
+
+
+def test_memory_without_linuxs_files_is_what_posix_says(tmp_path: Path) -> None:
+    available = available_memory(tmp_path / "nothing", tmp_path, tmp_path / "nothing").value
+    assert available is None or available > 0
+
+
+def test_a_folder_that_is_still_to_be_made_is_looked_at_where_it_will_be(tmp_path: Path) -> None:
+    findings = look_at_disk([("checkpoints", tmp_path / "not" / "yet"), ("logs", tmp_path)])
+    assert [finding.level for finding in findings] != [Level.FAIL, Level.FAIL]
+    assert "checkpoints" in findings[0].found
+    file = tmp_path / "file"
+    file.write_text("")
+    assert look_at_disk([("logs", file / "inside")])[0].level is Level.FAIL
+
+
+@pytest.mark.parametrize("free", [GIB // 2, 2 * GIB, 50 * GIB])
+def test_little_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int) -> None:
+    usage = type("Usage", (), {"free": free})
+    monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
+    expected = Level.FAIL if free < GIB else Level.WARN if free < 5 * GIB else Level.OK
+    assert look_at_disk([("logs", tmp_path)])[0].level is expected
+
+
+@pytest.mark.parametrize(("limit", "level"), [(-1, Level.OK), (1024, Level.OK), (512, Level.WARN), (128, Level.FAIL)])
+def test_the_limit_on_open_files(limit: int, level: Level) -> None:
+    finding = files_finding(limit)
+    assert finding.level is level
+    assert ("ulimit" in finding.fix) is (level is not Level.OK)
+
+
+# ---- the stages that fit -------------------------------------------------------------------------------------------
+
+
+MANIFEST = small_manifest(stages__blocks=(0, 4, 40))
+NEEDS = needs_of(MANIFEST, DEFAULT_SLOTS)
+
+
+def limit(size_bytes: int) -> Reasoned[int]:
+    return Reasoned(size_bytes, "under --memory-limit")
+
+
+def test_the_largest_stage_is_told_in_parameters() -> None:
+    size_bytes = 3 * 10**6 * (CPU_BYTES + 8 + int(round_bytes(1)))
+    (finding,) = look_at_room("cpu", limit(size_bytes))
+    assert finding.level is Level.OK
+    in_fragments = f"{int(size_bytes / (CPU_BYTES + 8 + round_bytes(8))) // 10**5 / 10} in a run with 8 fragments"
+    assert finding.found.startswith(f"room for a stage of at most 3.0 million parameters, {in_fragments}: ")
+    assert finding.found.endswith("are free under --memory-limit")
+
+
+def test_moments_in_8_bits_leave_room_for_more() -> None:
+    (finding,) = look_at_room("cpu", limit(3 * 10**6 * (CPU_BYTES + 8 + 20)), MomentType.EIGHT_BIT)
+    assert finding.found.startswith("room for a stage of at most 3.4 million parameters, ")
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "level", "said"),
+    [
+        (NEEDS[ModuleId(2)].all, Level.OK, "every stage fits; the largest, 2, takes"),
+        (NEEDS[ModuleId(2)].all - 1, Level.OK, "there is room for stages 0, 1; of the others stage 2 takes"),
+        (NEEDS[ModuleId(0)].all, Level.OK, "there is room for stage 0; of the others stage 1 takes"),
+        (NEEDS[ModuleId(0)].all - 1, Level.FAIL, "no stage fits; the smallest, 0 takes"),
+    ],
+)
+def test_the_stages_of_a_run_are_named(size_bytes: int, level: Level, said: str) -> None:
+    (finding,) = what_fits_of("cpu", limit(size_bytes), MomentType.FLOAT32, MANIFEST)
+    assert (finding.level, finding.found[: len(said)]) == (level, said)
+
+
+# ---- device and port -----------------------------------------------------------------------------------------------
+
+
+def test_a_cpu_is_measured_and_is_well() -> None:
+    flops = matmul_flops(torch.device("cpu"), 64)
+    assert flops is not None
+    assert flops > 0
+    finding = look_at_device("cpu")[0]
+    assert finding.level is Level.OK
+    assert "GFLOP/s" in finding.found
+
+
+def test_a_device_that_multiplies_wrongly_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("node.doctor.machine.matmul_flops", lambda device, size: None)
+    assert look_at_device("cpu")[0].level is Level.FAIL
+
+
+def test_a_gpu_that_torch_cannot_use_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("torch can use the GPU here")
+    monkeypatch.setattr("node.doctor.machine.NVIDIA", tmp_path)
+    finding = look_at_device("auto")[0]
+    assert (finding.level, "CUDA" in finding.fix) == (Level.WARN, True)
+
+
+@pytest.mark.parametrize(("free", "level"), [(20 * GIB, Level.OK), (GIB, Level.WARN)])
+def test_a_gpu_is_told_with_its_memory(monkeypatch: pytest.MonkeyPatch, free: int, level: Level) -> None:
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (free, 24 * GIB))
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "NVIDIA RTX 4090")
+    monkeypatch.setattr("node.model.device.choose_devices", lambda wish: Reasoned((torch.device("cuda"),), "auto"))
+    monkeypatch.setattr("node.doctor.machine.matmul_flops", lambda device, size: 5e13)
+    finding = look_at_device("auto")[0]
+    assert finding.level is level
+    assert finding.found.startswith(f"NVIDIA RTX 4090, {free / GIB:.1f} of 24.0 GiB free; a CUDA matrix product")
+    assert "50,000 GFLOP/s" in finding.found
+
+
+def test_a_port_that_is_taken_fails_and_a_free_one_does_not() -> None:
+    with socket.create_server((HERE, 0)) as taken:
+        port = taken.getsockname()[1]
+        finding = look_at_port(HERE, port)[0]
+        assert finding.level is Level.FAIL
+        assert str(port) in finding.found
+    assert look_at_port(HERE, port)[0].level is Level.OK
+    assert look_at_port(HERE, 0)[0].level is Level.OK
+    assert look_at_port("203.0.113.1", 0)[0].level is Level.FAIL, "no address of this machine"
+
+
+# ---- clock and reach -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("offsets", "level"),
+    [
+        ([], Level.SKIP),
+        ([0.1, -0.3], Level.OK),
+        ([10.0, 11.0, 0.0], Level.WARN),
+        ([-90.0], Level.FAIL),
+        ([0.0, 0.1, 4000.0], Level.OK),
+    ],
+)
+def test_the_clock_is_compared_with_the_median(offsets: Sequence[float], level: Level) -> None:
+    assert clock_finding(offsets).level is level
+
+
+def test_a_clock_ahead_is_told_from_one_behind() -> None:
+    assert "20.0 s behind" in clock_finding([20.0]).found
+    assert "20.0 s ahead" in clock_finding([-20.0]).found
+
+
+async def test_an_offset_is_taken_at_half_the_round_trip() -> None:
+    clock = ManualClock()
+
+    async def answer() -> bytes:
+        said = json.dumps({"unix_ms": int((clock.wall() + 7.0 + 1.0) * 1000)}).encode()
+        clock.now += 2.0
+        return said
+
+    offset = await clock_offset(answer, clock)
+    assert offset == pytest.approx(7.0, abs=0.01)
+
+
+@pytest.mark.parametrize("answer", [b"{}", b"[]", b"no json", b'{"unix_ms": "now"}', b'{"unix_ms": true}', None])
+async def test_a_peer_that_does_not_tell_its_time_is_left_out(answer: bytes | None) -> None:
+    async def ask() -> bytes:
+        if answer is None:
+            raise Rejected("no")
+        return answer
+
+    assert await clock_offset(ask, ManualClock()) is None
+
+
+def test_a_node_that_nobody_can_dial_fails_and_says_what_to_do() -> None:
+    levels = {step: reach_finding(Standing(step, "because", fix="forward it")).level for step in ReachStep}
+    assert levels == {
+        ReachStep.DIRECT: Level.OK,
+        ReachStep.MAPPED: Level.OK,
+        ReachStep.REVERSE: Level.WARN,
+        ReachStep.UNKNOWN: Level.WARN,
+        ReachStep.UNREACHABLE: Level.FAIL,
+    }
+    finding = reach_finding(Standing(ReachStep.UNREACHABLE, "because", fix="forward it"))
+    assert (finding.found, finding.fix) == ("unreachable: because", "forward it")
+
+
+# ---- bounds and output ---------------------------------------------------------------------------------------------
+
+
+async def test_a_check_that_hangs_or_breaks_is_a_finding() -> None:
+    let_go = threading.Event()
+
+    def hang() -> Sequence[Finding]:
+        let_go.wait(30)
+        return []
+
+    hung = await bounded("device", hang, 0.05)
+    let_go.set()
+    assert [finding.level for finding in hung] == [Level.FAIL]
+
+    def no_permission() -> Sequence[Finding]:
+        raise PermissionError(13, "Permission denied")
+
+    def refused() -> Sequence[Finding]:
+        raise ConfigError("device 'cuda' is not there", hint="Use --device auto.")
+
+    assert (await bounded("disk", no_permission, 5))[0].found == "Permission denied"
+    assert (await bounded("device", refused, 5))[0].fix == "Use --device auto."
+
+    def bug() -> Sequence[Finding]:
+        raise KeyError("ours")
+
+    with pytest.raises(KeyError):
+        await bounded("disk", bug, 5)
+
+
+def test_a_peers_words_cannot_draw_on_the_terminal() -> None:
+    line = finding_text(Finding("reach", Level.FAIL, "x\x1b[2J\n" * 3, "do\rthis"))
+    assert "\x1b" not in line
+    assert line.count("\n") == 1
+    assert line.startswith("fail  reach")
+
+
+@pytest.mark.e2e
+def test_the_command_ends_with_1_only_when_a_check_fails(tmp_path: Path) -> None:
+    arguments = ["doctor", "--json", "--device", "cpu", "--listen", HERE, "--identity", str(tmp_path / "key")]
+    well = CliRunner().invoke(app, arguments)
+    said = json.loads(well.stdout)
+    levels = {line["check"]: line["level"] for line in said["checks"]}
+    assert (levels["device"], levels["port"], levels["reach"], levels["clock"]) == ("ok", "ok", "skip", "skip")
+    assert well.exit_code == (0 if said["ok"] else 1)
+    with socket.create_server((HERE, 0)) as taken:
+        ill = CliRunner().invoke(app, [*arguments, "--port", str(taken.getsockname()[1])])
+    assert ill.exit_code == 1
+    assert not json.loads(ill.stdout)["ok"]
+    plain = CliRunner().invoke(app, [*arguments[:1], *arguments[2:]])
+    assert "skip  clock" in plain.stdout
+    assert os.linesep + "ok    python" in plain.stdout
+
+
+def test_the_report_is_well_with_warnings() -> None:
+    findings = [Finding("a", Level.WARN, "so so", "better"), Finding("b", Level.SKIP, "not looked at")]
+    assert report(findings) == {
+        "ok": True,
+        "checks": [
+            {"check": "a", "level": "warn", "found": "so so", "fix": "better"},
+            {"check": "b", "level": "skip", "found": "not looked at", "fix": ""},
+        ],
+    }
+
+
+def test_a_run_with_experts_and_fewer_peers_than_modules_is_a_warning() -> None:
+    (found,) = experts_findings(3, 5, several=True)
+    assert found.level is Level.WARN
+    assert "3 peers for 5 modules" in found.found
+    assert "Let 2 more join" in found.fix
+    assert experts_findings(5, 5, several=True) == experts_findings(2, 3, several=False) == []
