@@ -18,7 +18,7 @@ from typing import Final
 from node.pipeline.tensor_store import place_of
 from swarm.pipeline.arrival_forecast import ArrivalForecast
 from swarm.pipeline.compute_queue import ComputeQueue, IdleWork, Priority
-from swarm.pipeline.custody_states import Work
+from swarm.pipeline.custody_events import Work
 from swarm.pipeline.in_flight import FlightRules
 from swarm.routing.negotiation.negotiation_events import TalkRules
 from swarm.routing.path_rules import PathRules

@@ -42,9 +42,8 @@ from protocol.manifest.training import TrainingSection
 from protocol.transport.grpc_transport import GrpcTransport
 from protocol.transport.settings import TransportSettings
 from swarm.membership.membership import Membership
-from swarm.pipeline.custody import Custody
-from swarm.pipeline.custody_states import Started, Work
-from swarm.pipeline.ledger import DEFAULT_SLOTS
+from swarm.pipeline.custody import DEFAULT_SLOTS, Custody
+from swarm.pipeline.custody_events import Started, Work
 from swarm.routing.measured_times import MeasuredTimes
 from swarm.routing.path_rules import PathRules
 from swarm.routing.planner import Planner

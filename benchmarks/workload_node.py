@@ -17,7 +17,7 @@ from node.__main__ import main
 from node.data import feed as feed
 from node.pipeline.interfaces import Job
 from node.pipeline.stage_worker import HopWorker
-from swarm.pipeline.custody_states import Work
+from swarm.pipeline.custody_events import Work
 from swarm.workload.microbatch_sizes import Size
 from tests.e2e.emulated import lasting
 

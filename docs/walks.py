@@ -43,9 +43,7 @@ MICROBATCH: Final[Way] = {
         node/concurrency/machine_runner.py: handle
     """,
     "embed": """
-        swarm/pipeline/custody.py: handle
-        swarm/pipeline/arrival.py: start
-        swarm/pipeline/ledger.py: put
+        swarm/pipeline/custody.py: handle, _put
         node/pipeline/microbatch_runner.py: _carry_out
         node/pipeline/tensor_store.py: take_input
         node/pipeline/microbatch_runner.py: _begin_with, _computation, _codec_for
@@ -61,10 +59,7 @@ MICROBATCH: Final[Way] = {
     """,
     "hand on": """
         node/pipeline/microbatch_runner.py: _computed
-        swarm/pipeline/custody.py: handle, _computed
-        swarm/pipeline/arrival.py: computed
-        swarm/pipeline/handover.py: hand
-        swarm/pipeline/ledger.py: offered
+        swarm/pipeline/custody.py: handle, _computed, _offer, _timed
         node/pipeline/microbatch_runner.py: _sending
         protocol/transport/grpc_transport.py: send
         protocol/transport/link.py: send
@@ -91,8 +86,7 @@ MICROBATCH: Final[Way] = {
         swarm/routing/path_rules.py: fault_as_taken
         protocol/identity/route_signatures.py: fault
         node/pipeline/microbatch_runner.py: _refusal
-        swarm/pipeline/custody.py: admit_forward
-        swarm/pipeline/ledger.py: place_for, reserve
+        swarm/pipeline/custody.py: admit_forward, _reserve, _objection, _add
         protocol/transport/buffer_pool.py: take
     """,
     "receive": """
@@ -103,8 +97,7 @@ MICROBATCH: Final[Way] = {
         node/network/dispatcher.py: received
         node/pipeline/microbatch_runner.py: received
         node/pipeline/tensor_store.py: arrived
-        swarm/pipeline/custody.py: _tensor_arrived
-        swarm/pipeline/arrival.py: forward, _take
+        swarm/pipeline/custody.py: handle, _input_arrived, _take
         node/pipeline/microbatch_runner.py: _carry_out
         node/concurrency/machine_runner.py: send
     """,
@@ -120,16 +113,13 @@ MICROBATCH: Final[Way] = {
         node/model/blocks.py: Block
         node/pipeline/tensor_io.py: output
         node/pipeline/microbatch_runner.py: _computed
-        swarm/pipeline/custody.py: _computed
-        swarm/pipeline/handover.py: hand
+        swarm/pipeline/custody.py: _computed, _offer
         node/pipeline/microbatch_runner.py: _sending
     """,
     "receipts": """
         node/network/dispatcher.py: told
         node/pipeline/microbatch_runner.py: receive
-        swarm/pipeline/custody.py: _arrived, _receipt
-        swarm/pipeline/handover.py: receipt, _accepted
-        swarm/pipeline/ledger.py: passed_on
+        swarm/pipeline/custody.py: _told, _receipt, _accepted, _passed_on
     """,
     "receipts, at the data node": """
         node/pipeline/microbatch_runner.py: receive
@@ -143,8 +133,7 @@ MICROBATCH: Final[Way] = {
     "loss": """
         node/pipeline/microbatch_runner.py: admit
         node/routing/launcher.py: expects
-        swarm/pipeline/custody.py: _tensor_arrived
-        swarm/pipeline/arrival.py: _take
+        swarm/pipeline/custody.py: handle, _input_arrived, _take
         node/pipeline/data_worker.py: _loss
         node/model/passes.py: loss_into
         node/model/head_loss.py: loss_and_gradient
@@ -153,16 +142,13 @@ MICROBATCH: Final[Way] = {
         node/routing/launcher.py: loss_known
         swarm/pipeline/in_flight.py: returned
         swarm/routing/loss_outliers.py: returned
-        swarm/pipeline/custody.py: _computed
-        swarm/pipeline/handover.py: hand
+        swarm/pipeline/custody.py: _computed, _offer
     """,
     "way back, at a hop": """
         node/pipeline/microbatch_runner.py: admit
-        swarm/pipeline/custody.py: admit_backward
-        swarm/pipeline/arrival.py: expects
+        swarm/pipeline/custody.py: admit_backward, _wants
         node/pipeline/microbatch_runner.py: received
-        swarm/pipeline/custody.py: _tensor_arrived
-        swarm/pipeline/arrival.py: backward
+        swarm/pipeline/custody.py: handle, _gradient_arrived
         node/pipeline/stage_worker.py: _backward, _half_backward
         node/pipeline/deferred_weights.py: first_half
         node/model/passes.py: gradients_of
@@ -190,11 +176,9 @@ MICROBATCH: Final[Way] = {
         node/observability/events.py: InnerStep
     """,
     "end": """
-        swarm/pipeline/handover.py: receipt, _release
-        swarm/pipeline/settlement.py: enter
+        swarm/pipeline/custody.py: _receipt, _release, _await_settlement
         node/pipeline/data_worker.py: _finish
-        swarm/pipeline/arrival.py: computed, _completed
-        swarm/pipeline/settlement.py: completed
+        swarm/pipeline/custody.py: _computed, _complete
         node/routing/launcher.py: finished
         swarm/routing/latency_attribution.py: completed
         node/data/reading_position.py: came_back
@@ -203,7 +187,7 @@ MICROBATCH: Final[Way] = {
         node/observability/events.py: Completed
     """,
     "end, at a hop": """
-        swarm/pipeline/settlement.py: settled
+        swarm/pipeline/custody.py: _told, _settle
         node/runtime/role.py: visited
         node/pipeline/microbatch_runner.py: _forget
         node/pipeline/tensor_store.py: forget

@@ -14,7 +14,7 @@ from node.model.shapes import BYTES_PER_PARAMETER, parameter_bytes, parameter_sh
 from protocol.interfaces.tensor_spec import DType, TensorSpec
 from protocol.manifest.manifest import Manifest
 from swarm.membership.room import Need
-from swarm.pipeline.ledger import DEFAULT_SLOTS
+from swarm.pipeline.custody import DEFAULT_SLOTS
 from swarm.vocabulary.types import Codec, ModuleId
 
 LINKS_MBIT_S: Final = (20, 100, 1000)

@@ -25,7 +25,7 @@ from node.pipeline.tensor_io import Wire
 from protocol.interfaces.tensor_spec import TensorSpec
 from protocol.manifest.manifest import Manifest
 from protocol.manifest.model import quadratic_share
-from swarm.pipeline.custody_states import Work
+from swarm.pipeline.custody_events import Work
 from swarm.vocabulary.errors import ProtocolViolation, StateError
 from swarm.vocabulary.pipeline_messages import Purpose
 from swarm.vocabulary.types import MicrobatchId, ModuleId

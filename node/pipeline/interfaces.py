@@ -8,7 +8,7 @@ from typing import Protocol
 from node.model.optimizer import StepFigures
 from protocol.codecs import Encoded
 from protocol.interfaces.tensor_spec import TensorSpec
-from swarm.pipeline.custody_states import Key, Work
+from swarm.pipeline.custody_events import Key, Work
 from swarm.vocabulary.errors import PeerError
 from swarm.vocabulary.pipeline_messages import Forward, Purpose, Receipt
 from swarm.vocabulary.types import Codec, MicrobatchId, Path, PeerId

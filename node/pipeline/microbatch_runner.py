@@ -28,7 +28,7 @@ from protocol.transport.buffer_pool import BufferPool
 from swarm.compression.microbatch_codecs import Traffic
 from swarm.pipeline.arrival_forecast import ArrivalForecast
 from swarm.pipeline.custody import Custody
-from swarm.pipeline.custody_states import (
+from swarm.pipeline.custody_events import (
     Action,
     Arrived,
     BrokenOff,
@@ -257,7 +257,7 @@ class MicrobatchRunner(MachineRunner[Event, Action]):
         """A copy that lost against a repaired one may strand on the way out after the other has returned: no harm
         done."""
         returned = self.custody.get(Key(message.microbatch, -1)) is not None and any(
-            holding.is_end and holding.key.microbatch == message.microbatch for holding in self.custody.holdings()
+            holding.is_end and holding.key.microbatch == message.microbatch for holding in self.custody.entries()
         )
         if message.direction is Direction.FORWARD and returned and message.position > -1:
             return

@@ -34,7 +34,7 @@ from protocol.interfaces.tensor_spec import TensorSpec
 from protocol.manifest.manifest import Manifest
 from protocol.manifest.model import quadratic_share
 from swarm.pipeline.compute_queue import puts_weights_off
-from swarm.pipeline.custody_states import Work
+from swarm.pipeline.custody_events import Work
 from swarm.vocabulary.announcement import Speed
 from swarm.vocabulary.errors import ProtocolViolation, StateError
 from swarm.vocabulary.pipeline_messages import Purpose

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from protocol.codecs import Encoded
-from swarm.pipeline.custody_states import Key
+from swarm.pipeline.custody_events import Key
 from swarm.vocabulary.pipeline_messages import Backward, Forward, MicrobatchTensor
 
 

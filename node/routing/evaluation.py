@@ -22,7 +22,7 @@ from protocol.interfaces.clock import Clock
 from protocol.interfaces.transport import Question
 from protocol.manifest.manifest import Manifest
 from swarm.experts.routes import name_of_route
-from swarm.pipeline.custody_states import Started
+from swarm.pipeline.custody_events import Started
 from swarm.routing.departure_line import taken_route
 from swarm.routing.planner import NoReplica, Planner
 from swarm.routing.stage_balance import all_stages

@@ -19,8 +19,8 @@ from node.pipeline.interfaces import PathEnds
 from node.routing.evaluation import Departures, Evaluator
 from node.routing.window_finder import WindowFinder
 from swarm.experts.route_tally import MAX_ROUTES, RouteTally
+from swarm.pipeline.custody import LONGEST_LIFETIME_S, SHORTEST_LIFETIME_S
 from swarm.pipeline.in_flight import Flight, Flights
-from swarm.pipeline.ledger import LONGEST_LIFETIME_S, SHORTEST_LIFETIME_S
 from swarm.routing.departure_line import DepartureLine
 from swarm.routing.latency_attribution import PathTimes
 from swarm.routing.loss_outliers import LossOutliers, Outlier

@@ -86,7 +86,7 @@ class ReplicaHost:
 
 class PlannedReplicas:
     """The replicas that could take a microbatch over, by what the planner and the membership view know now; implements
-    `swarm.pipeline.ledger.Replicas`.
+    `swarm.pipeline.custody.Replicas`.
     """
 
     def __init__(

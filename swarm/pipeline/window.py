@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from swarm.pipeline.ledger import KEPT_FOR_OTHERS
+from swarm.pipeline.custody import KEPT_FOR_OTHERS
 from swarm.vocabulary.types import Reasoned
 
 GAIN: Final = 2.0

@@ -34,7 +34,7 @@ from protocol.frames.frames import Hello
 from protocol.manifest.manifest import Manifest
 from protocol.transport.grpc_streams import AcceptedStream, DialledStream
 from protocol.transport.grpc_transport import GrpcTransport
-from swarm.pipeline.custody_states import Work
+from swarm.pipeline.custody_events import Work
 from swarm.vocabulary.announcement import Speed
 from swarm.vocabulary.errors import ConfigError
 from swarm.vocabulary.types import Codec, MicrobatchId, PeerId, Reasoned

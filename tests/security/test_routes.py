@@ -17,7 +17,7 @@ import pytest
 from protocol.frames.chunks import encode_chunk
 from protocol.frames.fields import TensorFrame
 from protocol.frames.frames import Farewell, FarewellReason, Ping, Pong
-from swarm.pipeline.ledger import STRANGER
+from swarm.pipeline.custody import STRANGER
 from swarm.vocabulary.errors import PeerError
 from swarm.vocabulary.pipeline_messages import Backward, Direction, Forward, MicrobatchTensor, Receipt, ReceiptStatus
 from swarm.vocabulary.types import Hop, MicrobatchId, ModuleId, Path, PeerId, PeerState

@@ -24,7 +24,7 @@ from node.lab.chaos.recovery import (
 from node.lab.experiment.log_watch import Held
 from node.lab.experiment.metrics import Kind
 from node.lab.experiment.run import LOOK_S, Run, Tell
-from swarm.pipeline.settlement import ASK_S
+from swarm.pipeline.custody import ASK_S
 from swarm.vocabulary.errors import Stalled
 
 LATER_LIMIT_S = 150.0

@@ -13,7 +13,7 @@ from node.lab.doctor.finding import Finding, Level
 from node.model.moments import MomentType
 from protocol.manifest.manifest import Manifest
 from swarm.membership.room import Room, size_text
-from swarm.pipeline.ledger import DEFAULT_SLOTS
+from swarm.pipeline.custody import DEFAULT_SLOTS
 from swarm.vocabulary.types import Reasoned
 
 ROUGH: Final = 10**5

@@ -31,7 +31,7 @@ from node.pipeline.stage_worker import measure_speed
 from protocol.codecs import encode
 from protocol.codecs.host_memory import buffer_for
 from protocol.manifest.manifest import Manifest
-from swarm.pipeline.custody_states import Key, Work
+from swarm.pipeline.custody_events import Key, Work
 from swarm.vocabulary.pipeline_messages import Purpose
 from swarm.vocabulary.types import Codec, MicrobatchId, PeerId
 from tests.node.device.hop_messages import Allocate, Hop, arrived, sent, source_of

@@ -16,7 +16,7 @@ from node.pipeline.tensor_io import tensor_of
 from protocol.codecs import Encoded, encode
 from protocol.codecs.host_memory import buffer_for
 from protocol.manifest.manifest import Manifest
-from swarm.pipeline.custody_states import Key, Work
+from swarm.pipeline.custody_events import Key, Work
 from swarm.vocabulary.pipeline_messages import Purpose
 from swarm.vocabulary.types import Codec, MicrobatchId, ModuleId, PeerId
 

@@ -11,7 +11,7 @@ from node.model.moments import Allowance, MomentType
 from protocol.codecs import decode, encode
 from protocol.codecs.host_memory import buffer_for
 from protocol.manifest.manifest import Manifest
-from swarm.pipeline.custody_states import Work
+from swarm.pipeline.custody_events import Work
 from swarm.vocabulary.types import Codec
 from tests.node.device.hop_messages import Hop, arrived
 from tests.node.small_manifest import small_manifest

@@ -27,7 +27,7 @@ from protocol.interfaces.transport import LinkFigures, Question, Refusal
 from protocol.manifest.manifest import Manifest
 from swarm.compression.microbatch_codecs import Traffic
 from swarm.pipeline.custody import Custody
-from swarm.pipeline.custody_states import Key, Phase, Started, Tick, Work
+from swarm.pipeline.custody_events import Key, Phase, Started, Tick, Work
 from swarm.vocabulary.errors import PeerError, Unreachable
 from swarm.vocabulary.pipeline_messages import (
     Direction,
@@ -277,7 +277,7 @@ class SmallSwarm:
         )
         return Member(own, gated, runner, compute, visits)
 
-    # ---- swarm.pipeline.ledger.Replicas ------------------------------------------------------------------------------
+    # ---- swarm.pipeline.custody.Replicas -----------------------------------------------------------------------------
 
     fewest_hops = MAX_HOPS
 

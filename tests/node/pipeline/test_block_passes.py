@@ -16,7 +16,7 @@ from node.pipeline.interfaces import Job
 from node.pipeline.stage_worker import HopWorker
 from protocol.codecs import encode
 from protocol.manifest.manifest import Manifest
-from swarm.pipeline.custody_states import Key, Work
+from swarm.pipeline.custody_events import Key, Work
 from swarm.vocabulary.errors import ProtocolViolation, ResourceExhausted
 from swarm.vocabulary.pipeline_messages import Purpose
 from swarm.vocabulary.types import Codec, MicrobatchId, ModuleId, PeerId

@@ -20,7 +20,7 @@ from node.pipeline.tensor_io import tensor_of
 from protocol.codecs import Encoded, encode
 from protocol.manifest.manifest import Manifest
 from swarm.pipeline.compute_queue import ComputeQueue, IdleWork, puts_weights_off
-from swarm.pipeline.custody_states import Key, Work
+from swarm.pipeline.custody_events import Key, Work
 from swarm.vocabulary.errors import ProtocolViolation, ResourceExhausted
 from swarm.vocabulary.pipeline_messages import Purpose
 from swarm.vocabulary.types import Codec, MicrobatchId, ModuleId, PeerId, Reasoned

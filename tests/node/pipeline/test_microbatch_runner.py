@@ -13,9 +13,8 @@ from node.pipeline.interfaces import Job, Output
 from node.pipeline.stage_worker import HopWorker, host_hop
 from protocol.interfaces.transport import Refusal
 from swarm.compression.microbatch_codecs import MOST_ERROR, Traffic
-from swarm.pipeline.custody_states import PeerLost, Phase, Work
-from swarm.pipeline.ledger import PATIENCE_S, RETRY_S
-from swarm.pipeline.settlement import ASK_S
+from swarm.pipeline.custody import ASK_S, PATIENCE_S, RETRY_S
+from swarm.pipeline.custody_events import PeerLost, Phase, Work
 from swarm.vocabulary.errors import OutOfMemory, ProtocolViolation, Unreachable
 from swarm.vocabulary.pipeline_messages import (
     Backward,
@@ -165,7 +164,7 @@ async def test_a_repaired_path_replaces_the_copy_that_came_by_the_first() -> Non
         swarm.dead.add(A)
         swarm[DATA].runner.link_down(A, Unreachable("gone"))
         by_a2 = path_by(A2, B)
-        await until(lambda: [h.path for h in swarm[B].runner.custody.holdings()] == [by_a2])
+        await until(lambda: [h.path for h in swarm[B].runner.custody.entries()] == [by_a2])
         swarm.open(gate)
         await until(lambda: swarm.ends.done == [microbatch])
         assert [hop(swarm, peer).accumulated for peer in (A, A2, B)] == [0, 1, 1]
@@ -425,7 +424,7 @@ async def test_only_peers_of_the_path_may_strand_or_report() -> None:
         microbatch = swarm.launch(1, AB)
         await until(lambda: gate.reached and A in [sender for sender, _ in swarm.ends.reports])
         runner, reports = swarm[DATA].runner, list(swarm.ends.reports)
-        deadline = next(iter(runner.custody.holdings())).deadline
+        deadline = next(iter(runner.custody.entries())).deadline
         swarm.clock.now += 1
         runner.receive(STRANGER, Stranded(microbatch, Direction.FORWARD, 1, "a lie"))
         runner.receive(STRANGER, Receipt(microbatch, Direction.FORWARD, 1, ReceiptStatus.PASSED_ON))
@@ -433,7 +432,7 @@ async def test_only_peers_of_the_path_may_strand_or_report() -> None:
         swarm[B].runner.receive(A, Close(microbatch, "only the data node may"))
         assert swarm.ends.given_up == {}
         assert swarm.ends.reports == reports
-        assert next(iter(runner.custody.holdings())).deadline == deadline
+        assert next(iter(runner.custody.entries())).deadline == deadline
         assert swarm[B].phase(microbatch, 1) is Phase.FORWARD
         runner.receive(B, Stranded(microbatch, Direction.FORWARD, 1, "it cannot be computed"))
         assert swarm.ends.given_up == {microbatch: "it cannot be computed"}

@@ -17,7 +17,7 @@ from node.pipeline.stage_worker import HopWorker
 from node.pipeline.tensor_io import tensor_of
 from protocol.codecs import Encoded, encode
 from protocol.manifest.manifest import Manifest
-from swarm.pipeline.custody_states import Key, Work
+from swarm.pipeline.custody_events import Key, Work
 from swarm.vocabulary.errors import ProtocolViolation, ResourceExhausted, StateError
 from swarm.vocabulary.pipeline_messages import Purpose
 from swarm.vocabulary.types import Codec, MicrobatchId, PeerId

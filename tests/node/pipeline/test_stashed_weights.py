@@ -20,7 +20,7 @@ from node.pipeline.stage_worker import HopWorker, host_hop
 from node.pipeline.stashed_weights import WeightStash
 from protocol.codecs import Encoded, encode
 from protocol.manifest.manifest import Manifest
-from swarm.pipeline.custody_states import Key, Work
+from swarm.pipeline.custody_events import Key, Work
 from swarm.vocabulary.errors import StateError
 from swarm.vocabulary.pipeline_messages import Purpose
 from swarm.vocabulary.types import Codec, MicrobatchId, ModuleId, PeerId

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from swarm.pipeline.custody import Custody
-from swarm.pipeline.custody_states import (
+from swarm.pipeline.custody import RETRY_S, Custody
+from swarm.pipeline.custody_events import (
     Action,
     Arrived,
     Computed,
-    Holding,
+    Entry,
     Key,
     PeerLost,
     Phase,
@@ -18,7 +18,6 @@ from swarm.pipeline.custody_states import (
     TensorArrived,
     Tick,
 )
-from swarm.pipeline.ledger import RETRY_S
 from swarm.vocabulary.pipeline_messages import (
     Backward,
     Direction,
@@ -71,7 +70,7 @@ class Desk:
         self.unlinked: set[PeerId] = set()
         self.custody = Custody(own, slots, self)
 
-    # ---- swarm.pipeline.ledger.Replicas ------------------------------------------------------------------------------
+    # ---- swarm.pipeline.custody.Replicas -----------------------------------------------------------------------------
 
     def choose(self, module: ModuleId, without: frozenset[PeerId]) -> Reasoned[PeerId | None]:
         left = [peer for peer in REPLICAS[module.stage] if peer not in without | self.dead]
@@ -94,7 +93,7 @@ class Desk:
 
     # ---- what a test does ----------------------------------------------------------------------------------------
 
-    def held(self, position: int) -> Holding | None:
+    def held(self, position: int) -> Entry | None:
         return self.custody.get(Key(MICROBATCH, position))
 
     def phase(self, position: int) -> Phase | None:

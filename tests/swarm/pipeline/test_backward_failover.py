@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from swarm.pipeline.backward_failover import RECALL_AGAIN_S, RECALL_PATIENCE_S
-from swarm.pipeline.custody_states import (
+from swarm.pipeline.custody import ASK_S, MAX_ASKS, RECALL_AGAIN_S, RECALL_PATIENCE_S
+from swarm.pipeline.custody_events import (
     Action,
     Arrived,
     BrokenOff,
@@ -21,7 +21,6 @@ from swarm.pipeline.custody_states import (
     Tell,
     Work,
 )
-from swarm.pipeline.settlement import ASK_S, MAX_ASKS
 from swarm.vocabulary.pipeline_messages import Backward, Close, Forward, Purpose, Recall, Settled, Unsettled
 from swarm.vocabulary.types import Hop, MicrobatchId, ModuleId, Path
 from tests.swarm.pipeline.custody_desk import (
@@ -280,5 +279,5 @@ def test_a_hop_with_too_many_unsettled_gradients_takes_no_more() -> None:
             return
         holding = desk.custody.get(Key(message.microbatch, 0))
         assert holding is not None
-        desk.custody._settling.enter(holding, desk.now)
+        desk.custody._await_settlement(holding, desk.now)
     raise AssertionError("it took all of them")

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from swarm.pipeline.custody_states import (
+from swarm.pipeline.custody_events import (
     BrokenOff,
     Compute,
     Confirmed,

@@ -6,7 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from swarm.pipeline.custody_states import (
+from swarm.pipeline.custody import (
+    DATA_NODE_GRACE_S,
+    LIFETIME_IN_RESIDENCES,
+    LONGEST_LIFETIME_S,
+    MAX_TIMED,
+    OTHER_ROUTE,
+    SHORTEST_LIFETIME_S,
+    STRANGER,
+    ResidenceTimes,
+)
+from swarm.pipeline.custody_events import (
     Arrived,
     Compute,
     Forget,
@@ -18,16 +28,6 @@ from swarm.pipeline.custody_states import (
     SendOutput,
     Tell,
     TensorArrived,
-)
-from swarm.pipeline.ledger import (
-    DATA_NODE_GRACE_S,
-    LIFETIME_IN_STAYS,
-    LONGEST_LIFETIME_S,
-    MAX_TIMED,
-    OTHER_ROUTE,
-    SHORTEST_LIFETIME_S,
-    STRANGER,
-    Stays,
 )
 from swarm.vocabulary.pipeline_messages import Backward, Close, Forward, Purpose, Receipt
 from swarm.vocabulary.types import Hop, MicrobatchId, ModuleId, Path, PeerId, SignedRoute
@@ -197,7 +197,7 @@ def test_a_lifetime_is_bounded_by_how_long_microbatches_stay() -> None:
     desk.computed(0)
     desk.receipt(DATA, BACK, -1, ACCEPTED)
     assert desk.phase(0) is Phase.SETTLING
-    assert kept_s(desk, forward(ABC, 0, number=2)) == pytest.approx(LIFETIME_IN_STAYS * 5.0)
+    assert kept_s(desk, forward(ABC, 0, number=2)) == pytest.approx(LIFETIME_IN_RESIDENCES * 5.0)
 
 
 def test_what_is_only_evaluated_waits_for_its_next_hop_for_the_shortest_time() -> None:
@@ -219,7 +219,7 @@ def test_replicas_that_are_busy_in_turn_do_not_keep_a_slot_for_ever() -> None:
 
 
 def test_stays_are_those_of_each_data_node_within_bounds() -> None:
-    stays = Stays()
+    stays = ResidenceTimes()
     assert stays.longest_s(DATA) == LONGEST_LIFETIME_S
     stays.note(DATA, 0.1)
     assert stays.longest_s(DATA) == SHORTEST_LIFETIME_S

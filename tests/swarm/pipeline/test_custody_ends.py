@@ -6,7 +6,8 @@ import math
 
 import pytest
 
-from swarm.pipeline.custody_states import (
+from swarm.pipeline.custody import DATA_NODE_GRACE_S
+from swarm.pipeline.custody_events import (
     Arrived,
     Compute,
     ComputeFailed,
@@ -19,7 +20,6 @@ from swarm.pipeline.custody_states import (
     Tell,
     Work,
 )
-from swarm.pipeline.ledger import DATA_NODE_GRACE_S
 from swarm.vocabulary.pipeline_messages import Backward, Close, Forward, Purpose, Receipt, Settled, Stranded
 from swarm.vocabulary.types import Hop, MicrobatchId, ModuleId, PeerId
 from tests.swarm.pipeline.custody_desk import (

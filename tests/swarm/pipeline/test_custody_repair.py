@@ -6,10 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from swarm.pipeline.custody_states import ComputeFailed, Confirmed, Forget, Key, Phase, Tell
-from swarm.pipeline.handover import STAND_IN_AFTER_S
-from swarm.pipeline.ledger import PATIENCE_S, RETRY_S, put_off
-from swarm.pipeline.settlement import ASK_S
+from swarm.pipeline.custody import ASK_S, PATIENCE_S, RETRY_S, SUBSTITUTE_AFTER_S, put_off
+from swarm.pipeline.custody_events import ComputeFailed, Confirmed, Forget, Key, Phase, Tell
 from swarm.vocabulary.pipeline_messages import Backward, ReceiptStatus, Stranded, Unsettled
 from swarm.vocabulary.types import MicrobatchId, PeerId
 from tests.swarm.pipeline.custody_desk import (
@@ -264,8 +262,8 @@ def test_a_lost_predecessor_is_tried_again_and_then_replaced_from_the_gradient_t
     if guarding:
         desk.receipt(A, BACK, 0, ACCEPTED)
     assert desk.lose(A) == []
-    assert desk.wait(STAND_IN_AFTER_S / 2) == [sent(A, Backward(MICROBATCH, ABC, 0), 1)]
-    desk.now += STAND_IN_AFTER_S / 2
+    assert desk.wait(SUBSTITUTE_AFTER_S / 2) == [sent(A, Backward(MICROBATCH, ABC, 0), 1)]
+    desk.now += SUBSTITUTE_AFTER_S / 2
     by_a2 = ABC.with_peer(0, A2)
     assert desk.lose(A) == [sent(A2, Backward(MICROBATCH, by_a2, 0), 1)]
     desk.receipt(A2, BACK, 0, ACCEPTED)

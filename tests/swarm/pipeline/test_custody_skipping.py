@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from swarm.pipeline.custody_states import Compute, Finished, Forget, Key, Phase, SendOutput, Tell, Work
-from swarm.pipeline.ledger import RETRY_S
+from swarm.pipeline.custody import RETRY_S
+from swarm.pipeline.custody_events import Compute, Finished, Forget, Key, Phase, SendOutput, Tell, Work
 from swarm.vocabulary.pipeline_messages import Backward, Purpose, Recall
 from swarm.vocabulary.types import Path, PeerId
 from tests.swarm.pipeline.custody_desk import (

@@ -8,7 +8,7 @@ from node.lab.doctor.finding import Level
 from node.lab.doctor.fitting import look_at_room, what_fits_of
 from node.model.memory_need import CPU_BYTES, needs_of, round_bytes
 from node.model.moments import MomentType
-from swarm.pipeline.ledger import DEFAULT_SLOTS
+from swarm.pipeline.custody import DEFAULT_SLOTS
 from swarm.vocabulary.types import ModuleId, Reasoned
 from tests.node.small_manifest import small_manifest
 
