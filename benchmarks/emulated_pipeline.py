@@ -16,8 +16,7 @@ from functools import partial
 from typing import Final
 
 from node.pipeline.tensor_store import place_of
-from swarm.pipeline.arrival_forecast import ArrivalForecast
-from swarm.pipeline.compute_queue import ComputeQueue, IdleWork, Priority
+from swarm.pipeline.compute_queue import ArrivalForecast, ComputeQueue, IdleWork, Priority
 from swarm.pipeline.custody_events import Work
 from swarm.pipeline.in_flight import FlightRules
 from swarm.routing.negotiation.negotiation_events import TalkRules

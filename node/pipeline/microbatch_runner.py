@@ -26,7 +26,7 @@ from protocol.interfaces.tensor_spec import TensorSpec
 from protocol.interfaces.transport import Refusal, Transport
 from protocol.transport.buffer_pool import BufferPool
 from swarm.compression.microbatch_codecs import Traffic
-from swarm.pipeline.arrival_forecast import ArrivalForecast
+from swarm.pipeline.compute_queue import ArrivalForecast
 from swarm.pipeline.custody import Custody
 from swarm.pipeline.custody_events import (
     Action,

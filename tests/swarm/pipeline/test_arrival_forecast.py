@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from swarm.pipeline.arrival_forecast import MOST_SENDERS, ArrivalForecast
+from swarm.pipeline.compute_queue import MOST_SENDERS, ArrivalForecast
 from swarm.vocabulary.types import PeerId
 
 NEAR, FAR = PeerId("near"), PeerId("far")

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarm.pipeline.window import Window, least_of, room_at_hops
+from swarm.pipeline.in_flight import Window, least_of, room_at_hops
 from swarm.simulation.virtual_network import VirtualTime
 from swarm.vocabulary.types import Reasoned
 
