@@ -24,12 +24,9 @@ from node.network.addresses import KnownPeers
 from node.network.dispatcher import Dispatcher
 from node.network.local_peer import LocalPeer, OwnRecord
 from node.pipeline.admission import Admission, hidden_tensor
-from node.pipeline.codec_selection import LinkCodecs
-from node.pipeline.interfaces import Job, Output, PathEnds, Worker
-from node.pipeline.microbatch_runner import MicrobatchRunner
+from node.pipeline.runner import Job, LinkCodecs, MicrobatchRunner, Output, PathEnds, Worker, WorkerThread
 from node.pipeline.stage_worker import HopWorker
 from node.pipeline.tensor_io import Wire
-from node.pipeline.worker_thread import WorkerThread
 from node.runtime.role import PlannedReplicas
 from protocol.identity.certificates import make_credentials
 from protocol.identity.keys import Identity
@@ -134,7 +131,7 @@ class OneFlight(PathEnds):
 
 
 class Uncounted:
-    """`node.pipeline.interfaces.Host` of whom nobody wants to know anything."""
+    """`node.pipeline.runner.Host` of whom nobody wants to know anything."""
 
     def visited(self, microbatch: MicrobatchId) -> None:
         return

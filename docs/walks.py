@@ -44,12 +44,9 @@ MICROBATCH: Final[Way] = {
     """,
     "embed": """
         swarm/pipeline/custody.py: handle, _put
-        node/pipeline/microbatch_runner.py: _carry_out
-        node/pipeline/tensor_store.py: take_input
-        node/pipeline/microbatch_runner.py: _begin_with, _computation, _codec_for
-        node/pipeline/codec_selection.py: choose
+        node/pipeline/runner.py: _carry_out, _take, _begin_with, _compute, choose
         swarm/compression/microbatch_codecs.py: choose
-        node/pipeline/worker_thread.py: compute
+        node/pipeline/runner.py: compute
         node/concurrency/compute_thread.py: run
         node/pipeline/data_worker.py: compute, _embed
         node/model/passes.py: forward
@@ -58,9 +55,9 @@ MICROBATCH: Final[Way] = {
         protocol/codecs/__init__.py: encode
     """,
     "hand on": """
-        node/pipeline/microbatch_runner.py: _computed
+        node/pipeline/runner.py: _compute
         swarm/pipeline/custody.py: handle, _computed, _offer, _timed
-        node/pipeline/microbatch_runner.py: _sending
+        node/pipeline/runner.py: _send_output
         protocol/transport/grpc_transport.py: send
         protocol/transport/link.py: send
         protocol/transport/outbox.py: send
@@ -81,11 +78,11 @@ MICROBATCH: Final[Way] = {
         protocol/transport/link.py: _dispatch
         protocol/transport/inbox.py: open
         node/network/dispatcher.py: admit
-        node/pipeline/microbatch_runner.py: admit
+        node/pipeline/runner.py: admit
         node/pipeline/admission.py: check
         swarm/routing/path_rules.py: fault_as_taken
         protocol/identity/route_signatures.py: fault
-        node/pipeline/microbatch_runner.py: _refusal
+        node/pipeline/runner.py: admit
         swarm/pipeline/custody.py: admit_forward, _reserve, _objection, _add
         protocol/transport/buffer_pool.py: take
     """,
@@ -95,15 +92,13 @@ MICROBATCH: Final[Way] = {
         protocol/frames/tensor_transfer.py: add
         protocol/transport/rate_limits.py: exchanged
         node/network/dispatcher.py: received
-        node/pipeline/microbatch_runner.py: received
-        node/pipeline/tensor_store.py: arrived
+        node/pipeline/runner.py: received
         swarm/pipeline/custody.py: handle, _input_arrived, _take
-        node/pipeline/microbatch_runner.py: _carry_out
+        node/pipeline/runner.py: _carry_out
         node/concurrency/machine_runner.py: send
     """,
     "compute": """
-        node/pipeline/microbatch_runner.py: _computation
-        node/pipeline/worker_thread.py: compute
+        node/pipeline/runner.py: _compute, compute
         node/pipeline/stage_worker.py: compute, _forward
         node/pipeline/tensor_io.py: received
         protocol/codecs/__init__.py: decode
@@ -112,17 +107,17 @@ MICROBATCH: Final[Way] = {
         node/model/parts.py: BlockStack
         node/model/blocks.py: Block
         node/pipeline/tensor_io.py: output
-        node/pipeline/microbatch_runner.py: _computed
+        node/pipeline/runner.py: _compute
         swarm/pipeline/custody.py: _computed, _offer
-        node/pipeline/microbatch_runner.py: _sending
+        node/pipeline/runner.py: _send_output
     """,
     "receipts": """
         node/network/dispatcher.py: told
-        node/pipeline/microbatch_runner.py: receive
+        node/pipeline/runner.py: receive
         swarm/pipeline/custody.py: _told, _receipt, _accepted, _passed_on
     """,
     "receipts, at the data node": """
-        node/pipeline/microbatch_runner.py: receive
+        node/pipeline/runner.py: receive
         node/routing/launcher.py: may_have_held
         swarm/routing/planner.py: hosts_one_of
         swarm/pipeline/custody.py: touch
@@ -131,23 +126,23 @@ MICROBATCH: Final[Way] = {
         swarm/routing/measured_times.py: computed
     """,
     "loss": """
-        node/pipeline/microbatch_runner.py: admit
+        node/pipeline/runner.py: admit
         node/routing/launcher.py: expects
         swarm/pipeline/custody.py: handle, _input_arrived, _take
         node/pipeline/data_worker.py: _loss
         node/model/passes.py: loss_into
         node/model/head_loss.py: loss_and_gradient
         node/model/optimizer.py: promise
-        node/pipeline/microbatch_runner.py: _computed
+        node/pipeline/runner.py: _compute
         node/routing/launcher.py: loss_known
         swarm/pipeline/in_flight.py: returned
         swarm/routing/loss_outliers.py: returned
         swarm/pipeline/custody.py: _computed, _offer
     """,
     "way back, at a hop": """
-        node/pipeline/microbatch_runner.py: admit
+        node/pipeline/runner.py: admit
         swarm/pipeline/custody.py: admit_backward, _wants
-        node/pipeline/microbatch_runner.py: received
+        node/pipeline/runner.py: received
         swarm/pipeline/custody.py: handle, _gradient_arrived
         node/pipeline/stage_worker.py: _backward, _half_backward
         node/pipeline/deferred_weights.py: first_half
@@ -164,8 +159,7 @@ MICROBATCH: Final[Way] = {
         node/model/optimizer.py: add_to
     """,
     "inner step": """
-        node/pipeline/microbatch_runner.py: _step
-        node/pipeline/worker_thread.py: step
+        node/pipeline/runner.py: _step, step
         node/pipeline/stage_worker.py: step
         node/pipeline/deferred_weights.py: finish
         node/model/optimizer.py: step, learning_rate
@@ -189,9 +183,7 @@ MICROBATCH: Final[Way] = {
     "end, at a hop": """
         swarm/pipeline/custody.py: _told, _settle
         node/runtime/role.py: visited
-        node/pipeline/microbatch_runner.py: _forget
-        node/pipeline/tensor_store.py: forget
-        node/pipeline/microbatch_runner.py: _freeing
+        node/pipeline/runner.py: _forget, _free
         protocol/transport/buffer_pool.py: give_back
     """,
 }
@@ -201,7 +193,7 @@ ROUND: Final[Way] = {
         node/pipeline/stage_worker.py: step
         node/averaging/round_runner.py: after_inner_step
         node/averaging/replica_sync.py: after_inner_step
-        node/pipeline/microbatch_runner.py: _step
+        node/pipeline/runner.py: _step
         node/runtime/role.py: stepped
         node/averaging/round_runner.py: stepped
         node/concurrency/machine_runner.py: handle

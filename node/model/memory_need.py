@@ -44,7 +44,7 @@ are made with the upper half of the parameter itself (`node.model.packed.split_w
 CPU_BYTES: Final = BYTES_PER_PARAMETER + _CPU_SUM_BYTES + _GRADIENT_BYTES
 """The same where the CPU is the compute device, without a copy."""
 TENSORS_HELD: Final = 3
-"""Of each microbatch that is held: input, output, gradient (`node.pipeline.microbatch_runner`)."""
+"""Of each microbatch that is held: input, output, gradient (`node.pipeline.runner`)."""
 _HIDDEN_KEPT: Final = 4
 _FEED_FORWARD_KEPT: Final = 3
 """Rows of these widths that one block's graph surely keeps of each token: attention's inputs and output, and the gated

@@ -19,7 +19,7 @@ from node.model.optimizers.inner_rule import AtDeadline, Submit
 from node.model.parts import EmbeddingPart, HeadPart, build_embedding, build_head
 from node.model.passes import HeadPasses, Passes, Visit
 from node.pipeline.admission import hidden_tensor
-from node.pipeline.interfaces import Job, Output
+from node.pipeline.runner import Job, Output
 from node.pipeline.several_devices import body_passes, head_passes
 from node.pipeline.tensor_io import Wire
 from protocol.interfaces.tensor_spec import TensorSpec
@@ -106,7 +106,7 @@ class DataWorker:
         return self._tensor
 
     def compute(self, job: Job) -> Output:
-        """Does a job; see `node.pipeline.interfaces.Worker`.
+        """Does a job; see `node.pipeline.runner.Worker`.
 
         Raises:
             ProtocolViolation: what came back is not finite.

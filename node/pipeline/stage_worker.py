@@ -26,7 +26,7 @@ from node.pipeline.admission import hidden_tensor
 from node.pipeline.block_passes import BlockByBlock
 from node.pipeline.deferred_weights import DeferredWeights, SplitDevice
 from node.pipeline.graph_budget import GraphBudget, of_tokens
-from node.pipeline.interfaces import Job, Output
+from node.pipeline.runner import Job, Output
 from node.pipeline.several_devices import body_passes
 from node.pipeline.stashed_weights import WeightStash, WeightVersion
 from node.pipeline.tensor_io import Wire
@@ -121,7 +121,7 @@ class HopWorker:
         return self._tensor
 
     def compute(self, job: Job) -> Output:
-        """Does a job; see `node.pipeline.interfaces.Worker`. Raises ProtocolViolation for tensors that are not
+        """Does a job; see `node.pipeline.runner.Worker`. Raises ProtocolViolation for tensors that are not
         finite.
         """
         self.wire.start()
@@ -139,7 +139,7 @@ class HopWorker:
         return self._forward(job, source)
 
     def retract(self, job: Job) -> bool:
-        """Takes a gradient back; see `node.pipeline.interfaces.Worker`. What is taken back is computed with the
+        """Takes a gradient back; see `node.pipeline.runner.Worker`. What is taken back is computed with the
         parameters of now: exactly what was added if they have not changed since the forward pass. Of what was put off
         and has not been added yet, the promise is withdrawn.
         """

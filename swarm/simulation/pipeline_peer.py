@@ -1,4 +1,4 @@
-"""One peer of the world: the machines of the node, and what `node.pipeline.microbatch_runner` and
+"""One peer of the world: the machines of the node, and what `node.pipeline.runner` and
 `node.network.membership_sync` do around them, without bytes or numbers."""
 
 from __future__ import annotations

@@ -25,10 +25,9 @@ import node.pipeline.stage_worker
 import node.runtime.stage_role
 from benchmarks.rule_planners import OURS
 from node.__main__ import main
-from node.pipeline.codec_selection import LinkCodecs
 from node.pipeline.data_worker import DataWorker
 from node.pipeline.deferred_weights import DeferredWeights
-from node.pipeline.interfaces import Job, Output
+from node.pipeline.runner import Job, LinkCodecs, Output
 from node.pipeline.stage_worker import HopWorker
 from protocol.frames.frames import Hello
 from protocol.manifest.manifest import Manifest

@@ -25,7 +25,7 @@ from node.averaging.exchange.partition import Piece
 from node.averaging.exchange.pseudo_gradient import Source
 from node.averaging.exchange.reducer import Reduction
 from node.averaging.replica_sync import ReplicaSync, Snapshot
-from node.pipeline.interfaces import Job, Output
+from node.pipeline.runner import Job, Output
 from node.pipeline.stage_worker import HopWorker
 from protocol.identity.round_signatures import EntrySeal
 from protocol.interfaces.tensor_spec import TensorSpec

@@ -26,7 +26,7 @@ from node.model.initialization import floats_of, parameters_of
 from node.model.moments import Allowance, MomentType
 from node.pipeline.block_passes import BlockByBlock
 from node.pipeline.data_worker import DataWorker, host_stage_zero
-from node.pipeline.interfaces import Job, Output
+from node.pipeline.runner import Job, Output
 from node.pipeline.stage_worker import measure_speed
 from protocol.codecs import encode
 from protocol.codecs.host_memory import buffer_for

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from node.model.moments import ORDINARY, Allowance
-from node.pipeline.interfaces import Job, Output
+from node.pipeline.runner import Job, Output
 from node.pipeline.stage_worker import HopWorker, host_hop
 from node.pipeline.tensor_io import tensor_of
 from protocol.codecs import Encoded, encode

@@ -12,7 +12,7 @@ from node.model.parts import BlockStack, build_block_stack
 from node.model.passes import Gradients, OneDevice
 from node.pipeline.admission import hidden_tensor
 from node.pipeline.block_passes import BlockByBlock
-from node.pipeline.interfaces import Job
+from node.pipeline.runner import Job
 from node.pipeline.stage_worker import HopWorker
 from protocol.codecs import encode
 from protocol.manifest.manifest import Manifest

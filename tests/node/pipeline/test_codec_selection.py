@@ -3,7 +3,7 @@ forgotten."""
 
 from __future__ import annotations
 
-from node.pipeline.codec_selection import MAX_LINKS, LinkCodecs
+from node.pipeline.runner import MAX_LINKS, LinkCodecs
 from protocol.interfaces.tensor_spec import DType, TensorSpec
 from swarm.compression.microbatch_codecs import Traffic
 from swarm.vocabulary.types import Codec, PeerId

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from node.model.optimizer import Accumulator
 from node.pipeline.data_worker import DataWorker, host_stage_zero
-from node.pipeline.interfaces import Job, Output
+from node.pipeline.runner import Job, Output
 from node.pipeline.tensor_io import tensor_of
 from protocol.codecs import Encoded, encode
 from swarm.pipeline.custody_events import Key, Work

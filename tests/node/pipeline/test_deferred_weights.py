@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from node.model.parts import HIDDEN_TYPES
 from node.pipeline import deferred_weights
 from node.pipeline.deferred_weights import DeferredWeights, SplitDevice
-from node.pipeline.interfaces import Job, Output
+from node.pipeline.runner import Job, Output
 from node.pipeline.stage_worker import HopWorker, host_hop
 from node.pipeline.tensor_io import tensor_of
 from protocol.codecs import Encoded, encode

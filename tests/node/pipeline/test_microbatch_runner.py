@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from node.pipeline import microbatch_runner
+from node.pipeline import runner as runner_module
 from node.pipeline.data_worker import host_stage_zero
-from node.pipeline.interfaces import Job, Output
+from node.pipeline.runner import Job, Output
 from node.pipeline.stage_worker import HopWorker, host_hop
 from protocol.interfaces.transport import Refusal
 from swarm.compression.microbatch_codecs import MOST_ERROR, Traffic
@@ -220,7 +220,7 @@ async def test_want_of_memory_costs_microbatches_and_if_it_lasts_the_module(
     monkeypatch: pytest.MonkeyPatch, relieved: bool
 ) -> None:
     """Its runner ends with the error, on which the node takes a smaller module; one success in between starts anew."""
-    monkeypatch.setattr(microbatch_runner, "MOST_SHORT_OF_MEMORY", 3)
+    monkeypatch.setattr(runner_module, "MOST_SHORT_OF_MEMORY", 3)
 
     def too_little(job: Job) -> Output:
         raise OutOfMemory("the compute device is out of memory")

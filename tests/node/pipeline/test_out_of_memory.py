@@ -25,7 +25,7 @@ import torch
 from node.pipeline.stage_worker import HopWorker
 from node.model.optimizer import Accumulator, InnerOptimizer
 from node.model.device import device_errors
-from node.pipeline.interfaces import Job
+from node.pipeline.runner import Job
 from protocol.codecs import encode
 from protocol.interfaces.tensor_spec import DType, TensorSpec
 from swarm.vocabulary.errors import ResourceExhausted

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from node.model.device import device_errors
 from node.model.optimizer import Accumulator, InnerOptimizer
 from node.pipeline.admission import hidden_tensor
-from node.pipeline.interfaces import Job, Output
+from node.pipeline.runner import Job, Output
 from node.pipeline.stage_worker import HopWorker
 from node.pipeline.tensor_io import tensor_of
 from protocol.codecs import Encoded, encode

@@ -15,7 +15,7 @@ from node.model.parts import build_block_stack
 from node.model.passes import OneDevice
 from node.pipeline.admission import hidden_tensor
 from node.pipeline.block_passes import BlockByBlock
-from node.pipeline.interfaces import Job
+from node.pipeline.runner import Job
 from node.pipeline.stage_worker import HopWorker, host_hop
 from node.pipeline.stashed_weights import WeightStash
 from protocol.codecs import Encoded, encode

@@ -12,7 +12,7 @@ import torch
 
 from node.data.packing import Microbatch
 from node.pipeline.data_worker import DataWorker
-from node.pipeline.microbatch_runner import MicrobatchRunner
+from node.pipeline.runner import MicrobatchRunner
 from node.routing import evaluation
 from node.routing.evaluation import WINDOW, Departures, Evaluator
 from protocol.interfaces.clock import SystemClock
