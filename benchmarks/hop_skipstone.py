@@ -25,8 +25,8 @@ from node.network.dispatcher import Dispatcher
 from node.network.local_peer import LocalPeer, OwnRecord
 from node.pipeline.admission import Admission, hidden_tensor
 from node.pipeline.runner import Job, LinkCodecs, MicrobatchRunner, Output, PathEnds, Worker, WorkerThread
-from node.pipeline.stage_worker import HopWorker
 from node.pipeline.tensor_io import Wire
+from node.pipeline.worker import HopWorker
 from node.runtime.role import PlannedReplicas
 from protocol.identity.certificates import make_credentials
 from protocol.identity.keys import Identity

@@ -48,7 +48,7 @@ MICROBATCH: Final[Way] = {
         swarm/compression/microbatch_codecs.py: choose
         node/pipeline/runner.py: compute
         node/concurrency/compute_thread.py: run
-        node/pipeline/data_worker.py: compute, _embed
+        node/pipeline/worker.py: compute, _embed
         node/model/passes.py: forward
         node/model/parts.py: EmbeddingPart
         node/pipeline/tensor_io.py: output
@@ -99,10 +99,10 @@ MICROBATCH: Final[Way] = {
     """,
     "compute": """
         node/pipeline/runner.py: _compute, compute
-        node/pipeline/stage_worker.py: compute, _forward
+        node/pipeline/worker.py: compute, _forward
         node/pipeline/tensor_io.py: received
         protocol/codecs/__init__.py: decode
-        node/pipeline/graph_budget.py: forward
+        node/pipeline/worker.py: forward
         node/model/passes.py: forward
         node/model/parts.py: BlockStack
         node/model/blocks.py: Block
@@ -129,7 +129,7 @@ MICROBATCH: Final[Way] = {
         node/pipeline/runner.py: admit
         node/routing/launcher.py: expects
         swarm/pipeline/custody.py: handle, _input_arrived, _take
-        node/pipeline/data_worker.py: _loss
+        node/pipeline/worker.py: _loss
         node/model/passes.py: loss_into
         node/model/head_loss.py: loss_and_gradient
         node/model/optimizer.py: promise
@@ -144,24 +144,24 @@ MICROBATCH: Final[Way] = {
         swarm/pipeline/custody.py: admit_backward, _wants
         node/pipeline/runner.py: received
         swarm/pipeline/custody.py: handle, _gradient_arrived
-        node/pipeline/stage_worker.py: _backward, _half_backward
-        node/pipeline/deferred_weights.py: first_half
+        node/pipeline/worker.py: _backward, _put_off
+        node/pipeline/split_backward.py: first_half
         node/model/passes.py: gradients_of
         node/pipeline/tensor_io.py: output
-        node/pipeline/deferred_weights.py: put_off
+        node/pipeline/split_backward.py: put_off
         node/model/optimizer.py: promise
         swarm/pipeline/compute_queue.py: submit
     """,
     "weights' gradients, in idle time": """
         node/concurrency/compute_thread.py: _next_turn
         swarm/pipeline/compute_queue.py: take, compute_chunk
-        node/pipeline/deferred_weights.py: _chunks
+        node/pipeline/split_backward.py: _chunks
         node/model/optimizer.py: add_to
     """,
     "inner step": """
         node/pipeline/runner.py: _step, step
-        node/pipeline/stage_worker.py: step
-        node/pipeline/deferred_weights.py: finish
+        node/pipeline/worker.py: step
+        node/pipeline/split_backward.py: finish
         node/model/optimizer.py: step, learning_rate
         node/model/optimizers/adamw.py: step
         node/averaging/round_runner.py: after_inner_step
@@ -171,7 +171,7 @@ MICROBATCH: Final[Way] = {
     """,
     "end": """
         swarm/pipeline/custody.py: _receipt, _release, _await_settlement
-        node/pipeline/data_worker.py: _finish
+        node/pipeline/worker.py: _finish
         swarm/pipeline/custody.py: _computed, _complete
         node/routing/launcher.py: finished
         swarm/routing/latency_attribution.py: completed
@@ -190,7 +190,7 @@ MICROBATCH: Final[Way] = {
 
 ROUND: Final[Way] = {
     "work": """
-        node/pipeline/stage_worker.py: step
+        node/pipeline/worker.py: step
         node/averaging/round_runner.py: after_inner_step
         node/averaging/replica_sync.py: after_inner_step
         node/pipeline/runner.py: _step

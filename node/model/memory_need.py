@@ -33,7 +33,7 @@ _CPU_SUM_BYTES: Final = 8
 """The same on the CPU, in float64."""
 _GRADIENT_BYTES: Final = 4
 """Of one visit, or their mean before a step; never both (`node.model.passes`, `InnerOptimizer.step`). On a card those
-of a stage of blocks are added as they are computed (`node.pipeline.block_passes`)."""
+of a stage of blocks are added as they are computed (`node.pipeline.split_backward`)."""
 _ANCHOR_BYTES: Final = 2 * 4
 """Parameters and outer momentum (`node.averaging.anchor.anchor`)."""
 _SNAPSHOT_BYTES: Final = 4

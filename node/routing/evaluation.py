@@ -16,8 +16,8 @@ from node.data.feed import held_out_microbatches
 from node.data.packing import Microbatch
 from node.experts.block_routers import BlockRouters
 from node.network.loss_report import answer_of, held_out_loss
-from node.pipeline.data_worker import DataWorker
 from node.pipeline.runner import MicrobatchRunner
+from node.pipeline.worker import DataWorker
 from protocol.interfaces.clock import Clock
 from protocol.interfaces.transport import Question
 from protocol.manifest.manifest import Manifest

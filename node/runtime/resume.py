@@ -12,8 +12,7 @@ from node.checkpoint.replica import capture_as_written, restore_module
 from node.checkpoint.state import Agreed, DataState, ReplicaState, Resumed
 from node.checkpoint.state_copy import Post
 from node.observability.events import Note
-from node.pipeline.data_worker import DataWorker
-from node.pipeline.stage_worker import HopWorker
+from node.pipeline.worker import DataWorker, HopWorker
 from node.routing.launcher import Progress, Training
 from swarm.pipeline.in_flight import Counts
 from swarm.vocabulary.errors import CorruptSnapshot

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from node.model.moments import ORDINARY, Allowance
 from node.pipeline.runner import Job, Output
-from node.pipeline.stage_worker import HopWorker, host_hop
 from node.pipeline.tensor_io import tensor_of
+from node.pipeline.worker import HopWorker, host_hop
 from protocol.codecs import Encoded, encode
 from protocol.codecs.host_memory import buffer_for
 from protocol.manifest.manifest import Manifest

@@ -16,9 +16,8 @@ from node.concurrency.task_groups import task_scope
 from node.data.packing import Microbatch
 from node.model.optimizer import StepFigures
 from node.pipeline.admission import Admission, hidden_tensor
-from node.pipeline.data_worker import DataWorker, host_stage_zero
 from node.pipeline.runner import Job, LinkCodecs, MicrobatchRunner, Output, PathEnds, WorkerThread
-from node.pipeline.stage_worker import HopWorker, host_hop
+from node.pipeline.worker import DataWorker, HopWorker, host_hop, host_stage_zero
 from protocol.interfaces.tensor_spec import TensorSpec
 from protocol.interfaces.transport import LinkFigures, Question, Refusal
 from protocol.manifest.manifest import Manifest

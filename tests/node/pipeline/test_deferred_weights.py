@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from node.model.parts import HIDDEN_TYPES
-from node.pipeline import deferred_weights
-from node.pipeline.deferred_weights import DeferredWeights, SplitDevice
+from node.pipeline import split_backward
 from node.pipeline.runner import Job, Output
-from node.pipeline.stage_worker import HopWorker, host_hop
+from node.pipeline.split_backward import DeferredWeights, SplitDevice
 from node.pipeline.tensor_io import tensor_of
+from node.pipeline.worker import HopWorker, host_hop
 from protocol.codecs import Encoded, encode
 from protocol.manifest.manifest import Manifest
 from swarm.pipeline.compute_queue import ComputeQueue, IdleWork, puts_weights_off
@@ -109,9 +109,9 @@ def assert_same(one: list[Tensor], other: list[Tensor], tolerance: float = 1e-9)
 @pytest.fixture
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several to a matrix, with some rows and some tokens each."""
-    monkeypatch.setattr(deferred_weights, "_CHUNK_OPERATIONS", {"cpu": 1})
-    monkeypatch.setattr(deferred_weights, "_LEAST_ROWS", 5)
-    monkeypatch.setattr(deferred_weights, "_LEAST_TOKENS", 12)
+    monkeypatch.setattr(split_backward, "_CHUNK_OPERATIONS", {"cpu": 1})
+    monkeypatch.setattr(split_backward, "_LEAST_ROWS", 5)
+    monkeypatch.setattr(split_backward, "_LEAST_TOKENS", 12)
 
 
 @pytest.mark.parametrize("changes", [{}, {"model__family": "qwen3"}, {"model__dtype": "bfloat16"}])

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from node.pipeline import runner as runner_module
-from node.pipeline.data_worker import host_stage_zero
 from node.pipeline.runner import Job, Output
-from node.pipeline.stage_worker import HopWorker, host_hop
+from node.pipeline.worker import HopWorker, host_hop, host_stage_zero
 from protocol.interfaces.transport import Refusal
 from swarm.compression.microbatch_codecs import MOST_ERROR, Traffic
 from swarm.pipeline.custody import ASK_S, PATIENCE_S, RETRY_S

@@ -22,7 +22,7 @@ import resource
 from contextlib import contextmanager
 import numpy as np
 import torch
-from node.pipeline.stage_worker import HopWorker
+from node.pipeline.worker import HopWorker
 from node.model.optimizer import Accumulator, InnerOptimizer
 from node.model.device import device_errors
 from node.pipeline.runner import Job

@@ -13,8 +13,8 @@ from node.model.device import device_errors
 from node.model.optimizer import Accumulator, InnerOptimizer
 from node.pipeline.admission import hidden_tensor
 from node.pipeline.runner import Job, Output
-from node.pipeline.stage_worker import HopWorker
 from node.pipeline.tensor_io import tensor_of
+from node.pipeline.worker import HopWorker
 from protocol.codecs import Encoded, encode
 from protocol.manifest.manifest import Manifest
 from swarm.pipeline.custody_events import Key, Work

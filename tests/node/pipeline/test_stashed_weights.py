@@ -14,10 +14,9 @@ from node.model.optimizer import Accumulator, inner_optimizer
 from node.model.parts import build_block_stack
 from node.model.passes import OneDevice
 from node.pipeline.admission import hidden_tensor
-from node.pipeline.block_passes import BlockByBlock
 from node.pipeline.runner import Job
-from node.pipeline.stage_worker import HopWorker, host_hop
-from node.pipeline.stashed_weights import WeightStash
+from node.pipeline.split_backward import BlockByBlock
+from node.pipeline.worker import HopWorker, WeightStash, host_hop
 from protocol.codecs import Encoded, encode
 from protocol.manifest.manifest import Manifest
 from swarm.pipeline.custody_events import Key, Work

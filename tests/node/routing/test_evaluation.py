@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from node.data.packing import Microbatch
-from node.pipeline.data_worker import DataWorker
 from node.pipeline.runner import MicrobatchRunner
+from node.pipeline.worker import DataWorker
 from node.routing import evaluation
 from node.routing.evaluation import WINDOW, Departures, Evaluator
 from protocol.interfaces.clock import SystemClock
