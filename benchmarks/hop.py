@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.hop_hivemind import CODECS, client_process, process_group, server_process
 from benchmarks.samples import Sample
 from node.runtime.malloc import keep_freed_memory
+from swarm.vocabulary.types import Codec
 
 # In every process: each imports this module. What brings gRPC with it is imported later, as hivemind's processes fork.
 keep_freed_memory()
@@ -44,12 +45,15 @@ STARTS = 4
 
 
 @contextmanager
-def skipstone(shape: tuple[int, int, int] = SHAPE) -> Iterator[Callable[[], list[Sample]]]:
-    """A function that measures one round."""
+def skipstone(
+    shape: tuple[int, int, int] = SHAPE, codec: Codec | None = None, device: str = "cpu"
+) -> Iterator[Callable[[], list[Sample]]]:
+    """A function that measures one round. The node chooses the codec if none is given."""
     from benchmarks.hop_skipstone import data_node_process, stage_process
     from benchmarks.raw_stream import process
 
-    with process(stage_process, shape) as stage, process(data_node_process, shape) as data_node:
+    arguments = (shape, codec, device)
+    with process(stage_process, *arguments) as stage, process(data_node_process, *arguments) as data_node:
         at_stage, at_data_node = hear(stage), hear(data_node)
         stage.send(at_data_node)
         data_node.send(at_stage)

@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from multiprocessing.connection import Connection
+from typing import Any
 
 import torch
 import uvloop
@@ -25,7 +26,7 @@ from node.network.dispatcher import Dispatcher
 from node.network.local_peer import LocalPeer, OwnRecord
 from node.pipeline.admission import Admission, hidden_tensor
 from node.pipeline.runner import Job, LinkCodecs, MicrobatchRunner, Output, PathEnds, Worker, WorkerThread
-from node.pipeline.tensor_io import Wire
+from node.pipeline.tensor_io import Wire, receive_buffers
 from node.pipeline.worker import HopWorker
 from node.runtime.role import PlannedReplicas
 from protocol.identity.certificates import make_credentials
@@ -33,11 +34,12 @@ from protocol.identity.keys import Identity
 from protocol.identity.route_signatures import Routes
 from protocol.interfaces.clock import SystemClock
 from protocol.interfaces.tensor_spec import TensorSpec
-from protocol.manifest.manifest import Manifest, StagesSection
+from protocol.manifest.manifest import CodecSection, Manifest, StagesSection
 from protocol.manifest.model import ModelSection
 from protocol.manifest.training import TrainingSection
 from protocol.transport.grpc_transport import GrpcTransport
 from protocol.transport.settings import TransportSettings
+from swarm.compression.microbatch_codecs import Traffic
 from swarm.membership.membership import Membership
 from swarm.pipeline.custody import DEFAULT_SLOTS, Custody
 from swarm.pipeline.custody_events import Started, Work
@@ -46,7 +48,7 @@ from swarm.routing.path_rules import PathRules
 from swarm.routing.planner import Planner
 from swarm.vocabulary.errors import PeerError, SkipstoneError
 from swarm.vocabulary.pipeline_messages import Forward, Purpose, Receipt
-from swarm.vocabulary.types import Hop, MicrobatchId, ModuleId, Path, PeerId, PeerState, RunId
+from swarm.vocabulary.types import Codec, Hop, MicrobatchId, ModuleId, Path, PeerId, PeerState, RunId
 
 RUN = RunId("0" * 64)
 STAGE = ModuleId(1)
@@ -54,25 +56,27 @@ CPU = torch.device("cpu")
 LIFETIME_S = 60.0
 
 
-def manifest_for(shape: tuple[int, int, int]) -> Manifest:
+def manifest_for(shape: tuple[int, int, int], codec: Codec | None = None) -> Manifest:
     """A run with one hop whose hidden states have this shape, and whose inner step is never due."""
     rows, tokens, hidden = shape
+    allowed = "none" if codec is None else codec.name.lower()
     return Manifest(
         protocol=2,
         name="hop",
         model=ModelSection(vocabulary=257, hidden=hidden, heads=8, kv_heads=8, feed_forward=hidden, sequence=tokens),
         stages=StagesSection(blocks=(0, 1)),
         training=TrainingSection(rows=rows, inner_tokens=rows * tokens * 10**9),
+        codecs=CodecSection.model_validate({"activations": allowed, "gradients": allowed}),
     )
 
 
 class FixedData:
     """A data node's worker without a model. `returned` is the last gradient that came back to the start."""
 
-    def __init__(self, tensor: TensorSpec) -> None:
-        self.hidden = torch.randn(tensor.shape)
+    def __init__(self, tensor: TensorSpec, device: torch.device = CPU) -> None:
+        self.hidden = torch.randn(tensor.shape, device=device)
         self.returned = torch.empty(0)
-        self.wire = Wire(CPU)
+        self.wire = Wire(device)
         self._tensor = tensor
 
     @property
@@ -153,16 +157,38 @@ class IdentityPart(torch.nn.Module):
         return source
 
 
-def identity_worker(manifest: Manifest) -> HopWorker:
+class OneCodec:
+    """Uses the same codec on every link, in place of `LinkCodecs`."""
+
+    def __init__(self, codec: Codec) -> None:
+        self._codec = codec
+
+    def choose(self, to: PeerId, traffic: Traffic) -> Codec:
+        return self._codec
+
+    def measured(self, traffic: Traffic, codec: Codec, error: float) -> None:
+        return
+
+    def lost(self, peer: PeerId) -> None:
+        return
+
+
+def identity_worker(manifest: Manifest, device: torch.device = CPU) -> HopWorker:
     part = IdentityPart()
     total = Accumulator(part)
     optimizer = InnerOptimizer(manifest.training, [total])
-    return HopWorker(part, total, optimizer, hidden_tensor(manifest), CPU, 2**30)
+    return HopWorker(part, total, optimizer, hidden_tensor(manifest), device, 2**30)
 
 
 @asynccontextmanager
 async def peer_of_two(
-    connection: Connection, manifest: Manifest, module: ModuleId, worker: Worker, ends: PathEnds | None
+    connection: Connection,
+    manifest: Manifest,
+    module: ModuleId,
+    worker: Worker,
+    ends: PathEnds | None,
+    codec: Codec | None = None,
+    device: torch.device = CPU,
 ) -> AsyncIterator[tuple[MicrobatchRunner, PeerId, Routes]]:
     """A runner of microbatches at work on loopback, what signs its routes, and the other process's peer, with which
     announcements are exchanged first."""
@@ -181,8 +207,12 @@ async def peer_of_two(
         custody = Custody(identity.peer, DEFAULT_SLOTS, replicas)
         routes = Routes(identity, RUN)
         admission = Admission(manifest, identity.peer, module, routes.fault)
-        codecs = LinkCodecs(manifest, worker.tensor, lambda peer: 0.0, transport.goodput_bytes_per_s)
-        on_thread = WorkerThread(worker, compute, clock)
+        codecs: Any = (
+            OneCodec(codec)
+            if codec is not None
+            else LinkCodecs(manifest, worker.tensor, lambda peer: 0.0, transport.goodput_bytes_per_s)
+        )
+        on_thread = WorkerThread(worker, compute, clock, allocate=receive_buffers(device))
         runner = MicrobatchRunner(custody, admission, on_thread, transport, codecs, Uncounted(), clock)
         async with transport, asyncio.TaskGroup() as tasks:
             own.addresses = (f"127.0.0.1:{transport.port}",)
@@ -197,30 +227,35 @@ async def peer_of_two(
             running.cancel()
 
 
-def stage_process(connection: Connection, shape: tuple[int, int, int]) -> None:
+def stage_process(
+    connection: Connection, shape: tuple[int, int, int], codec: Codec | None = None, device: str = "cpu"
+) -> None:
     """Serves the identity stage until it is killed."""
-    manifest = manifest_for(shape)
+    manifest, on = manifest_for(shape, codec), torch.device(device)
 
     async def main() -> None:
-        async with peer_of_two(connection, manifest, STAGE, identity_worker(manifest), None):
+        async with peer_of_two(connection, manifest, STAGE, identity_worker(manifest, on), None, codec, on):
             await asyncio.Event().wait()
 
     uvloop.run(main())
 
 
-def data_node_process(connection: Connection, shape: tuple[int, int, int]) -> None:
+def data_node_process(
+    connection: Connection, shape: tuple[int, int, int], codec: Codec | None = None, device: str = "cpu"
+) -> None:
     """Sends microbatches, one at a time: a round of them for each message on the connection."""
-    manifest = manifest_for(shape)
-    worker, flight = FixedData(hidden_tensor(manifest)), OneFlight()
+    manifest, on = manifest_for(shape, codec), torch.device(device)
+    worker, flight = FixedData(hidden_tensor(manifest), on), OneFlight()
 
     async def main() -> None:
-        async with peer_of_two(connection, manifest, ModuleId(0), worker, flight) as (runner, stage, routes):
+        peer = peer_of_two(connection, manifest, ModuleId(0), worker, flight, codec, on)
+        async with peer as (runner, stage, routes):
             first = 0
             while await asyncio.to_thread(connection.recv):
                 numbers = range(first, first + SAMPLES_PER_ROUND)
                 first = numbers.stop
                 connection.send([await fly(runner, routes, flight, stage, number) for number in numbers])
-                if not torch.equal(worker.returned, worker.hidden):
+                if codec in (None, Codec.NONE) and not torch.equal(worker.returned, worker.hidden):
                     raise SkipstoneError("what came back is not what was sent")
 
     uvloop.run(main())

@@ -101,7 +101,8 @@ class RMSNorm(nn.Module):
 
 
 class Angles(NamedTuple):
-    """The cosines and sines of the angles by which tokens are rotated, both [tokens, head_size]."""
+    """Cosines and sines of the angles by which tokens are rotated, both [tokens, head_size], of the element type of
+    what is rotated."""
 
     cosines: Tensor
     sines: Tensor
@@ -114,7 +115,7 @@ class Angles(NamedTuple):
         """
         front, back = vectors.chunk(2, dim=-1)
         turned = torch.cat((-back, front), dim=-1)
-        return vectors * self.cosines.to(vectors.dtype) + turned * self.sines.to(vectors.dtype)
+        return vectors * self.cosines + turned * self.sines
 
 
 class Rotary(nn.Module):
@@ -133,19 +134,29 @@ class Rotary(nn.Module):
         angles = np.outer(np.arange(section.sequence, dtype=np.float64), np.concatenate([frequencies, frequencies]))
         self.register_buffer("cosines", torch.from_numpy(np.cos(angles).astype(np.float32)), persistent=False)
         self.register_buffer("sines", torch.from_numpy(np.sin(angles).astype(np.float32)), persistent=False)
+        self._latest: tuple[object, Angles] | None = None
 
-    def forward(self, tokens: int, documents: Documents = (), first: int = 0) -> Angles:
-        """The angles of so many tokens, once for all blocks: their positions start at `first`, or with each document
-        at 0.
-        """
-        if not documents:
-            here = slice(first, first + tokens)
-            return Angles(self.cosines[here], self.sines[here])
+    def forward(
+        self, tokens: int, documents: Documents = (), first: int = 0, dtype: torch.dtype = torch.float32
+    ) -> Angles:
+        """The angles of `tokens` tokens, for all blocks. Positions start at `first`, or at 0 in each document."""
         if isinstance(documents, CutDocuments):
-            positions = documents.positions().to(self.cosines.device)
+            return self._angles(documents.positions().to(self.cosines.device), dtype)
+        # Blocks that are computed one by one ask for the same angles in turn, which would be a third of their launches.
+        asked = (tokens, documents, first, dtype, self.cosines.device)
+        latest = self._latest
+        if latest is not None and latest[0] == asked:
+            return latest[1]
+        if documents:
+            positions: Tensor | slice = torch.cat([torch.arange(n, device=self.cosines.device) for n in documents])
         else:
-            positions = torch.cat([torch.arange(length, device=self.cosines.device) for length in documents])
-        return Angles(self.cosines[positions], self.sines[positions])
+            positions = slice(first, first + tokens)
+        angles = self._angles(positions, dtype)
+        self._latest = (asked, angles)
+        return angles
+
+    def _angles(self, positions: Tensor | slice, dtype: torch.dtype) -> Angles:
+        return Angles(self.cosines[positions].to(dtype), self.sines[positions].to(dtype))
 
 
 def rotary_frequencies(section: ModelSection) -> npt.NDArray[np.float64]:

@@ -83,7 +83,7 @@ class Decoder:
         """What the head reads, [rows, tokens, hidden]."""
         hidden: Tensor = self._body.model["embed_tokens"](tokens.to(self.device)).to(self._body.hidden_type)
         pasts: Sequence[Past | None] = [None] * len(self._blocks) if past is None else past
-        angles = self._body.rotary(tokens.shape[1], documents, past[0].length if past else 0)
+        angles = self._body.rotary(tokens.shape[1], documents, past[0].length if past else 0, hidden.dtype)
         for block, own in zip(self._blocks, pasts, strict=True):
             hidden = block(hidden, angles, documents, own)
         return hidden

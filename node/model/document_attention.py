@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
+from inspect import signature
 from itertools import accumulate
 from typing import Any, Final, Literal
 
@@ -80,10 +81,9 @@ def _each(queries: Tensor, keys: Tensor, values: Tensor, documents: tuple[int, .
 
 
 def _variable_length(queries: Tensor, keys: Tensor, values: Tensor, documents: tuple[int, ...]) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn
-
+    attention, options = _varlen()
     ends, longest = _ends(documents, queries.device), max(documents)
-    mixed = varlen_attn(
+    mixed = attention(
         queries[0].transpose(0, 1),
         keys[0].transpose(0, 1),
         values[0].transpose(0, 1),
@@ -91,12 +91,28 @@ def _variable_length(queries: Tensor, keys: Tensor, values: Tensor, documents: t
         ends,
         longest,
         longest,
-        window_size=(-1, 0),  # causal
-        enable_gqa=queries.shape[1] != keys.shape[1],
-        num_splits=1,  # so that results do not depend on the longest document beside
+        **options(queries.shape[1] != keys.shape[1]),
     )
     assert isinstance(mixed, Tensor)
     return mixed.transpose(0, 1).unsqueeze(0)
+
+
+@cache
+def _varlen() -> tuple[Callable[..., Any], Callable[[bool], dict[str, Any]]]:
+    """Torch's variable-length attention, and its options by whether heads share keys. They changed from 2.10 to
+    2.13."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    known = signature(varlen_attn).parameters
+    fixed: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
+    if "num_splits" in known:
+        fixed["num_splits"] = 1  # so that results do not depend on the longest document beside
+
+    def options(shares_keys: bool) -> dict[str, Any]:
+        # Without the option the kernel takes the number of heads from the tensors.
+        return fixed | ({"enable_gqa": shares_keys} if "enable_gqa" in known else {})
+
+    return varlen_attn, options
 
 
 def _block_sparse(queries: Tensor, keys: Tensor, values: Tensor, documents: tuple[int, ...]) -> Tensor:

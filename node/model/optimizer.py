@@ -152,8 +152,7 @@ class Accumulator:
 
     def add_to(self, place: int, rows: slice, gradient: Tensor, tokens: int) -> None:
         """Adds a part of a gradient that was promised: of some rows of one of the parameters, and finite."""
-        total = self.sums[place][rows]
-        total.add_(gradient.to(total.dtype), alpha=tokens)
+        self.sums[place][rows].add_(gradient, alpha=tokens)  # computed in the wider type of the two
 
     def retract(self, microbatch: MicrobatchId, tokens: int, gradients: Sequence[Tensor], labels: int = 0) -> bool:
         """Takes a microbatch's gradients back; False, and nothing is changed, when it is not among those remembered.

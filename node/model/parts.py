@@ -102,7 +102,7 @@ def _layers(section: ModelSection, first: int, count: int) -> nn.ModuleDict:
 
 
 def _through(layers: nn.Module, hidden: Tensor, rotary: Rotary, documents: Documents) -> Tensor:
-    angles = rotary(hidden.shape[1], documents)
+    angles = rotary(hidden.shape[1], documents, dtype=hidden.dtype)
     for block in layers.children():  # a ModuleDict keeps the order of insertion, which is the order of depth
         hidden = block(hidden, angles, documents)
     return hidden

@@ -377,7 +377,8 @@ class _Alone(nn.Module):
         self._rotary = (rotary,)  # a tuple, so that the tables are no part of this module
 
     def forward(self, hidden: Tensor, documents: Documents = ()) -> Tensor:
-        output: Tensor = self.block(hidden, self._rotary[0](hidden.shape[1], documents), documents)
+        angles = self._rotary[0](hidden.shape[1], documents, dtype=hidden.dtype)
+        output: Tensor = self.block(hidden, angles, documents)
         return output
 
 
@@ -482,7 +483,7 @@ class BlockByBlock:
             for place, rows, piece in half.pieces():
                 if added[0] == most:
                     return gradient, are_finite
-                finite = torch.where(are_finite, piece, piece.new_zeros(()))
+                finite = torch.where(are_finite, piece, 0.0)
                 sums.add_to(self._firsts[index] + place, rows, finite, weight)
                 added[0] += 1
         return gradient, are_finite

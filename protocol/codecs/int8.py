@@ -51,6 +51,8 @@ def encode(values: Tensor, out: Tensor, expect: Expect = or_cannot_express) -> N
     """
     elements, device = len(values), values.device
     codes = out[:elements].view(torch.int8)
+    # A GPU divides by a number of the host by multiplying with its inverse, which may be off by one bit.
+    divisor = torch.full((), 127.0, device=device)
     scales = torch.empty(blocks_of(elements, BLOCK), 1, device=device)
     span = min(elements, span_elements(device))
     floats = Room(span if values.dtype is not torch.float32 else 0, torch.float32, device)
@@ -58,7 +60,7 @@ def encode(values: Tensor, out: Tensor, expect: Expect = or_cannot_express) -> N
     for piece in pieces(elements, BLOCK, span_elements(device)):
         x = in_float32(values[piece.start : piece.stop].view(-1, piece.width), floats)
         scale, code = scales[piece.first : piece.end], codes[piece.start : piece.stop].view(-1, piece.width)
-        largest_magnitudes(x, scale).div_(127)
+        largest_magnitudes(x, scale).div_(divisor)
         for part, factor, result in in_slices(x, inverse_of(scale), code):
             result.copy_(rounding(part, factor))
     check_encoded(scales, LARGEST_SCALE, "INT8", expect)

@@ -39,7 +39,7 @@ class EightBit(PackedFloats):
     """
 
     def __init__(self, shape: tuple[int, ...], device: torch.device, *, is_signed: bool) -> None:
-        super().__init__(shape)
+        super().__init__(shape, device)
         blocks = -(-self.numel() // BLOCK)
         self._codes = torch.zeros(blocks, BLOCK, dtype=torch.uint8, device=device)
         self._scales = torch.zeros(blocks, 1, device=device)

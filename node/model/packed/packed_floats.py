@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 PART: Final = 2**20
-"""Elements (4 MiB as float32) that are unpacked at a time."""
+"""Elements (4 MiB as float32) unpacked at a time on the CPU, whose caches hold them."""
+DEVICE_PART: Final = 2**22
+"""The same elsewhere: each part costs a GPU about 20 launches."""
 
 
 class PackedFloats(ABC):
@@ -23,10 +25,12 @@ class PackedFloats(ABC):
 
     Args:
         shape: of the tensor.
+        device: where it is kept.
     """
 
-    def __init__(self, shape: tuple[int, ...]) -> None:
+    def __init__(self, shape: tuple[int, ...], device: torch.device) -> None:
         self.shape = shape
+        self._part = PART if device.type == "cpu" else DEVICE_PART
 
     def numel(self) -> int:
         return math.prod(self.shape)
@@ -41,9 +45,9 @@ class PackedFloats(ABC):
     def write(self, part: slice, values: Tensor) -> None:
         """Packs float32 numbers into a part, as `read`."""
 
-    def parts(self, size: int = PART) -> Iterator[slice]:
-        """Cuts the flattened tensor into parts of so many elements."""
-        total = self.numel()
+    def parts(self, size: int | None = None) -> Iterator[slice]:
+        """Cuts the flattened tensor into parts, of `size` elements if it is given."""
+        total, size = self.numel(), size or self._part
         return (slice(begin, min(begin + size, total)) for begin in range(0, total, size))
 
     def store(self, tensor: Tensor) -> None:

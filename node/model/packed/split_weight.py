@@ -28,7 +28,7 @@ class SplitWeight(PackedFloats):
     dtype = torch.bfloat16
 
     def __init__(self, matrix: Tensor) -> None:
-        super().__init__(tuple(matrix.shape))
+        super().__init__(tuple(matrix.shape), matrix.device)
         self._matrix = torch.empty(self.shape, dtype=torch.bfloat16, device=matrix.device).requires_grad_()
         self._upper = self._matrix.detach().view(torch.int16).view(-1)
         self._lower = torch.empty(self.numel(), dtype=torch.int16, device=matrix.device)
