@@ -263,16 +263,6 @@ def test_a_gradient_is_taken_back_at_any_time(chunks: int | None) -> None:
     assert peer.worker.accumulated == 1, "afterwards it may be added again"
 
 
-def test_what_went_into_a_step_is_taken_back_in_the_next() -> None:
-    peer = Peer()
-    for number in (1, 2):
-        peer.forward(number)
-        peer.backward(number)
-    assert peer.worker.step() is not None
-    assert peer.retract(1)
-    assert peer.worker.unapplied.visits == -1
-
-
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 1e37])
 def test_a_gradient_that_is_not_finite_leaves_no_trace(bad: float) -> None:
     peer = Peer()

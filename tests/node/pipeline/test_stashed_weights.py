@@ -139,16 +139,6 @@ def test_a_copy_for_products_is_of_the_parameters_again() -> None:
         assert torch.equal(linear.matrix(torch.bfloat16), linear.weight.bfloat16())
 
 
-def test_at_staleness_0_nothing_is_stashed() -> None:
-    replica = Replica(staleness=0)
-    replica.step(10)
-    replica.forward(1)
-    replica.step(20)
-    of_input = replica.backward(1)[-1]
-    assert same([of_input], replica.expected(replica.worker.part, 1)[-1:])
-    assert replica.worker.recomputed == 1
-
-
 def test_no_more_versions_are_kept_than_the_staleness_and_those_the_newest() -> None:
     replica = Replica()
     replica.step(10)
