@@ -15,10 +15,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
-from node.pipeline.tensor_store import place_of
-from swarm.pipeline.arrival_forecast import ArrivalForecast
-from swarm.pipeline.compute_queue import ComputeQueue, IdleWork, Priority
-from swarm.pipeline.custody_states import Work
+from node.pipeline.runner import slot_of
+from swarm.pipeline.compute_queue import ArrivalForecast, ComputeQueue, IdleWork, Priority
+from swarm.pipeline.custody_events import Work
 from swarm.pipeline.in_flight import FlightRules
 from swarm.routing.negotiation.negotiation_events import TalkRules
 from swarm.routing.path_rules import PathRules
@@ -163,12 +162,12 @@ class FillingPeer(Peer):
     def refusal(self, message: MicrobatchTensor) -> Receipt | None:
         refusal = super().refusal(message)
         if refusal is None:
-            self._forecast.announced(way_of(message), place_of(message), 1, self.world.time.now)
+            self._forecast.announced(way_of(message), slot_of(message), 1, self.world.time.now)
             self._expect()
         return refusal
 
     def received(self, message: MicrobatchTensor) -> None:
-        self._forecast.arrived(way_of(message), place_of(message), self.world.time.now)
+        self._forecast.arrived(way_of(message), slot_of(message), self.world.time.now)
         self._expect()
         super().received(message)
 

@@ -171,8 +171,8 @@ def stage() -> dict[str, float]:
 
     from node.model.optimizer import Accumulator
     from node.model.parts import build_block_stack
-    from node.pipeline.deferred_weights import DeferredWeights, SplitDevice
-    from node.pipeline.graph_budget import GraphBudget
+    from node.pipeline.split_backward import DeferredWeights, SplitDevice
+    from node.pipeline.worker import GraphBudget
     from protocol.manifest.manifest import manifest_from_table
 
     torch.set_num_threads(1)

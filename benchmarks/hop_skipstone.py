@@ -25,12 +25,9 @@ from node.network.dispatcher import Dispatcher
 from node.network.local_peer import LocalPeer, OwnRecord
 from node.network.membership_sync import KnownPeers
 from node.pipeline.admission import Admission, hidden_tensor
-from node.pipeline.codec_selection import LinkCodecs
-from node.pipeline.interfaces import Job, Output, PathEnds, Worker
-from node.pipeline.microbatch_runner import MicrobatchRunner
-from node.pipeline.stage_worker import HopWorker
+from node.pipeline.runner import Job, LinkCodecs, MicrobatchRunner, Output, PathEnds, Worker, WorkerThread
 from node.pipeline.tensor_io import Wire, receive_buffers
-from node.pipeline.worker_thread import WorkerThread
+from node.pipeline.worker import HopWorker
 from node.runtime.role import PlannedReplicas
 from protocol.identity.certificates import make_credentials
 from protocol.identity.keys import Identity
@@ -44,9 +41,8 @@ from protocol.transport.grpc_transport import GrpcTransport
 from protocol.transport.settings import TransportSettings
 from swarm.compression.microbatch_codecs import Traffic
 from swarm.membership.membership import Membership
-from swarm.pipeline.custody import Custody
-from swarm.pipeline.custody_states import Started, Work
-from swarm.pipeline.ledger import DEFAULT_SLOTS
+from swarm.pipeline.custody import DEFAULT_SLOTS, Custody
+from swarm.pipeline.custody_events import Started, Work
 from swarm.routing.measured_times import MeasuredTimes
 from swarm.routing.path_rules import PathRules
 from swarm.routing.planner import Planner
@@ -139,7 +135,7 @@ class OneFlight(PathEnds):
 
 
 class Uncounted:
-    """`node.pipeline.interfaces.Host` of whom nobody wants to know anything."""
+    """`node.pipeline.runner.Host` of whom nobody wants to know anything."""
 
     def visited(self, microbatch: MicrobatchId) -> None:
         return

@@ -21,7 +21,7 @@ from itertools import pairwise
 from typing import Final
 
 from benchmarks.emulated_pipeline import Account, Durations, FillingPeer, FillingWorld, Setting, share_of_time
-from swarm.pipeline.custody_states import Work
+from swarm.pipeline.custody_events import Work
 from swarm.simulation.pipeline_peer import Peer
 from swarm.vocabulary.types import ModuleId, PeerId
 

@@ -29,9 +29,9 @@ from benchmarks.live_cells import ARMS, CELLS, PEERS, changes_of, make_ground
 from benchmarks.live_report import Run, compared, figures, report, table
 from benchmarks.live_swarm import Seen, Trial
 from benchmarks.rule_planners import RULES, SwarmPlanner, planner_by
-from swarm.pipeline.custody_states import Work
+from swarm.pipeline.custody import DEFAULT_SLOTS
+from swarm.pipeline.custody_events import Work
 from swarm.pipeline.in_flight import Flight, FlightRules
-from swarm.pipeline.ledger import DEFAULT_SLOTS
 from swarm.routing.negotiation.negotiation_events import TalkRules
 from swarm.routing.path_rules import PathRules
 from swarm.simulation.churn import NOTICED_AFTER_S, InstanceGround, lifetime_of

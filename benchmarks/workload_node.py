@@ -15,9 +15,9 @@ from dataclasses import asdict, dataclass
 from benchmarks import concat_node
 from node.__main__ import main
 from node.data import feed as feed
-from node.pipeline.interfaces import Job
-from node.pipeline.stage_worker import HopWorker
-from swarm.pipeline.custody_states import Work
+from node.pipeline.runner import Job
+from node.pipeline.worker import HopWorker
+from swarm.pipeline.custody_events import Work
 from swarm.workload.microbatch_sizes import Size
 from tests.e2e.emulated import lasting
 

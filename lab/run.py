@@ -35,7 +35,7 @@ from node.local_swarm.setup import LocalSwarmOptions
 from node.network.client import query_evaluation, query_status
 from node.observability.events import Step
 from node.observability.status import SwarmStatus
-from swarm.pipeline.settlement import ASK_S
+from swarm.pipeline.custody import ASK_S
 from swarm.vocabulary.errors import SkipstoneError, Stalled
 
 log = logging.getLogger(__name__)

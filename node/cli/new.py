@@ -101,7 +101,7 @@ def _largest_need(manifest: Manifest) -> str:
     """The memory that the stages take, in a clause."""
     from node.model.memory_need import needs_of
     from swarm.membership.room import size_text
-    from swarm.pipeline.ledger import DEFAULT_SLOTS
+    from swarm.pipeline.custody import DEFAULT_SLOTS
     from swarm.vocabulary.types import ModuleId
 
     needs = needs_of(manifest, DEFAULT_SLOTS)

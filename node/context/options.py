@@ -23,7 +23,7 @@ from node.model.moments import Allowance, MomentType
 from node.network.reach_status import ReachMode
 from protocol.identity.keys import Identity
 from protocol.manifest.join_link import JoinLink
-from swarm.pipeline.ledger import DEFAULT_SLOTS
+from swarm.pipeline.custody import DEFAULT_SLOTS
 from swarm.vocabulary.errors import ConfigError, IdentityError
 from swarm.vocabulary.types import PeerId, Reasoned
 

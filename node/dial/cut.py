@@ -11,7 +11,7 @@ from typing import Final
 from node.model.memory_need import blocks_that_fit, need_of
 from protocol.manifest.manifest import Manifest
 from swarm.membership.room import Room, size_text
-from swarm.pipeline.ledger import DEFAULT_SLOTS
+from swarm.pipeline.custody import DEFAULT_SLOTS
 from swarm.vocabulary.errors import ConfigError
 from swarm.vocabulary.types import MAX_STAGES, ModuleId, Reasoned
 

@@ -19,7 +19,7 @@ from node.model.shapes import BYTES_PER_PARAMETER, parameter_bytes, parameter_sh
 from protocol.interfaces.tensor_spec import DType, TensorSpec
 from protocol.manifest.manifest import Manifest, manifest_from_table
 from swarm.membership.room import Need
-from swarm.pipeline.ledger import DEFAULT_SLOTS
+from swarm.pipeline.custody import DEFAULT_SLOTS
 from swarm.vocabulary.errors import ConfigError
 from swarm.vocabulary.types import Codec, ModuleId, Reasoned
 

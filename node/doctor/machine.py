@@ -20,7 +20,7 @@ from node.model.free_memory import GIB, available_memory
 from node.model.moments import MomentType
 from protocol.manifest.manifest import Manifest
 from swarm.membership.room import Room, size_text
-from swarm.pipeline.ledger import DEFAULT_SLOTS
+from swarm.pipeline.custody import DEFAULT_SLOTS
 from swarm.vocabulary.types import Reasoned
 
 if TYPE_CHECKING:

@@ -33,7 +33,7 @@ _CPU_SUM_BYTES: Final = 8
 """The same on the CPU, in float64."""
 _GRADIENT_BYTES: Final = 4
 """Of one visit, or their mean before a step; never both (`node.model.passes`, `InnerOptimizer.step`). On a card those
-of a stage of blocks are added as they are computed (`node.pipeline.block_passes`)."""
+of a stage of blocks are added as they are computed (`node.pipeline.split_backward`)."""
 _ANCHOR_BYTES: Final = 2 * 4
 """Parameters and outer momentum (`node.averaging.anchor.anchor`)."""
 _SNAPSHOT_BYTES: Final = 4
@@ -44,7 +44,7 @@ are made with the upper half of the parameter itself (`node.model.packed.split_w
 CPU_BYTES: Final = BYTES_PER_PARAMETER + _CPU_SUM_BYTES + _GRADIENT_BYTES
 """The same where the CPU is the compute device, without a copy."""
 TENSORS_HELD: Final = 3
-"""Of each microbatch that is held: input, output, gradient (`node.pipeline.microbatch_runner`)."""
+"""Of each microbatch that is held: input, output, gradient (`node.pipeline.runner`)."""
 _HIDDEN_KEPT: Final = 4
 _FEED_FORWARD_KEPT: Final = 3
 """Rows of these widths that one block's graph surely keeps of each token: attention's inputs and output, and the gated

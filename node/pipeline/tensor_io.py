@@ -13,7 +13,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from node.pipeline.interfaces import Job, Output
+from node.pipeline.runner import Job, Output
 from protocol.codecs import Encoded, decode, encode
 from protocol.codecs.blockwise import Expect, or_violates
 from protocol.codecs.host_memory import buffer_for, to_device

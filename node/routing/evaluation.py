@@ -16,13 +16,13 @@ from node.data.feed import held_out_microbatches
 from node.data.packing import Microbatch
 from node.experts.block_routers import BlockRouters
 from node.network.loss_report import answer_of, held_out_loss
-from node.pipeline.data_worker import DataWorker
-from node.pipeline.microbatch_runner import MicrobatchRunner
+from node.pipeline.runner import MicrobatchRunner
+from node.pipeline.worker import DataWorker
 from protocol.interfaces.clock import Clock
 from protocol.interfaces.transport import Question
 from protocol.manifest.manifest import Manifest
 from swarm.experts.routes import name_of_route
-from swarm.pipeline.custody_states import Started
+from swarm.pipeline.custody_events import Started
 from swarm.routing.departure_line import taken_route
 from swarm.routing.planner import NoReplica, Planner
 from swarm.routing.stage_balance import all_stages

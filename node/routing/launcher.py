@@ -15,12 +15,12 @@ from node.network.proofs import Vouched
 from node.observability.events import Abandoned, Completed, Note, Resumed, Step, Visit, Waiting
 from node.observability.failpoints import crash_point
 from node.observability.throughput import Rate
-from node.pipeline.interfaces import PathEnds
+from node.pipeline.runner import PathEnds
 from node.routing.evaluation import Departures, Evaluator
 from node.routing.window_finder import WindowFinder
 from swarm.experts.route_tally import MAX_ROUTES, RouteTally
+from swarm.pipeline.custody import LONGEST_LIFETIME_S, SHORTEST_LIFETIME_S
 from swarm.pipeline.in_flight import Flight, Flights
-from swarm.pipeline.ledger import LONGEST_LIFETIME_S, SHORTEST_LIFETIME_S
 from swarm.routing.departure_line import DepartureLine
 from swarm.routing.latency_attribution import PathTimes
 from swarm.routing.loss_outliers import LossOutliers, Outlier
@@ -174,7 +174,7 @@ class DataNode(PathEnds):
         usual_s = self._planner.usual_s(path) * max(1.0, size)
         return min(LONGEST_LIFETIME_S, max(SHORTEST_LIFETIME_S, LIFETIME_IN_PATHS * usual_s))
 
-    # ---- node.pipeline.interfaces.PathEnds ---------------------------------------------------------------------------
+    # ---- node.pipeline.runner.PathEnds -------------------------------------------------------------------------------
 
     def expects(self, message: Forward) -> bool:
         if message.purpose is Purpose.EVALUATE:

@@ -8,8 +8,7 @@ from node.observability.status import WindowStatus
 from protocol.interfaces.clock import Clock
 from protocol.manifest.manifest import Manifest
 from swarm.membership.membership import Membership
-from swarm.pipeline.in_flight import Flight, Flights
-from swarm.pipeline.window import Window, least_of, room_at_hops
+from swarm.pipeline.in_flight import Flight, Flights, Window, least_of, room_at_hops
 from swarm.vocabulary.types import ModuleId, Reasoned
 
 

@@ -25,8 +25,8 @@ from node.network.session import NetworkSession
 from node.observability.events import Continued, Load, MicrobatchCounts
 from node.observability.status import Account, RouteStatus
 from node.pipeline.admission import path_rules
-from node.pipeline.data_worker import DataWorker, host_stage_zero
-from node.pipeline.microbatch_runner import MicrobatchRunner
+from node.pipeline.runner import MicrobatchRunner
+from node.pipeline.worker import DataWorker, host_stage_zero
 from node.routing.document_scoring import DocumentScoring
 from node.routing.evaluation import Departures, Evaluator, HeldOut
 from node.routing.launcher import DataNode, Texts, Training

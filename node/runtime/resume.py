@@ -11,8 +11,7 @@ from node.checkpoint.folder import CheckpointFolder, load_newest
 from node.checkpoint.saver import capture_module, restore_module
 from node.checkpoint.state import Agreed, DataState, Post, ReplicaState, Resumed
 from node.observability.events import Note
-from node.pipeline.data_worker import DataWorker
-from node.pipeline.stage_worker import HopWorker
+from node.pipeline.worker import DataWorker, HopWorker
 from node.routing.launcher import Progress, Training
 from swarm.pipeline.in_flight import Counts
 from swarm.vocabulary.errors import CorruptSnapshot

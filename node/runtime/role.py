@@ -15,11 +15,8 @@ from node.model.optimizer import InnerOptimizer, StepFigures
 from node.observability.events import InnerStep, Load, Note, Retracted, Visit
 from node.observability.status import Account, MomentsStatus
 from node.pipeline.admission import Admission
-from node.pipeline.codec_selection import LinkCodecs
-from node.pipeline.interfaces import Worker
-from node.pipeline.microbatch_runner import MicrobatchRunner
+from node.pipeline.runner import LinkCodecs, MicrobatchRunner, Worker, WorkerThread
 from node.pipeline.tensor_io import receive_buffers
-from node.pipeline.worker_thread import WorkerThread
 from protocol.interfaces.clock import Clock, SystemClock
 from swarm.membership.membership import Membership
 from swarm.pipeline.custody import Custody
@@ -58,7 +55,7 @@ class NodeRole(Protocol):
 
 class ReplicaHost:
     """The node's interest in its replica's microbatches: tells the rounds, the events and who asks for proofs;
-    implements `node.pipeline.interfaces.Host`.
+    implements `node.pipeline.runner.Host`.
     """
 
     def __init__(self, given: ModuleContext, rounds: ModuleRounds) -> None:
@@ -85,7 +82,7 @@ class ReplicaHost:
 
 class PlannedReplicas:
     """The replicas that could take a microbatch over, by what the planner and the membership view know now; implements
-    `swarm.pipeline.ledger.Replicas`.
+    `swarm.pipeline.custody.Replicas`.
     """
 
     def __init__(

@@ -21,8 +21,8 @@ from node.observability.events import Load
 from node.observability.status import Account, WeightsStatus
 from node.observability.throughput import Rate
 from node.pipeline.admission import path_rules
-from node.pipeline.microbatch_runner import MicrobatchRunner
-from node.pipeline.stage_worker import HopWorker, host_hop, measure_speed
+from node.pipeline.runner import MicrobatchRunner
+from node.pipeline.worker import HopWorker, host_hop, measure_speed
 from node.runtime.resume import capture_hop, restore_hop
 from node.runtime.role import link_codecs, microbatch_runner_for, moments_status, tell_moments
 from protocol.interfaces.clock import SystemClock

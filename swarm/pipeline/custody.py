@@ -1,59 +1,68 @@
 """Custody of microbatches: the state machine that every peer on a path runs, data node included.
 
-Whoever sends a microbatch on keeps it in custody until the receiver says PASSED_ON, so that at any moment exactly one
-living peer knows that it has to act when somebody dies. One `Holding` stands for one microbatch at one position:
+A peer that sends a microbatch on keeps it in custody until the receiver says PASSED_ON. So at any moment exactly one
+living peer knows that it has to act when another one dies. One `Entry` is one microbatch at one position of its path:
 
     RECEIVING -> FORWARD -> HANDING_ON -> GUARDING -> AWAITING -> BACKWARD -> HANDING_BACK -> GUARDING_BACK -> SETTLING
-    -> (gone) RECEIVING_GRADIENT -> RECALLING ------------------------------^   (a stand-in)
+    -> (gone) RECEIVING_GRADIENT -> RECALLING ------------------------------^   (a substitute)
 
-* position -1 (the data node at the start) has no RECEIVING: its tokens are at home. Its BACKWARD ends the microbatch.
-* position len(hops) (the data node at the end) turns round: after FORWARD, which is the loss, comes HANDING_BACK. It
-  stays in GUARDING_BACK until its start ends too: a microbatch turns round once, whatever copies of it arrive later.
-* a microbatch that is only evaluated is gone as soon as the next peer has accepted it.
+* Position -1 is the data node at the start: no RECEIVING, and its BACKWARD completes the microbatch.
+* Position len(hops) is the data node at the end: after FORWARD, which is the loss, comes HANDING_BACK. It stays in
+  GUARDING_BACK until its start is done: a microbatch turns round once, whatever copies of it arrive later.
+* A microbatch that is only evaluated is gone as soon as the next peer has accepted it.
 
-What follows from them is in modules of their own: `swarm.pipeline.arrival` (of hidden states and gradients),
-`swarm.pipeline.handover` (to the next peer, and who replaces it), `swarm.pipeline.backward_failover` (repair of the way
-back) and `swarm.pipeline.settlement` (whose gradient counts). This one receives the events and asks the right of them.
+A substitute replaces a hop that was lost on the way back. It gets the gradient from the hop after, recalls the input
+from the hop before, and computes both passes in one. Two replicas may so have added a gradient for one microbatch.
+Each peer takes one gradient only, so a single chain reaches the data node, which names the replicas of that chain
+(Settled). A hop keeps input and gradient until then: named, its gradient counts; not named, it takes it back.
 
-Nothing here does IO. `handle` takes what happened and the time, and returns what is to be done, in order.
+Nothing here does IO. `Custody.handle` takes an event and the time, and returns the actions to carry out, in order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+import zlib
 from dataclasses import replace
+from typing import Protocol
 
-from swarm.pipeline.arrival import Arrivals, received
-from swarm.pipeline.backward_failover import StandingIn
-from swarm.pipeline.custody_states import (
+from swarm.pipeline.custody_events import (
     ADDED,
-    HANDED_OVER,
+    BEFORE_BACKWARD,
+    GUARDED,
+    OFFERED,
+    WITHOUT_OUTPUT,
     Action,
     Arrived,
     BrokenOff,
+    Compute,
     Computed,
     ComputeFailed,
+    Confirmed,
+    Entry,
     Event,
-    Holding,
+    Finished,
+    Forget,
+    KeepGradient,
     Key,
     PeerBack,
     PeerLost,
     Phase,
     Place,
     Retract,
+    SendOutput,
     Started,
     Tell,
     TensorArrived,
     Tick,
+    Work,
 )
-from swarm.pipeline.handover import Handover
-from swarm.pipeline.ledger import OTHER_ROUTE, STRANGER, Ledger, Replicas, is_from_neighbour, receipt_for
-from swarm.pipeline.settlement import Settling
 from swarm.vocabulary.pipeline_messages import (
     Backward,
     Close,
     Direction,
     Forward,
+    Purpose,
     Recall,
     Receipt,
     ReceiptStatus,
@@ -61,215 +70,832 @@ from swarm.vocabulary.pipeline_messages import (
     Stranded,
     Unsettled,
 )
-from swarm.vocabulary.types import MicrobatchId, PeerId, Reasoned
+from swarm.vocabulary.types import MicrobatchId, ModuleId, Path, PeerId, Reasoned
+
+DEFAULT_SLOTS = 16
+KEPT_FOR_OTHERS = 4
+"""Share of the slots (1/4) that one data node, or one link, can never take."""
+UNLINKED_SHARE = 4
+"""Share of the slots (1/4) for all data nodes without a link together, so that invented data nodes cannot fill us."""
+UNSETTLED_PER_SLOT = 2
+"""Unsettled gradients per slot. A hop that has more takes no new microbatches."""
+
+PATIENCE_S = 5.0
+"""Time for which an unreachable peer without a replacement is tried again, in seconds."""
+RETRY_S = 0.3
+SUBSTITUTE_AFTER_S = 1.0
+"""Outage after which a peer on the way back is replaced, in seconds; at once if it is known to be dead."""
+MOST_DOUBLINGS = 3
+BUSY_JITTER = 0.5
+
+DATA_NODE_GRACE_S = 20.0
+"""Time for which microbatches of a data node without a link are kept after each of their steps, in seconds."""
+LONGEST_LIFETIME_S = 900.0
+SHORTEST_LIFETIME_S = 60.0
+LIFETIME_IN_RESIDENCES = 20
+"""Longest lifetime of a microbatch in residence times of its data node's microbatches, within the bounds above."""
+MAX_TIMED = 256
+"""Data nodes whose residence time is remembered."""
+
+RECALL_AGAIN_S = 1.0
+RECALL_PATIENCE_S = 8.0
+"""Time for which a substitute asks for its input before it gives the gradient back, in seconds."""
+GRADIENT_LIFETIME_S = 60.0
+"""Lifetime of a gradient until its input brings the microbatch's own, in seconds."""
+
+ASK_S = 3.0
+MAX_ASKS = 20
+"""Unanswered questions after which a gradient is taken back: at most once goes before exactly once. Counted, not timed,
+so that a machine that slept does not take its own sleep for the data node's silence."""
+REMEMBERED = 16_384
+"""Completed microbatches that a data node can still answer for."""
+
+OTHER_ROUTE = "this microbatch is held here on another route"
+STRANGER = "its sender does not announce the module before"
+UNSERVED = "nobody serves its module"
+_NOT_HELD = "this microbatch is not, or no longer, held here"
+
+_OFFERED_IN = {Direction.FORWARD: Phase.HANDING_ON, Direction.BACKWARD: Phase.HANDING_BACK}
+_GUARDED_IN = {Direction.FORWARD: Phase.GUARDING, Direction.BACKWARD: Phase.GUARDING_BACK}
+
+
+class Replicas(Protocol):
+    """The peers that could take a microbatch over, as far as this peer knows."""
+
+    @property
+    def fewest_hops(self) -> int:
+        """Fewest hops of a path. A hop is skipped only if at least so many are left; MAX_HOPS: never."""
+
+    def choose(self, module: ModuleId, without: frozenset[PeerId]) -> Reasoned[PeerId | None]:
+        """Returns the best replica of a module outside the given set, or None."""
+
+    def hosts(self, peer: PeerId, module: ModuleId) -> bool:
+        """Whether a peer announces the module."""
+
+    def is_given_up(self, peer: PeerId) -> bool:
+        """Whether the peer does not answer any more, so that more than a link has broken."""
+
+    def is_linked(self, peer: PeerId) -> bool:
+        """Whether there is a link to a peer now."""
+
+    def goes_round(self, module: ModuleId) -> bool:
+        """Whether new paths avoid the module because none of its replicas can be reached."""
+
+    def has_other_expert(self, module: ModuleId) -> bool:
+        """Whether another module of its stage is served: then no path skips the stage."""
+
+
+class ResidenceTimes:
+    """Mean time from arrival to settlement of each data node's microbatches. It bounds their lifetime here."""
+
+    def __init__(self) -> None:
+        self._mean_s: dict[PeerId, float] = {}
+
+    def note(self, data_node: PeerId, seconds: float) -> None:
+        """Adds the residence time of a microbatch that has passed in both directions."""
+        known = self._mean_s.pop(data_node, seconds)
+        self._mean_s[data_node] = known + (seconds - known) / 8
+        if len(self._mean_s) > MAX_TIMED:
+            del self._mean_s[next(iter(self._mean_s))]
+
+    def longest_s(self, data_node: PeerId) -> float:
+        """Returns the longest lifetime of one of its microbatches, in seconds."""
+        if not self._mean_s:
+            return LONGEST_LIFETIME_S
+        # An unknown data node may be as slow as the slowest one. Known ones keep their own bound whatever others do.
+        usual_s = self._mean_s.get(data_node) or max(self._mean_s.values())
+        return min(LONGEST_LIFETIME_S, max(SHORTEST_LIFETIME_S, LIFETIME_IN_RESIDENCES * usual_s))
 
 
 class Custody:
-    """The state machine of all holdings of one peer.
+    """The state machine of all entries of one peer.
 
     Args:
         own: this peer.
-        slots: how many microbatches of other peers may be held at once (a data node's own are not counted).
+        slots: microbatches of other peers held at once, at most. A data node's own need no slot.
     """
 
     def __init__(self, own: PeerId, slots: int, replicas: Replicas) -> None:
         self.own = own
         self.slots = slots
-        self._ledger = Ledger(own, slots, replicas)
         self._replicas = replicas
-        self._settling = Settling(self._ledger)
-        self._handover = Handover(self._ledger, self._settling, replicas)
-        self._arrivals = Arrivals(self._ledger, self._handover, self._settling, replicas)
-        self._standing_in = StandingIn(self._ledger, self._settling, self._handover, replicas)
+        self._entries: dict[Key, Entry] = {}
+        self._unlinked: set[PeerId] = set()
+        """Data nodes of entries to which there is no link."""
+        self._residence_times = ResidenceTimes()
+        self._completed: dict[MicrobatchId, Path] = {}
+        """Of this data node, oldest first."""
 
-    # ---- looking ---------------------------------------------------------------------------------------------
+    # ---- the table ---------------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
-        return len(self._ledger)
+        return len(self._entries)
 
-    def get(self, key: Key) -> Holding | None:
-        return self._ledger.get(key)
+    def get(self, key: Key) -> Entry | None:
+        return self._entries.get(key)
 
-    def holdings(self) -> Iterable[Holding]:
-        return self._ledger.all()
+    def entries(self) -> tuple[Entry, ...]:
+        return tuple(self._entries.values())
 
     @property
     def used_slots(self) -> int:
-        return self._ledger.used_slots
+        return sum(e.path.data_node != self.own and e.phase is not Phase.SETTLING for e in self._entries.values())
 
-    # ---- admission -------------------------------------------------------------------------------------------
+    def touch(self, key: Key, now: float) -> None:
+        """Renews the deadline of a microbatch that has moved somewhere on its path."""
+        entry = self.get(key)
+        if entry is not None:
+            self._renew(entry, now)
+
+    def _of(self, microbatch: MicrobatchId) -> list[Entry]:
+        return [entry for entry in self.entries() if entry.key.microbatch == microbatch]
+
+    def _put(self, entry: Entry) -> None:
+        self._entries[entry.key] = entry
+
+    def _renew(self, entry: Entry, now: float) -> None:
+        """Puts an entry with a new deadline."""
+        data_node, allowed_s = entry.path.data_node, entry.lifetime_s
+        if data_node == self.own:
+            pass
+        elif data_node in self._unlinked:
+            allowed_s = min(allowed_s, DATA_NODE_GRACE_S)
+        elif entry.purpose is Purpose.EVALUATE:  # it is never repaired
+            allowed_s = min(allowed_s, SHORTEST_LIFETIME_S)
+        else:
+            allowed_s = min(allowed_s, self._residence_times.longest_s(data_node))
+        self._put(replace(entry, deadline=now + allowed_s))
+
+    def _drop(self, entry: Entry, reason: str) -> Forget:
+        del self._entries[entry.key]
+        return Forget(entry.key, reason)
+
+    def _strand(self, entry: Entry, position: int, detail: str) -> list[Action]:
+        """Drops an entry that cannot get to `position`, and tells its data node, which abandons it."""
+        return [self._drop(entry, detail), _stranded(entry, position, detail)]
+
+    # ---- admission ---------------------------------------------------------------------------------------------------
 
     def admit_forward(self, message: Forward, now: float) -> Reasoned[Place]:
-        """Admits a Forward if there is a place for it, and reserves that. The caller has checked it against the
-        manifest, and its route's signature.
-        """
-        known = self._ledger.get(Key(message.microbatch, message.position))
-        sender = message.path.peer_at(message.position - 1)
-        if known is not None and known.path.route != message.path.route:
+        """Admits hidden states, and reserves a place. The caller has checked manifest and signature."""
+        entry = self.get(Key(message.microbatch, message.position))
+        if entry is not None and entry.path.route != message.path.route:
             return Reasoned(Place.REFUSED, OTHER_ROUTE)
-        if not is_from_neighbour(self._replicas, message, sender, self.own):
+        if not self._is_from_neighbour(message):
             return Reasoned(Place.BUSY, STRANGER)
-        if known is not None:
-            if known.phase is Phase.RECALLING:
-                self._standing_in.input_announced(known)
-            return Reasoned(Place.FREE, "it has a slot")
-        place = self._ledger.place_for(message.microbatch.data_node, sender)
-        if place.value:
-            self._ledger.reserve(received(message, sender, now), now)
-        return Reasoned(Place.FREE if place.value else Place.BUSY, place.reason)
+        if entry is None:
+            return self._reserve(_received(message, now), now)
+        if entry.phase is Phase.RECALLING:  # the input is announced: no need to ask again
+            self._put(replace(entry, retry_at=None))
+        return Reasoned(Place.FREE, "it has a slot")
 
     def admit_backward(self, message: Backward, now: float) -> Reasoned[Place]:
-        """Admits a gradient if it is wanted. Where it is not awaited the peer may stand in for a lost hop; that takes a
-        slot.
-        """
-        holding = self._ledger.get(Key(message.microbatch, message.position))
-        if holding is None:
-            return self._standing_in.admit(message, now)
-        if holding.path.route != message.path.route:
+        """Admits a gradient that is wanted. If it is not awaited, this peer may be the substitute of a lost hop."""
+        key = Key(message.microbatch, message.position)
+        entry = self.get(key)
+        if entry is not None and entry.path.route != message.path.route:
             return Reasoned(Place.REFUSED, OTHER_ROUTE)
-        return self._arrivals.expects(holding, message)
+        if entry is not None:
+            return self._wants(entry, message)
+        if not 0 <= message.position < len(message.path.hops):  # a data node has no substitute
+            return Reasoned(Place.REFUSED, _NOT_HELD)
+        if not self._is_from_neighbour(message):
+            return Reasoned(Place.BUSY, STRANGER)
+        phase, sender = Phase.RECEIVING_GRADIENT, _sender(message)
+        return self._reserve(Entry(key, message.path, Purpose.TRAIN, phase, GRADIENT_LIFETIME_S, now, sender), now)
 
-    # ---- the machine -----------------------------------------------------------------------------------------
+    def _is_from_neighbour(self, message: Forward | Backward) -> bool:
+        """Whether the sender announces the module of its position. If not, its view may be older than ours: BUSY."""
+        hops, position = message.path.hops, message.position + (-1 if isinstance(message, Forward) else 1)
+        module = hops[position].module if 0 <= position < len(hops) else ModuleId(0)
+        sender = _sender(message)
+        return sender == self.own or self._replicas.hosts(sender, module)
+
+    def _reserve(self, entry: Entry, now: float) -> Reasoned[Place]:
+        objection = self._objection(entry.path.data_node, entry.sender)
+        if objection is not None:
+            return Reasoned(Place.BUSY, objection)
+        self._add(entry, now)
+        return Reasoned(Place.FREE, "a slot is free")
+
+    def _add(self, entry: Entry, now: float) -> None:
+        """Puts a new entry, or one that replaces another."""
+        self._put(entry)
+        if self._is_unlinked(entry.path.data_node):
+            # Without a link we cannot tell whether the data node exists, so its grace period starts now.
+            self._note_unlinked(entry.path.data_node)
+        self._renew(replace(entry, since=now), now)
+
+    def _objection(self, data_node: PeerId, sender: PeerId | None) -> str | None:
+        """Why no other microbatch of this data node, received from `sender`, can be held."""
+        if data_node == self.own:
+            return None
+        others = [entry for entry in self.entries() if entry.path.data_node != self.own]
+        share, unlinked = self.slots - self.slots // KEPT_FOR_OTHERS, max(1, self.slots // UNLINKED_SHARE)
+        unlinked_held = sum(e.path.data_node in self._unlinked and e.phase is not Phase.SETTLING for e in others)
+        if self._is_unlinked(data_node) and unlinked_held >= unlinked:
+            return f"{unlinked} slots are taken by data nodes to which there is no link"
+        for unsettled, factor, what in (
+            (False, 1, "slots"),
+            (True, UNSETTLED_PER_SLOT, "places of unsettled gradients"),
+        ):
+            held = [entry for entry in others if (entry.phase is Phase.SETTLING) is unsettled]
+            if len(held) >= factor * self.slots:
+                return f"all {factor * self.slots} {what} are taken"
+            if sum(entry.path.data_node == data_node for entry in held) >= factor * share:
+                return f"{factor * share} {what} are taken by this data node, the rest is for others"
+            if sum(entry.sender == sender for entry in held) >= factor * share:
+                return f"{factor * share} {what} are taken by what came by this link, the rest is for others"
+        return None
+
+    # ---- events ------------------------------------------------------------------------------------------------------
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        """The actions that follow from `event`. Events about microbatches that are not held are answered or ignored,
-        never an error.
-        """
+        """Returns the actions for an event. Events about unknown microbatches are answered or ignored."""
         match event:
-            case Started():
-                return self._arrivals.start(event, now)
+            case Started(microbatch, path, purpose, lifetime_s):
+                key = Key(microbatch, -1)
+                self._put(Entry(key, path, purpose, Phase.FORWARD, lifetime_s, now + lifetime_s, came=now))
+                return [Compute(key, Work.FORWARD, purpose)]
             case TensorArrived(message):
-                return self._tensor_arrived(message, now)
+                entry = self.get(Key(message.microbatch, message.position))
+                if entry is None:
+                    return [_answer(message, ReceiptStatus.REFUSED, "not, or no longer, held here")]
+                if isinstance(message, Forward):
+                    return self._input_arrived(entry, message, now)
+                return self._gradient_arrived(entry, message, now)
             case BrokenOff(message):
                 return self._broken_off(message, now)
             case Computed(key, seconds):
-                return self._computed(key, seconds, now)
+                entry = self.get(key)
+                return [] if entry is None else self._computed(entry, seconds, now)
             case ComputeFailed(key, detail):
-                return self._compute_failed(key, detail)
-            case Arrived():
-                return self._arrived(event, now)
+                entry = self.get(key)
+                return [] if entry is None else self._strand(entry, key.position, detail)
+            case Arrived(sender, message):
+                return self._told(sender, message, now)
             case PeerLost(peer, detail):
                 return self._peer_lost(peer, detail, now)
             case PeerBack(peer):
-                self._ledger.regain_data_node(peer, now)
-                return self._settling.ask_again(peer, now)
+                self._relink(peer, now)
+                return self._ask_again(peer, now)
             case Tick():
-                return [action for holding in self._ledger.all() for action in self._tick(holding, now)]
+                return [action for entry in self.entries() for action in self._tick(entry, now)]
 
-    def abandon(self, microbatch: MicrobatchId, detail: str) -> list[Action]:
-        """Abandons a microbatch at its data node: forgets both ends and tells every hop."""
-        held = [h for h in self._ledger.all() if h.key.microbatch == microbatch]
-        peers = dict.fromkeys(hop.peer for h in held for hop in h.path.hops if hop.peer != self.own)
-        gone: list[Action] = [self._ledger.drop(h.key, detail) for h in held]
-        return [*gone, *(Tell(peer, Close(microbatch, detail)) for peer in peers)]
-
-    def touch(self, key: Key, now: float) -> None:
-        """Puts off the deadline of a microbatch that has moved somewhere on its path."""
-        holding = self._ledger.get(key)
-        if holding is not None:
-            self._ledger.put_touched(holding, now)
-
-    # ---- one event each --------------------------------------------------------------------------------------
-
-    def _tensor_arrived(self, message: Forward | Backward, now: float) -> list[Action]:
-        holding = self._ledger.get(Key(message.microbatch, message.position))
-        if holding is None:
-            sender = message.path.peer_at(message.position + (-1 if isinstance(message, Forward) else 1))
-            return [Tell(sender, receipt_for(message, ReceiptStatus.REFUSED, "not, or no longer, held here"))]
+    def _told(
+        self, sender: PeerId, message: Receipt | Close | Recall | Settled | Unsettled, now: float
+    ) -> list[Action]:
+        self._relink(sender, now)
         match message:
-            case Forward():
-                if holding.phase is Phase.RECALLING:
-                    return self._standing_in.input_arrived(holding, message, now)
-                return self._arrivals.forward(holding, message, now)
-            case Backward():
-                if holding.phase is Phase.RECEIVING_GRADIENT:
-                    return self._standing_in.gradient_arrived(holding, message, now)
-                return self._arrivals.backward(holding, message, now)
+            case Receipt():
+                return self._receipt(sender, message, now)
+            case Recall():
+                return self._recalled(sender, message, now)
+            case Unsettled(microbatch):
+                return self._asked(sender, microbatch)
+            case Close(microbatch) | Settled(microbatch) if microbatch.data_node != sender:
+                return []  # only the data node may close or settle its microbatches
+            case Close():
+                return self._close(message)
+            case Settled():
+                return self._settle(message)
 
     def _broken_off(self, message: Forward | Backward, now: float) -> list[Action]:
-        holding = self._ledger.get(Key(message.microbatch, message.position))
+        entry = self.get(Key(message.microbatch, message.position))
         reserved = Phase.RECEIVING if isinstance(message, Forward) else Phase.RECEIVING_GRADIENT
-        if holding is not None and holding.phase is reserved:
-            return [self._ledger.drop(holding.key, "broken off")]
-        if holding is not None and holding.phase is Phase.RECALLING and isinstance(message, Forward):
-            self._standing_in.input_lost(holding, now)
+        if entry is not None and entry.phase is reserved:
+            return [self._drop(entry, "broken off")]
+        if entry is not None and entry.phase is Phase.RECALLING and isinstance(message, Forward):
+            self._put(replace(entry, retry_at=now))  # asks again for the input
         return []
-
-    def _computed(self, key: Key, seconds: float, now: float) -> list[Action]:
-        held = self._ledger.get(key)
-        if held is None:
-            return []
-        holding = replace(held, waited_s=max(0.0, now - held.came - seconds), computed_s=seconds)
-        return self._arrivals.computed(holding, now)
-
-    def _compute_failed(self, key: Key, detail: str) -> list[Action]:
-        holding = self._ledger.get(key)
-        return [] if holding is None else self._ledger.strand(holding, key.position, detail)
-
-    def _arrived(self, event: Arrived, now: float) -> list[Action]:
-        sender = event.sender
-        self._ledger.regain_data_node(sender, now)
-        match event.message:
-            case Receipt() as message:
-                return self._receipt(sender, message, now)
-            case Close() as message:
-                return self._close(sender, message)
-            case Recall() as message:
-                return self._standing_in.recalled(sender, message, now)
-            case Settled() as message:
-                return self._settling.settled(sender, message)
-            case Unsettled(microbatch):
-                return self._settling.asked(sender, microbatch)
-
-    def _receipt(self, sender: PeerId, receipt: Receipt, now: float) -> list[Action]:
-        onward = receipt.direction is Direction.FORWARD
-        key = Key(receipt.microbatch, receipt.position - 1 if onward else receipt.position + 1)
-        holding = self._ledger.get(key)
-        if holding is None or holding.target != sender or holding.direction is not receipt.direction:
-            return []
-        if holding.phase is Phase.RECALLING:
-            return self._standing_in.answered(holding, receipt)
-        return self._handover.receipt(holding, receipt, now) if holding.phase in HANDED_OVER else []
 
     def _peer_lost(self, peer: PeerId, detail: str, now: float) -> list[Action]:
         actions: list[Action] = []
-        for holding in self._ledger.all():
+        for entry in self.entries():
             # One that recalls its input asks again by the clock, whatever the link does.
-            if holding.target == peer and holding.phase in HANDED_OVER:
-                actions += self._handover.target_failed(holding, detail, now)
-        self._ledger.lose_data_node(peer, now)
+            if entry.target == peer and entry.phase in OFFERED | GUARDED:
+                actions += self._target_failed(entry, detail, now)
+        self._note_unlinked(peer)
+        for entry in self._moving(peer):
+            self._put(replace(entry, deadline=min(entry.deadline, now + DATA_NODE_GRACE_S)))
         return actions
 
-    def _close(self, sender: PeerId, message: Close) -> list[Action]:
-        if message.microbatch.data_node != sender:
-            return []  # only its data node may close a microbatch
-        actions: list[Action] = []
-        for holding in [h for h in self._ledger.all() if h.key.microbatch == message.microbatch]:
-            # What is being computed just now will have been added by the time that it is taken back.
-            if holding.phase in ADDED | {Phase.BACKWARD} and not holding.is_end:
-                actions.append(Retract(holding.key))
-            actions.append(self._ledger.drop(holding.key, f"closed: {message.detail}"))
-        return actions
-
-    def _tick(self, holding: Holding, now: float) -> list[Action]:
-        if holding.phase is Phase.SETTLING:
-            return self._settling.tick(holding, now)
-        # A computation always ends. What it adds must not be forgotten before, however long the machine slept
-        # meanwhile.
-        if holding.deadline <= now and holding.phase is not Phase.BACKWARD:
-            return self._overdue(holding, now)
-        if holding.phase is Phase.RECALLING:
-            return self._standing_in.tick(holding, now)
-        if holding.retry_at is None or holding.retry_at > now or holding.target is None:
+    def _tick(self, entry: Entry, now: float) -> list[Action]:
+        if entry.deadline <= now and entry.phase is not Phase.BACKWARD:
+            # A computation always ends, however long the machine slept. It must not add to a forgotten entry.
+            return self._overdue(entry, now)
+        if entry.retry_at is None or entry.retry_at > now:
             return []
-        return self._handover.retry(holding, holding.target, now)
-
-    def _overdue(self, holding: Holding, now: float) -> list[Action]:
-        if holding.phase in ADDED and not holding.is_end:
-            self._settling.enter(holding, now)
+        if entry.phase is Phase.SETTLING:
+            return self._ask(entry, now)
+        if entry.target is None:
             return []
-        gone = self._ledger.drop(holding.key, f"nothing happened to it for {holding.lifetime_s:.0f} s")
-        if holding.path.data_node != self.own:
+        if entry.phase is Phase.RECALLING:
+            return self._recall_again(entry, entry.target, now)
+        return self._offer_again(entry, entry.target, now)
+
+    def _overdue(self, entry: Entry, now: float) -> list[Action]:
+        if entry.phase in ADDED and not entry.is_end:
+            self._await_settlement(entry, now)
+            return []
+        gone = self._drop(entry, f"nothing happened to it for {entry.lifetime_s:.0f} s")
+        if entry.path.data_node != self.own:
             return [gone]
-        lost = Stranded(holding.key.microbatch, Direction.FORWARD, holding.key.position, "lost on its path")
-        return [gone, Tell(self.own, lost)]
+        position = entry.key.position
+        return [gone, Tell(self.own, Stranded(entry.key.microbatch, Direction.FORWARD, position, "lost on its path"))]
+
+    # ---- data nodes without a link -----------------------------------------------------------------------------------
+
+    def _is_unlinked(self, data_node: PeerId) -> bool:
+        return data_node != self.own and not self._replicas.is_linked(data_node)
+
+    def _note_unlinked(self, data_node: PeerId) -> None:
+        # Only data nodes of entries are kept, so the set is bounded as the entries are.
+        self._unlinked = (self._unlinked | {data_node}) & {entry.path.data_node for entry in self.entries()}
+
+    def _relink(self, peer: PeerId, now: float) -> None:
+        """Ends the grace period of a data node's microbatches."""
+        if peer in self._unlinked:
+            self._unlinked.remove(peer)
+            for entry in self._moving(peer):
+                self._renew(entry, now)
+
+    def _moving(self, data_node: PeerId) -> list[Entry]:
+        """Returns the data node's entries that have a deadline; a settling one asks until it is answered."""
+        return [e for e in self.entries() if e.path.data_node == data_node and e.phase is not Phase.SETTLING]
+
+    # ---- arrival: hidden states --------------------------------------------------------------------------------------
+
+    def _input_arrived(self, entry: Entry, message: Forward, now: float) -> list[Action]:
+        accepted, passed_on = _answer(message, ReceiptStatus.ACCEPTED), _answer(message, ReceiptStatus.PASSED_ON)
+        if entry.phase is Phase.RECALLING:
+            path = _joined(message.path, entry.path, message.position + 1)
+            ready = replace(entry, path=path, phase=Phase.BACKWARD, lifetime_s=message.lifetime_s, came=now)
+            self._renew(replace(ready, target=None, retry_at=None, failing_since=None), now)
+            # PASSED_ON at once: the hop after has had this microbatch's output already.
+            return [accepted, passed_on, Compute(entry.key, Work.REPLAY, Purpose.TRAIN)]
+        if entry.phase is Phase.RECEIVING and entry.is_end and self._has_turned(entry):
+            # It came by a path of another length: one of the two has skipped a hop that was only out of reach.
+            return [self._drop(entry, "another copy came first"), accepted, passed_on]
+        if entry.phase in (Phase.RECEIVING, Phase.RECEIVING_GRADIENT):
+            return self._take(message, now)
+        # A second copy: the sender lost its link to us, or a repaired path leads here by another replica.
+        if _same_hops(entry.path, message.path, message.position):
+            return [accepted] if entry.phase in (Phase.FORWARD, Phase.HANDING_ON) else [accepted, passed_on]
+        if entry.phase in BEFORE_BACKWARD and not entry.is_end:
+            return [self._drop(entry, "replaced by a repaired path"), *self._take(message, now)]
+        if entry.phase is Phase.SETTLING or (entry.phase is Phase.GUARDING_BACK and entry.target is None):
+            # The gradient has gone further back than the peer that this copy is meant to replace.
+            return [_answer(message, ReceiptStatus.REFUSED, "another copy came first")]
+        # The peer before has been replaced and may lack the gradient: its substitute gets it.
+        path = _joined(message.path, entry.path, message.position)
+        adopted = replace(entry, path=path, tried=frozenset(), busy=frozenset())
+        self._renew(adopted, now)
+        return [accepted, passed_on, *(self._offer(adopted, now) if entry.phase in ADDED else ())]
+
+    def _has_turned(self, end: Entry) -> bool:
+        """Whether another copy has come to its end before this one."""
+        others = [other for other in self._of(end.key.microbatch) if other.key != end.key]
+        return any(other.is_end and other.phase is not Phase.RECEIVING for other in others)
+
+    def _take(self, message: Forward, now: float) -> list[Action]:
+        self._add(replace(_received(message, now), phase=Phase.FORWARD, came=now), now)
+        accepted, data_node = _answer(message, ReceiptStatus.ACCEPTED), message.path.data_node
+        told = [accepted]
+        if data_node in self._unlinked:  # sending makes the link that shows that the data node exists
+            told.append(replace(accepted, to=data_node))
+        work = Work.LOSS if message.position == len(message.path.hops) else Work.FORWARD
+        return [*told, Compute(Key(message.microbatch, message.position), work, message.purpose)]
+
+    # ---- arrival: gradients ------------------------------------------------------------------------------------------
+
+    def _wants(self, entry: Entry, message: Backward) -> Reasoned[Place]:
+        """Whether an entry takes this gradient. It takes the first of any replica of the next module."""
+        sender = _sender(message)
+        if entry.purpose is Purpose.EVALUATE:
+            return Reasoned(Place.REFUSED, "this microbatch is only evaluated")
+        if not _same_modules(entry.path, message.path, message.position + 1):
+            return Reasoned(Place.REFUSED, "this microbatch is held here on another path")
+        if entry.path.peer_at(message.position + 1) == sender:
+            is_early = entry.phase in (Phase.RECEIVING, Phase.FORWARD)
+        elif self._replicas.hosts(sender, message.path.hops[message.position + 1].module):
+            is_early = entry.phase in WITHOUT_OUTPUT
+        else:
+            return Reasoned(Place.REFUSED, "it does not come from a replica of the next module")
+        return (
+            Reasoned(Place.BUSY, "this microbatch is not that far yet") if is_early else Reasoned(Place.FREE, "awaited")
+        )
+
+    def _gradient_arrived(self, entry: Entry, message: Backward, now: float) -> list[Action]:
+        accepted = _answer(message, ReceiptStatus.ACCEPTED)
+        if entry.phase is Phase.RECEIVING_GRADIENT:
+            before = message.path.peer_at(message.position - 1)
+            recalling = replace(entry, path=message.path, phase=Phase.RECALLING, target=before, failing_since=now)
+            self._renew(replace(recalling, retry_at=now + RECALL_AGAIN_S), now)
+            return [KeepGradient(entry.key), accepted, _recall(recalling, before)]
+        wanted = self._wants(entry, message)
+        if wanted.value is not Place.FREE:
+            status = ReceiptStatus.BUSY if wanted.value is Place.BUSY else ReceiptStatus.REFUSED
+            return [_answer(message, status, wanted.reason, RETRY_S)]
+        if entry.phase in BEFORE_BACKWARD:
+            path = _joined(entry.path, message.path, message.position + 1)
+            # The replicas tried on the forward pass host another module: none of them is excluded from here on.
+            fresh = replace(entry, path=path, target=None, tried=frozenset(), busy=frozenset(), came=now)
+            self._renew(replace(fresh, phase=Phase.BACKWARD, retry_at=None, failing_since=None), now)
+            return [accepted, Compute(entry.key, Work.BACKWARD, entry.purpose)]
+        # A later gradient is let go: the microbatch is past its sender.
+        answers = [accepted] if entry.path.peer_at(message.position + 1) == _sender(message) else []
+        if not answers or entry.phase in (Phase.GUARDING_BACK, Phase.SETTLING):
+            answers.append(_answer(message, ReceiptStatus.PASSED_ON))
+        return [*answers]
+
+    # ---- computed ----------------------------------------------------------------------------------------------------
+
+    def _computed(self, entry: Entry, seconds: float, now: float) -> list[Action]:
+        entry = replace(entry, waited_s=max(0.0, now - entry.came - seconds), computed_s=seconds)
+        if entry.is_start and entry.phase is Phase.BACKWARD:
+            return self._complete(entry)
+        if not entry.is_end:
+            return self._offer(entry, now)
+        if entry.purpose is Purpose.EVALUATE:
+            return [self._drop(entry, "evaluated")]
+        return self._offer(replace(entry, phase=Phase.BACKWARD), now)
+
+    # ---- handover ----------------------------------------------------------------------------------------------------
+    #
+    #     FORWARD -> HANDING_ON -> GUARDING -> AWAITING            to the hop after
+    #     BACKWARD -> HANDING_BACK -> GUARDING_BACK -> SETTLING    to the hop before
+    #
+    # A lost, busy or refusing peer is replaced by another replica of its module, from the kept output. Without another
+    # replica the same peer is tried again for PATIENCE_S. The two directions differ:
+    # * Forward any replica will do, and is asked at once. If there is none the hop is skipped, where the run allows it.
+    #   It is not skipped if another expert of its stage is served: a signed route names its modules, so the microbatch
+    #   strands and its data node launches the text again by the next best route.
+    # * Backward only the original peer has the input, so it is waited for before a substitute computes the visit again.
+
+    def _offer(self, entry: Entry, now: float) -> list[Action]:
+        """Offers an entry's output to the next peer on its path, from now on its target."""
+        phase, target = _OFFERED_IN[entry.direction], entry.path.peer_at(entry.next_position)
+        offered = replace(_timed(entry, now), phase=phase, target=target, retry_at=None, failing_since=None)
+        if entry.phase is phase:  # another replica after a busy one is no progress: the deadline stays
+            self._put(offered)
+        else:
+            self._renew(offered, now)
+        return [_sending(offered, target)]
+
+    def _offer_to(self, replica: PeerId, entry: Entry, now: float) -> list[Action]:
+        return self._offer(replace(entry, path=entry.path.with_peer(entry.next_position, replica)), now)
+
+    def _offer_again(self, entry: Entry, target: PeerId, now: float) -> list[Action]:
+        since = entry.failing_since
+        if since is not None and (actions := self._instead_of_waiting(entry, since, UNSERVED, now)):
+            return actions
+        offered = replace(_timed(entry, now), retry_at=None)
+        self._put(offered)
+        return [_sending(offered, target)]
+
+    def _receipt(self, sender: PeerId, receipt: Receipt, now: float) -> list[Action]:
+        before = -1 if receipt.direction is Direction.FORWARD else 1
+        entry = self.get(Key(receipt.microbatch, receipt.position + before))
+        if entry is None or entry.target != sender or entry.direction is not receipt.direction:
+            return []
+        if entry.phase is Phase.RECALLING:
+            return self._recall_answered(entry, receipt)
+        match receipt.status:
+            case ReceiptStatus.ACCEPTED:
+                return self._accepted(entry, now)
+            case ReceiptStatus.PASSED_ON:
+                actions = self._accepted(entry, now)  # the ACCEPTED may have been overtaken or lost
+                current = self.get(entry.key)
+                if current is not None and current.phase in GUARDED:
+                    self._release(current, now)
+                return actions
+            case ReceiptStatus.BUSY:
+                return self._busy(entry, receipt.retry_after_s, now)
+            case ReceiptStatus.REFUSED:
+                refused = f"refused: {receipt.detail}"
+                return self._offer_elsewhere(entry, now) or self._give_up(entry, refused, now)
+
+    def _accepted(self, entry: Entry, now: float) -> list[Action]:
+        if entry.phase not in OFFERED:
+            return []
+        told = _passed_on(entry, now)
+        if entry.purpose is Purpose.EVALUATE:
+            return [*told, self._drop(entry, "passed on")]
+        phase = _GUARDED_IN[entry.direction]
+        guarded = replace(entry, phase=phase, retry_at=None, failing_since=None, refusals=0)
+        self._renew(guarded, now)
+        if entry.next_module is None:  # a data node cannot be replaced: nothing to guard
+            self._release(guarded, now)
+        return told
+
+    def _release(self, guarded: Entry, now: float) -> None:
+        """Ends the guard: the next peer guards it, or is its data node."""
+        if guarded.direction is Direction.FORWARD:
+            self._renew(replace(guarded, phase=Phase.AWAITING, target=None), now)
+        elif guarded.is_end:
+            # Kept until its start completes or is given up, so that no later copy can turn round a second time.
+            self._put(replace(guarded, target=None, deadline=math.inf))
+        else:
+            self._await_settlement(guarded, now)
+
+    def _busy(self, entry: Entry, asked_s: float, now: float) -> list[Action]:
+        module, target = entry.next_module, entry.target
+        if entry.phase not in OFFERED or target is None:
+            return []
+        # Backward, the original peer is waited for; any substitute will do.
+        if module is not None and (entry.direction is Direction.FORWARD or entry.tried):
+            busy = entry.busy | {target}
+            other = self._replicas.choose(module, entry.tried | busy).value
+            if other is not None:
+                return self._offer_to(other, replace(entry, busy=busy), now)
+        self._put(put_off(entry, asked_s, now))
+        return []
+
+    def _target_failed(self, entry: Entry, detail: str, now: float) -> list[Action]:
+        """Replaces an unreachable target, or tries it again until patience is over."""
+        since = now if entry.failing_since is None else entry.failing_since
+        if actions := self._instead_of_waiting(entry, since, detail, now):
+            return actions
+        if now - since >= PATIENCE_S:
+            return self._give_up(entry, detail, now)
+        offered = _OFFERED_IN[entry.direction]
+        self._put(replace(entry, phase=offered, failing_since=since, retry_at=now + RETRY_S))
+        return []
+
+    def _instead_of_waiting(self, entry: Entry, since: float, detail: str, now: float) -> list[Action]:
+        """Replaces or gives up an unreachable target at once; no action if it is waited for."""
+        is_replaced = entry.direction is Direction.FORWARD or now - since >= SUBSTITUTE_AFTER_S
+        if not is_replaced and entry.target is not None:
+            is_replaced = self._replicas.is_given_up(entry.target)
+        if is_replaced and (actions := self._offer_elsewhere(entry, now)):
+            return actions
+        module = entry.next_module
+        if module is None or not self._replicas.goes_round(module):
+            return []
+        # New paths avoid the module. Launched again, a microbatch on its way back, or one that has another expert to
+        # visit, is complete before one that waits for a substitute.
+        is_relaunched = entry.direction is Direction.BACKWARD or self._replicas.has_other_expert(module)
+        return self._give_up(entry, detail, now) if is_relaunched or self._may_skip(entry) else []
+
+    def _offer_elsewhere(self, entry: Entry, now: float) -> list[Action]:
+        """Offers it to another replica of the next module, if there is one."""
+        module, target = entry.next_module, entry.target
+        if module is None or target is None:
+            return []
+        tried = entry.tried | {target}
+        for without in (tried | entry.busy, tried):  # a busy replica is better than none
+            other = self._replicas.choose(module, without).value
+            if other is not None:
+                return self._offer_to(other, replace(entry, tried=tried, refusals=0), now)
+        return []
+
+    def _may_skip(self, entry: Entry) -> bool:
+        module, is_longer = entry.next_module, len(entry.path.hops) > self._replicas.fewest_hops
+        if module is None or not is_longer or entry.purpose is not Purpose.TRAIN:
+            return False
+        return not self._replicas.has_other_expert(module)
+
+    def _give_up(self, entry: Entry, detail: str, now: float) -> list[Action]:
+        """No peer can take it: skips the next hop, or tells the data node."""
+        position, is_forward = entry.next_position, entry.direction is Direction.FORWARD
+        if is_forward and self._may_skip(entry):
+            path = entry.path.without(position)
+            return self._offer(replace(entry, path=path, tried=frozenset(), busy=frozenset(), refusals=0), now)
+        if is_forward and entry.next_module is not None:
+            detail = f"{detail}; module {entry.next_module} has no peer left to stand in"
+        if is_forward or entry.is_end:
+            return self._strand(entry, position, detail)
+        # The data node abandons it, unless the gradient arrived by another way: either decision settles it here. The
+        # peer that guards our gradient has nothing more to do than to ask for that decision, too.
+        self._await_settlement(entry, now)
+        released = Receipt(entry.key.microbatch, Direction.BACKWARD, entry.key.position, ReceiptStatus.PASSED_ON)
+        guard = entry.path.peer_at(entry.previous_position)
+        return [_stranded(entry, position, detail), Tell(guard, released)]
+
+    # ---- failover on the way back: the substitute --------------------------------------------------------------------
+
+    def _recall_again(self, entry: Entry, before: PeerId, now: float) -> list[Action]:
+        if entry.failing_since is not None and now - entry.failing_since >= RECALL_PATIENCE_S:
+            return self._give_back(entry, ReceiptStatus.REFUSED, "the input cannot be had")
+        self._put(replace(entry, retry_at=now + RECALL_AGAIN_S))
+        return [_recall(entry, before)]
+
+    def _recall_answered(self, entry: Entry, receipt: Receipt) -> list[Action]:
+        """Handles the receipt that the hop before sends instead of the input."""
+        match receipt.status:
+            case ReceiptStatus.PASSED_ON:
+                return self._give_back(entry, ReceiptStatus.PASSED_ON, "the gradient is there already")
+            case ReceiptStatus.REFUSED:
+                return self._give_back(entry, ReceiptStatus.REFUSED, f"no input: {receipt.detail}")
+            case _:
+                return []
+
+    def _give_back(self, entry: Entry, status: ReceiptStatus, detail: str) -> list[Action]:
+        gradient = Backward(entry.key.microbatch, entry.path, entry.key.position)
+        return [_answer(gradient, status, detail), self._drop(entry, detail)]
+
+    # ---- failover on the way back: the hop before --------------------------------------------------------------------
+
+    def _recalled(self, sender: PeerId, message: Recall, now: float) -> list[Action]:
+        """Sends the output to the substitute of the hop after, or says why not."""
+        entry = self.get(Key(message.microbatch, message.position))
+
+        def answer(status: ReceiptStatus, detail: str, retry_s: float = 0.0) -> list[Action]:
+            # As the gradient that the Recall leads to is answered.
+            return [
+                Tell(sender, Receipt(message.microbatch, Direction.BACKWARD, message.position, status, retry_s, detail))
+            ]
+
+        if entry is None:
+            if message.microbatch in self._completed:
+                return answer(ReceiptStatus.PASSED_ON, "complete")
+            return answer(ReceiptStatus.REFUSED, _NOT_HELD)
+        objection = self._objection_to_recall(entry, sender, message)
+        if objection:
+            return answer(ReceiptStatus.REFUSED, objection)
+        if entry.phase in WITHOUT_OUTPUT:
+            return answer(ReceiptStatus.BUSY, "not that far yet", RETRY_S)
+        if entry.phase not in BEFORE_BACKWARD:
+            return answer(ReceiptStatus.PASSED_ON, "the gradient is here already")
+        if entry.phase is Phase.HANDING_ON and entry.target == sender and entry.retry_at is None:
+            return []  # the output is in flight
+        replaced = entry.path.hops[message.position + 1].peer
+        tried = entry.tried if replaced == sender else entry.tried | {replaced}
+        return self._offer_to(sender, replace(entry, tried=tried), now)
+
+    def _objection_to_recall(self, entry: Entry, sender: PeerId, message: Recall) -> str:
+        after = message.position + 1
+        names_sender = after < len(message.path.hops) and message.path.hops[after].peer == sender
+        if entry.purpose is Purpose.EVALUATE or entry.is_end or not names_sender:
+            return "there is nothing to recall"
+        # The entry was checked at admission: its own view of the path up to here counts, not the sender's.
+        if entry.path.route != message.path.route:
+            return OTHER_ROUTE
+        if not _same_modules(entry.path, message.path, after):
+            return "this microbatch is held here on another path"
+        known = entry.path.hops[after]
+        if known.peer != sender and not self._replicas.hosts(sender, known.module):
+            return "a substitute has to host the module of the hop that it replaces"
+        return ""
+
+    # ---- settlement: a hop -------------------------------------------------------------------------------------------
+
+    def _await_settlement(self, entry: Entry, now: float) -> None:
+        """Frees the slot of a hop whose part is done, and waits for the data node's decision."""
+        self._residence_times.note(entry.path.data_node, now - entry.since)
+        waiting = replace(entry, phase=Phase.SETTLING, target=None, failing_since=None, asked=0)
+        self._put(replace(waiting, retry_at=now + ASK_S, deadline=math.inf))
+
+    def _ask(self, entry: Entry, now: float) -> list[Action]:
+        if entry.asked >= MAX_ASKS:
+            return [Retract(entry.key), self._drop(entry, "nobody says that its gradient counts")]
+        self._put(replace(entry, asked=entry.asked + 1, retry_at=now + ASK_S))
+        return [Tell(entry.path.data_node, Unsettled(entry.key.microbatch))]
+
+    def _ask_again(self, data_node: PeerId, now: float) -> list[Action]:
+        """Asks a data node at once when its link is back: its decision may be lost, and it may be about to leave."""
+        asked: list[Action] = []
+        for entry in self.entries():
+            if entry.phase is Phase.SETTLING and entry.path.data_node == data_node:
+                # Not counted in `asked`: a link may break any number of times.
+                self._put(replace(entry, retry_at=now + ASK_S))
+                asked.append(Tell(data_node, Unsettled(entry.key.microbatch)))
+        return asked
+
+    def _settle(self, message: Settled) -> list[Action]:
+        actions: list[Action] = []
+        hops = message.path.hops
+        for entry in self._of(message.microbatch):
+            position = entry.key.position
+            if entry.phase in ADDED:
+                counts = 0 <= position < len(hops) and hops[position].peer == self.own
+                actions.append(Confirmed(entry.key) if counts else Retract(entry.key))
+            # A gradient that is being computed is not added yet. It will be asked about later.
+            if entry.phase is not Phase.BACKWARD:
+                actions.append(self._drop(entry, "complete"))
+        return actions
+
+    def _close(self, message: Close) -> list[Action]:
+        actions: list[Action] = []
+        for entry in self._of(message.microbatch):
+            # A gradient that is being computed will have been added by the time that it is taken back.
+            if entry.phase in ADDED | {Phase.BACKWARD} and not entry.is_end:
+                actions.append(Retract(entry.key))
+            actions.append(self._drop(entry, f"closed: {message.detail}"))
+        return actions
+
+    # ---- settlement: the data node -----------------------------------------------------------------------------------
+
+    def _complete(self, start: Entry) -> list[Action]:
+        """Ends a microbatch whose gradient is back at its start, and tells every hop of its path that it counts."""
+        microbatch, path = start.key.microbatch, start.path
+        forgotten = [self._drop(end, "completed") for end in self._of(microbatch)]
+        self._completed[microbatch] = path
+        if len(self._completed) > REMEMBERED:
+            del self._completed[next(iter(self._completed))]
+        peers = dict.fromkeys(hop.peer for hop in path.hops)
+        return [Finished(microbatch, path), *forgotten, *(Tell(peer, Settled(microbatch, path)) for peer in peers)]
+
+    def abandon(self, microbatch: MicrobatchId, detail: str) -> list[Action]:
+        """Abandons a microbatch at its data node: forgets both ends and tells every hop."""
+        held = self._of(microbatch)
+        peers = dict.fromkeys(hop.peer for entry in held for hop in entry.path.hops if hop.peer != self.own)
+        gone: list[Action] = [self._drop(entry, detail) for entry in held]
+        return [*gone, *(Tell(peer, Close(microbatch, detail)) for peer in peers)]
+
+    def _asked(self, sender: PeerId, microbatch: MicrobatchId) -> list[Action]:
+        if microbatch.data_node != self.own:
+            return []
+        path = self._completed.get(microbatch)
+        if path is not None:
+            return [Tell(sender, Settled(microbatch, path))]
+        if self._of(microbatch):
+            return []  # in flight: not decided yet
+        return [Tell(sender, Close(microbatch, "not under way any more"))]
+
+
+# ---- messages --------------------------------------------------------------------------------------------------------
+
+
+def _sender(message: Forward | Backward) -> PeerId:
+    return message.path.peer_at(message.position + (-1 if isinstance(message, Forward) else 1))
+
+
+def _received(message: Forward, now: float) -> Entry:
+    key = Key(message.microbatch, message.position)
+    return Entry(key, message.path, message.purpose, Phase.RECEIVING, message.lifetime_s, now, _sender(message))
+
+
+def _answer(message: Forward | Backward, status: ReceiptStatus, detail: str = "", retry_after_s: float = 0.0) -> Tell:
+    direction = Direction.FORWARD if isinstance(message, Forward) else Direction.BACKWARD
+    receipt = Receipt(message.microbatch, direction, message.position, status, retry_after_s, detail[:256])
+    return Tell(_sender(message), receipt)
+
+
+def _sending(entry: Entry, target: PeerId) -> SendOutput:
+    microbatch, path, position = entry.key.microbatch, entry.path, entry.next_position
+    if entry.direction is Direction.FORWARD:
+        return SendOutput(entry.key, target, Forward(microbatch, path, position, entry.purpose, entry.lifetime_s))
+    return SendOutput(entry.key, target, Backward(microbatch, path, position))
+
+
+def _recall(entry: Entry, before: PeerId) -> Tell:
+    return Tell(before, Recall(entry.key.microbatch, entry.path, entry.key.position - 1))
+
+
+def _stranded(entry: Entry, position: int, detail: str) -> Tell:
+    signature = b"" if entry.path.route is None else entry.path.route.signature
+    message = Stranded(entry.key.microbatch, entry.direction, position, detail[:256], signature)
+    return Tell(entry.path.data_node, message)
+
+
+def _passed_on(entry: Entry, now: float) -> list[Action]:
+    """The receipts PASSED_ON: to the peer that guards it, and to the data node, which measures its peers by them."""
+    receipt = Receipt(
+        entry.key.microbatch,
+        entry.direction,
+        entry.key.position,
+        ReceiptStatus.PASSED_ON,
+        waited_s=entry.waited_s,
+        computed_s=entry.computed_s,
+        sent_s=max(0.0, now - entry.handed),
+    )
+    told = [entry.path.data_node]
+    if -1 <= entry.previous_position <= len(entry.path.hops):
+        told.insert(0, entry.path.peer_at(entry.previous_position))
+    return [Tell(peer, receipt) for peer in dict.fromkeys(told)]
+
+
+# ---- small rules -----------------------------------------------------------------------------------------------------
+
+
+def _timed(entry: Entry, now: float) -> Entry:
+    """The entry as offered now. The time of an earlier offer that came to nothing counts as waiting."""
+    in_vain_s = now - entry.handed if entry.phase in OFFERED | GUARDED else 0.0
+    return replace(entry, handed=now, waited_s=entry.waited_s + in_vain_s)
+
+
+def put_off(entry: Entry, asked_s: float, now: float) -> Entry:
+    """Sets the next offer while every replica is busy: exponential backoff from what the last one asked for."""
+    doublings = min(entry.refusals, MOST_DOUBLINGS)
+    # The jitter differs by microbatch, so that those that were refused together do not all come back together.
+    chance = zlib.crc32(f"{entry.key} {entry.refusals}".encode()) / 2**32 if doublings else 0.0
+    pause_s = asked_s * 2.0**doublings * (1 + BUSY_JITTER * chance)
+    return replace(entry, retry_at=now + pause_s, busy=frozenset(), refusals=entry.refusals + 1)
+
+
+def _same_hops(one: Path, other: Path, position: int) -> bool:
+    """Whether two paths agree up to and including `position`. Later hops may have been repaired since."""
+    return one.hops[: position + 1] == other.hops[: position + 1]
+
+
+def _same_modules(one: Path, other: Path, position: int) -> bool:
+    """Whether two paths differ at most in the replicas up to and including `position`."""
+    modules, others = ([hop.module for hop in path.hops[: position + 1]] for path in (one, other))
+    return modules == others
+
+
+def _joined(before: Path, after: Path, position: int) -> Path:
+    """Takes the hops before `position` from one path, the others from the other. Each side knows its own repairs."""
+    return replace(before, hops=(*before.hops[:position], *after.hops[position:]))

@@ -12,9 +12,9 @@ from collections import Counter
 from dataclasses import dataclass
 from random import Random
 
-from swarm.pipeline.custody_states import Work
+from swarm.pipeline.custody import LONGEST_LIFETIME_S, SHORTEST_LIFETIME_S
+from swarm.pipeline.custody_events import Work
 from swarm.pipeline.in_flight import FlightRules
-from swarm.pipeline.ledger import LONGEST_LIFETIME_S, SHORTEST_LIFETIME_S
 from swarm.routing.negotiation.negotiation_events import TalkRules
 from swarm.simulation.instance import Instance
 from swarm.simulation.negotiation_world import Network

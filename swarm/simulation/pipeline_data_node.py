@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from swarm.pipeline.custody_states import Key, Started
+from swarm.pipeline.custody_events import Key, Started
 from swarm.pipeline.in_flight import Flight, Flights
 from swarm.routing.cost_model import Costs
 from swarm.routing.latency_attribution import PathTimes
@@ -102,7 +102,7 @@ class DataNode:
         """A copy that strands on the way out after another has come back does no harm."""
         custody, microbatch = self.peer.custody, message.microbatch
         ends = [custody.get(Key(microbatch, -1)) is not None]
-        ends.append(any(held.is_end and held.key.microbatch == microbatch for held in custody.holdings()))
+        ends.append(any(held.is_end and held.key.microbatch == microbatch for held in custody.entries()))
         if message.direction is Direction.FORWARD and all(ends) and message.position > -1:
             return
         self._times.lost(microbatch, self.world.time.now)

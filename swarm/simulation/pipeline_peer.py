@@ -1,4 +1,4 @@
-"""One peer of the world: the machines of the node, and what `node.pipeline.microbatch_runner` and
+"""One peer of the world: the machines of the node, and what `node.pipeline.runner` and
 `node.network.membership_sync` do around them, without bytes or numbers."""
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from swarm.membership.membership import Membership
 from swarm.pipeline.custody import Custody
-from swarm.pipeline.custody_states import (
+from swarm.pipeline.custody_events import (
     Action,
     Arrived,
     BrokenOff,
@@ -143,10 +143,10 @@ class Peer:
             self.incarnation, int(now * 1000) + self.incarnation, now + RECORD_LIFETIME_S,
         )  # fmt: skip
 
-    # ---- swarm.pipeline.ledger.Replicas --------------------------------------------------------------------------
+    # ---- swarm.pipeline.custody.Replicas --------------------------------------------------------------------------
 
     def choose(self, module: ModuleId, without: frozenset[PeerId]) -> Reasoned[PeerId | None]:
-        load = in_flight_by_peer([holding.path for holding in self.custody.holdings()])
+        load = in_flight_by_peer([holding.path for holding in self.custody.entries()])
         return self.planner.replica(module, without, load, self.world.time.now)
 
     def hosts(self, peer: PeerId, module: ModuleId) -> bool:

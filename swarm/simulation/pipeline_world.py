@@ -15,7 +15,7 @@ from functools import partial
 from random import Random
 from typing import Protocol
 
-from swarm.pipeline.custody_states import Work
+from swarm.pipeline.custody_events import Work
 from swarm.pipeline.in_flight import FlightRules, Flights
 from swarm.routing.negotiation.negotiation_events import TalkRules
 from swarm.routing.path_rules import PathRules

@@ -21,20 +21,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import node.pipeline.stage_worker
+import node.pipeline.worker
 import node.runtime.stage_role
 from benchmarks.rule_planners import OURS
 from node.__main__ import main
-from node.pipeline.codec_selection import LinkCodecs
-from node.pipeline.data_worker import DataWorker
-from node.pipeline.deferred_weights import DeferredWeights
-from node.pipeline.interfaces import Job, Output
-from node.pipeline.stage_worker import HopWorker
+from node.pipeline.runner import Job, LinkCodecs, Output
+from node.pipeline.split_backward import DeferredWeights
+from node.pipeline.worker import DataWorker, HopWorker
 from protocol.frames.frames import Hello
 from protocol.manifest.manifest import Manifest
 from protocol.transport.grpc_streams import AcceptedStream, DialledStream
 from protocol.transport.grpc_transport import GrpcTransport
-from swarm.pipeline.custody_states import Work
+from swarm.pipeline.custody_events import Work
 from swarm.vocabulary.announcement import Speed
 from swarm.vocabulary.errors import ConfigError
 from swarm.vocabulary.types import Codec, MicrobatchId, PeerId, Reasoned
@@ -148,7 +146,7 @@ def slow_computing(spec: Spec) -> None:
     emulated one, or wrong as the specification says."""
     if spec.puts_off is not None:
         chosen = Reasoned(spec.puts_off, "as the specification says")
-        node.pipeline.stage_worker.puts_weights_off = lambda staleness, devices: chosen
+        node.pipeline.worker.puts_weights_off = lambda staleness, devices: chosen
     weights_s = _slow_weights(spec)
 
     def seconds_of(job: Job, put_off: int) -> float:

@@ -19,7 +19,7 @@ from node.averaging.anchor.anchor import Anchor
 from node.context.module_context import ModuleContext
 from node.runtime.data_role import DataRole, data_role
 from swarm.membership.membership import Membership
-from swarm.pipeline.custody_states import Event, Started
+from swarm.pipeline.custody_events import Event, Started
 from swarm.routing.measured_times import MeasuredTimes
 from swarm.routing.path_rules import PathRules
 from swarm.routing.planner import Planner

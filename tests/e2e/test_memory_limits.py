@@ -14,7 +14,7 @@ from node.model.memory_need import needs_of
 from node.observability.events import NodeStatus, Step
 from protocol.identity.keys import Identity
 from protocol.manifest.signing import sign_manifest
-from swarm.pipeline.ledger import DEFAULT_SLOTS
+from swarm.pipeline.custody import DEFAULT_SLOTS
 from swarm.vocabulary.types import ModuleId
 from tests.e2e.home_node import environment, joined
 from tests.e2e.small_run import PATIENCE_S, small_run, write_text

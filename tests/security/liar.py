@@ -25,8 +25,8 @@ from node.averaging.exchange.partition import Piece
 from node.averaging.exchange.pseudo_gradient import Source
 from node.averaging.exchange.reducer import Reduction
 from node.averaging.replica_sync import ReplicaSync, Snapshot
-from node.pipeline.interfaces import Job, Output
-from node.pipeline.stage_worker import HopWorker
+from node.pipeline.runner import Job, Output
+from node.pipeline.worker import HopWorker
 from protocol.identity.signatures import EntrySeal
 from protocol.interfaces.tensor_spec import TensorSpec
 from protocol.transport.grpc_transport import GrpcTransport

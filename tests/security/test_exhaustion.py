@@ -13,7 +13,7 @@ from itertools import count, islice
 import grpc
 import pytest
 
-from node.pipeline.microbatch_runner import MAX_WAITING_MESSAGES
+from node.pipeline.runner import MAX_WAITING_MESSAGES
 from protocol.frames.frames import Ping
 from protocol.interfaces.directory import Contact
 from swarm.vocabulary.errors import PeerError, Rejected, Unreachable

@@ -16,7 +16,7 @@ import pytest
 
 from protocol.frames.frames import Farewell, FarewellReason, Ping, Pong
 from protocol.frames.tensors import TensorFrame, encode_chunk
-from swarm.pipeline.ledger import STRANGER
+from swarm.pipeline.custody import STRANGER
 from swarm.vocabulary.errors import PeerError
 from swarm.vocabulary.pipeline_messages import Backward, Direction, Forward, MicrobatchTensor, Receipt, ReceiptStatus
 from swarm.vocabulary.types import Hop, MicrobatchId, ModuleId, Path, PeerId, PeerState

@@ -22,7 +22,7 @@ from node.model.optimizer import Accumulator, InnerOptimizer
 from node.model.optimizers.adamw import AdamW
 from node.model.parts import build_block_stack
 from node.observability.events import Note
-from node.pipeline.stage_worker import host_hop
+from node.pipeline.worker import host_hop
 from node.runtime.resume import NUMBERS, RESERVED_NUMBERS, capture_hop, counts_of, find_own, first_number, restore_hop
 from swarm.pipeline.in_flight import Counts
 from swarm.vocabulary.errors import StateError

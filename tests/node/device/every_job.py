@@ -24,14 +24,13 @@ from node.averaging.anchor.module_vector import LocalReplica
 from node.checkpoint.saver import capture_module, restore_module
 from node.model.initialization import floats_of, parameters_of
 from node.model.moments import Allowance, MomentType
-from node.pipeline.block_passes import BlockByBlock
-from node.pipeline.data_worker import DataWorker, host_stage_zero
-from node.pipeline.interfaces import Job, Output
-from node.pipeline.stage_worker import measure_speed
+from node.pipeline.runner import Job, Output
+from node.pipeline.split_backward import BlockByBlock
+from node.pipeline.worker import DataWorker, host_stage_zero, measure_speed
 from protocol.codecs import encode
 from protocol.codecs.host_memory import buffer_for
 from protocol.manifest.manifest import Manifest
-from swarm.pipeline.custody_states import Key, Work
+from swarm.pipeline.custody_events import Key, Work
 from swarm.vocabulary.pipeline_messages import Purpose
 from swarm.vocabulary.types import Codec, MicrobatchId, PeerId
 from tests.node.device.hop_messages import Allocate, Hop, arrived, sent, source_of

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from node.model.moments import ORDINARY, Allowance
-from node.pipeline.interfaces import Job, Output
-from node.pipeline.stage_worker import HopWorker, host_hop
+from node.pipeline.runner import Job, Output
 from node.pipeline.tensor_io import tensor_of
+from node.pipeline.worker import HopWorker, host_hop
 from protocol.codecs import Encoded, encode
 from protocol.codecs.host_memory import buffer_for
 from protocol.manifest.manifest import Manifest
-from swarm.pipeline.custody_states import Key, Work
+from swarm.pipeline.custody_events import Key, Work
 from swarm.vocabulary.pipeline_messages import Purpose
 from swarm.vocabulary.types import Codec, MicrobatchId, ModuleId, PeerId
 

@@ -135,7 +135,7 @@ def test_what_is_no_encoding_is_refused_with_the_output() -> None:
 import struct
 from dataclasses import replace
 from protocol.interfaces.tensor_spec import TensorSpec
-from swarm.pipeline.custody_states import Work
+from swarm.pipeline.custody_events import Work
 from swarm.vocabulary.errors import ProtocolViolation
 from swarm.vocabulary.types import Codec
 from tests.node.device.hop_messages import HAS_OUTLIER, Hop

@@ -13,7 +13,7 @@ from node.model.shapes import BYTES_PER_PARAMETER, parameter_bytes, parameter_sh
 from protocol.identity.keys import Identity
 from protocol.manifest.manifest import Manifest
 from protocol.manifest.signing import read_signed_manifest, sign_manifest
-from swarm.pipeline.ledger import DEFAULT_SLOTS
+from swarm.pipeline.custody import DEFAULT_SLOTS
 from swarm.vocabulary.errors import ConfigError
 from swarm.vocabulary.types import ModuleId, Reasoned
 

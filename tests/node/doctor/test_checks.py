@@ -38,7 +38,7 @@ from node.model.free_memory import GIB, available_memory
 from node.model.memory_need import CPU_BYTES, needs_of, round_bytes
 from node.model.moments import MomentType
 from node.network.reach_status import ReachStep, Standing
-from swarm.pipeline.ledger import DEFAULT_SLOTS
+from swarm.pipeline.custody import DEFAULT_SLOTS
 from swarm.vocabulary.errors import ConfigError, Rejected
 from swarm.vocabulary.types import ModuleId, Reasoned
 from tests.node.network.small_swarm import ManualClock

@@ -25,8 +25,7 @@ from node.model.memory_need import (
 from node.model.moments import MomentType
 from node.model.optimizer import Accumulator, inner_optimizer
 from node.model.parts import build_block_stack
-from node.pipeline.data_worker import host_stage_zero
-from node.pipeline.stage_worker import host_hop
+from node.pipeline.worker import host_hop, host_stage_zero
 from node.solo.trainer import WholeModel
 from protocol.manifest.manifest import Manifest
 from swarm.membership.placement import modules_that_fit
@@ -50,7 +49,7 @@ import resource
 import torch
 from node.model.optimizer import Accumulator, inner_optimizer
 from node.model.parts import build_block_stack
-from node.pipeline.data_worker import host_stage_zero
+from node.pipeline.worker import host_stage_zero
 from node.model.device import device_errors
 from swarm.vocabulary.errors import ResourceExhausted
 from tests.node.small_manifest import small_manifest

@@ -16,18 +16,14 @@ from node.concurrency.task_groups import task_scope
 from node.data.packing import Microbatch
 from node.model.optimizer import StepFigures
 from node.pipeline.admission import Admission, hidden_tensor
-from node.pipeline.codec_selection import LinkCodecs
-from node.pipeline.data_worker import DataWorker, host_stage_zero
-from node.pipeline.interfaces import Job, Output, PathEnds
-from node.pipeline.microbatch_runner import MicrobatchRunner
-from node.pipeline.stage_worker import HopWorker, host_hop
-from node.pipeline.worker_thread import WorkerThread
+from node.pipeline.runner import Job, LinkCodecs, MicrobatchRunner, Output, PathEnds, WorkerThread
+from node.pipeline.worker import DataWorker, HopWorker, host_hop, host_stage_zero
 from protocol.interfaces.tensor_spec import TensorSpec
 from protocol.interfaces.transport import LinkFigures, Question, Refusal
 from protocol.manifest.manifest import Manifest
 from swarm.compression.microbatch_codecs import Traffic
 from swarm.pipeline.custody import Custody
-from swarm.pipeline.custody_states import Key, Phase, Started, Tick, Work
+from swarm.pipeline.custody_events import Key, Phase, Started, Tick, Work
 from swarm.vocabulary.errors import PeerError, Unreachable
 from swarm.vocabulary.pipeline_messages import (
     Direction,
@@ -181,7 +177,7 @@ class Ends(PathEnds):
 
 @dataclass(eq=False)
 class CountedVisits:
-    """`node.pipeline.interfaces.Host` that keeps whose gradients count, whose were taken back, and the inner steps."""
+    """`node.pipeline.runner.Host` that keeps whose gradients count, whose were taken back, and the inner steps."""
 
     steps: list[StepFigures] = field(default_factory=list)
     counted: list[MicrobatchId] = field(default_factory=list)
@@ -215,7 +211,7 @@ class Member:
         """Whether it holds nothing any more: no microbatch, no tensor, no graph, no buffer."""
         inner = self.worker.inner
         kept = inner._visits if isinstance(inner, DataWorker) else inner._kept
-        return self.runner.is_empty and not self.runner._loads and not kept and self.runner._pool.in_use == 0
+        return self.runner.is_empty and not self.runner._tensors and not kept and self.runner._pool.in_use == 0
 
     def phase(self, microbatch: MicrobatchId, position: int) -> Phase | None:
         holding = self.runner.custody.get(Key(microbatch, position))
@@ -277,7 +273,7 @@ class SmallSwarm:
         )
         return Member(own, gated, runner, compute, visits)
 
-    # ---- swarm.pipeline.ledger.Replicas ------------------------------------------------------------------------------
+    # ---- swarm.pipeline.custody.Replicas -----------------------------------------------------------------------------
 
     fewest_hops = MAX_HOPS
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from node.observability.failpoints import POINTS, VARIABLE, crash_at
-from swarm.pipeline.custody_states import Work
+from swarm.pipeline.custody_events import Work
 from swarm.vocabulary.errors import ConfigError
 
 ROOT = Path(__file__).parent.parent.parent.parent

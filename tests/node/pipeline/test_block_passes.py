@@ -11,12 +11,12 @@ from node.model.optimizer import Accumulator, inner_optimizer
 from node.model.parts import BlockStack, build_block_stack
 from node.model.passes import Gradients, OneDevice
 from node.pipeline.admission import hidden_tensor
-from node.pipeline.block_passes import BlockByBlock
-from node.pipeline.interfaces import Job
-from node.pipeline.stage_worker import HopWorker
+from node.pipeline.runner import Job
+from node.pipeline.split_backward import BlockByBlock
+from node.pipeline.worker import HopWorker
 from protocol.codecs import encode
 from protocol.manifest.manifest import Manifest
-from swarm.pipeline.custody_states import Key, Work
+from swarm.pipeline.custody_events import Key, Work
 from swarm.vocabulary.errors import ProtocolViolation, ResourceExhausted
 from swarm.vocabulary.pipeline_messages import Purpose
 from swarm.vocabulary.types import Codec, MicrobatchId, ModuleId, PeerId

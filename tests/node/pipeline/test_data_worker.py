@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from node.model.optimizer import Accumulator
-from node.pipeline.data_worker import DataWorker, host_stage_zero
-from node.pipeline.interfaces import Job, Output
+from node.pipeline.runner import Job, Output
 from node.pipeline.tensor_io import tensor_of
+from node.pipeline.worker import DataWorker, host_stage_zero
 from protocol.codecs import Encoded, encode
-from swarm.pipeline.custody_states import Key, Work
+from swarm.pipeline.custody_events import Key, Work
 from swarm.vocabulary.errors import ProtocolViolation, StateError
 from swarm.vocabulary.pipeline_messages import Purpose
 from swarm.vocabulary.types import Codec, MicrobatchId, PeerId

@@ -12,15 +12,15 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from node.model.parts import HIDDEN_TYPES
-from node.pipeline import deferred_weights
-from node.pipeline.deferred_weights import DeferredWeights, SplitDevice
-from node.pipeline.interfaces import Job, Output
-from node.pipeline.stage_worker import HopWorker, host_hop
+from node.pipeline import split_backward
+from node.pipeline.runner import Job, Output
+from node.pipeline.split_backward import DeferredWeights, SplitDevice
 from node.pipeline.tensor_io import tensor_of
+from node.pipeline.worker import HopWorker, host_hop
 from protocol.codecs import Encoded, encode
 from protocol.manifest.manifest import Manifest
 from swarm.pipeline.compute_queue import ComputeQueue, IdleWork, puts_weights_off
-from swarm.pipeline.custody_states import Key, Work
+from swarm.pipeline.custody_events import Key, Work
 from swarm.vocabulary.errors import ProtocolViolation, ResourceExhausted
 from swarm.vocabulary.pipeline_messages import Purpose
 from swarm.vocabulary.types import Codec, MicrobatchId, ModuleId, PeerId, Reasoned
@@ -109,9 +109,9 @@ def assert_same(one: list[Tensor], other: list[Tensor], tolerance: float = 1e-9)
 @pytest.fixture
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several to a matrix, with some rows and some tokens each."""
-    monkeypatch.setattr(deferred_weights, "_CHUNK_OPERATIONS", {"cpu": 1})
-    monkeypatch.setattr(deferred_weights, "_LEAST_ROWS", 5)
-    monkeypatch.setattr(deferred_weights, "_LEAST_TOKENS", 12)
+    monkeypatch.setattr(split_backward, "_CHUNK_OPERATIONS", {"cpu": 1})
+    monkeypatch.setattr(split_backward, "_LEAST_ROWS", 5)
+    monkeypatch.setattr(split_backward, "_LEAST_TOKENS", 12)
 
 
 @pytest.mark.parametrize("changes", [{}, {"model__family": "qwen3"}, {"model__dtype": "bfloat16"}])
@@ -261,16 +261,6 @@ def test_a_gradient_is_taken_back_at_any_time(chunks: int | None) -> None:
     peer.forward(1)
     peer.backward(1)
     assert peer.worker.accumulated == 1, "afterwards it may be added again"
-
-
-def test_what_went_into_a_step_is_taken_back_in_the_next() -> None:
-    peer = Peer()
-    for number in (1, 2):
-        peer.forward(number)
-        peer.backward(number)
-    assert peer.worker.step() is not None
-    assert peer.retract(1)
-    assert peer.worker.unapplied.visits == -1
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 1e37])

@@ -10,10 +10,10 @@ import torch
 from node.averaging.anchor.outer_step import OuterRule
 from node.concurrency.compute_thread import ComputeThread, Priority
 from node.model.device import flush_denormals, flushed_denormals, gradual_underflow
-from node.pipeline.interfaces import Job
-from node.pipeline.stage_worker import host_hop
+from node.pipeline.runner import Job
+from node.pipeline.worker import host_hop
 from protocol.codecs import Encoded, decode_into, encode, encode_into, encoded_bytes
-from swarm.pipeline.custody_states import Key, Work
+from swarm.pipeline.custody_events import Key, Work
 from swarm.vocabulary.pipeline_messages import Purpose
 from swarm.vocabulary.types import Codec, MicrobatchId, ModuleId, PeerId
 from tests.node.network.small_swarm import CPU

@@ -22,14 +22,14 @@ import resource
 from contextlib import contextmanager
 import numpy as np
 import torch
-from node.pipeline.stage_worker import HopWorker
+from node.pipeline.worker import HopWorker
 from node.model.optimizer import Accumulator, InnerOptimizer
 from node.model.device import device_errors
-from node.pipeline.interfaces import Job
+from node.pipeline.runner import Job
 from protocol.codecs import encode
 from protocol.interfaces.tensor_spec import DType, TensorSpec
 from swarm.vocabulary.errors import ResourceExhausted
-from swarm.pipeline.custody_states import Key, Work
+from swarm.pipeline.custody_events import Key, Work
 from swarm.vocabulary.pipeline_messages import Purpose
 from swarm.vocabulary.types import Codec, MicrobatchId, PeerId
 from tests.node.small_manifest import small_manifest

@@ -9,16 +9,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from node.model.device import device_errors
 from node.model.optimizer import Accumulator, InnerOptimizer
 from node.pipeline.admission import hidden_tensor
-from node.pipeline.interfaces import Job, Output
-from node.pipeline.stage_worker import HopWorker
+from node.pipeline.runner import Job, Output
 from node.pipeline.tensor_io import tensor_of
+from node.pipeline.worker import HopWorker
 from protocol.codecs import Encoded, encode
 from protocol.manifest.manifest import Manifest
-from swarm.pipeline.custody_states import Key, Work
-from swarm.vocabulary.errors import ProtocolViolation, ResourceExhausted, StateError
+from swarm.pipeline.custody_events import Key, Work
+from swarm.vocabulary.errors import ProtocolViolation, StateError
 from swarm.vocabulary.pipeline_messages import Purpose
 from swarm.vocabulary.types import Codec, MicrobatchId, PeerId
 from tests.node.network.small_swarm import CPU
@@ -205,11 +204,6 @@ def test_what_is_evaluated_is_not_kept() -> None:
         stage.backward(1)
 
 
-def test_a_device_out_of_memory_costs_the_microbatch_only() -> None:
-    with pytest.raises(ResourceExhausted, match="out of memory"), device_errors():
-        raise torch.OutOfMemoryError("no room for 8 MiB")
-
-
 def test_a_stand_in_computes_both_ways_in_one_with_the_same_gradients() -> None:
     stage = Stage(MANY_GRAPHS)
     _, of_source, of_parameters = expected(stage.part, 1)
@@ -237,15 +231,3 @@ def test_a_gradient_is_taken_back_whether_or_not_a_step_has_come_between(stepped
     for total, gradient in zip(stage.sums.sums, expected_now, strict=True):
         taken_back = -TOKENS * gradient if stepped else torch.zeros_like(gradient)
         torch.testing.assert_close(total.float(), taken_back, atol=1e-4, rtol=1e-5)
-
-
-def test_a_graph_from_before_a_change_of_the_parameters_is_not_used() -> None:
-    stage = Stage(MANY_GRAPHS)
-    stage.forward(1)
-    with torch.no_grad():
-        for parameter in stage.part.parameters():
-            parameter.mul_(0.5)
-    stage.worker.parameters_changed()
-    _, of_source, _ = expected(stage.part, 1)
-    torch.testing.assert_close(stage.backward(1), of_source)
-    assert stage.worker.recomputed == 1

@@ -14,13 +14,12 @@ from node.model.optimizer import Accumulator, inner_optimizer
 from node.model.parts import build_block_stack
 from node.model.passes import OneDevice
 from node.pipeline.admission import hidden_tensor
-from node.pipeline.block_passes import BlockByBlock
-from node.pipeline.interfaces import Job
-from node.pipeline.stage_worker import HopWorker, host_hop
-from node.pipeline.stashed_weights import WeightStash
+from node.pipeline.runner import Job
+from node.pipeline.split_backward import BlockByBlock
+from node.pipeline.worker import HopWorker, WeightStash, host_hop
 from protocol.codecs import Encoded, encode
 from protocol.manifest.manifest import Manifest
-from swarm.pipeline.custody_states import Key, Work
+from swarm.pipeline.custody_events import Key, Work
 from swarm.vocabulary.errors import StateError
 from swarm.vocabulary.pipeline_messages import Purpose
 from swarm.vocabulary.types import Codec, MicrobatchId, ModuleId, PeerId
@@ -138,16 +137,6 @@ def test_a_copy_for_products_is_of_the_parameters_again() -> None:
     replica.backward(1)
     for linear in (module for module in replica.worker.part.modules() if isinstance(module, Linear)):
         assert torch.equal(linear.matrix(torch.bfloat16), linear.weight.bfloat16())
-
-
-def test_at_staleness_0_nothing_is_stashed() -> None:
-    replica = Replica(staleness=0)
-    replica.step(10)
-    replica.forward(1)
-    replica.step(20)
-    of_input = replica.backward(1)[-1]
-    assert same([of_input], replica.expected(replica.worker.part, 1)[-1:])
-    assert replica.worker.recomputed == 1
 
 
 def test_no_more_versions_are_kept_than_the_staleness_and_those_the_newest() -> None:

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from node.data.packing import Microbatch
-from node.pipeline.data_worker import DataWorker
-from node.pipeline.microbatch_runner import MicrobatchRunner
+from node.pipeline.runner import MicrobatchRunner
+from node.pipeline.worker import DataWorker
 from node.routing import evaluation
 from node.routing.evaluation import WINDOW, Departures, Evaluator
 from protocol.interfaces.clock import SystemClock
 from swarm.membership.membership import Membership
-from swarm.pipeline.custody_states import Started
+from swarm.pipeline.custody_events import Started
 from swarm.routing.measured_times import MeasuredTimes
 from swarm.routing.path_rules import PathRules
 from swarm.routing.planner import Planner

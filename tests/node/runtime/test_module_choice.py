@@ -21,7 +21,7 @@ from node.runtime import module_choice, node
 from node.runtime.module_choice import FittingModules, choose, choose_smaller
 from protocol.manifest.join_link import JoinLink
 from swarm.membership.room import STEP_BYTES, size_text
-from swarm.pipeline.ledger import DEFAULT_SLOTS
+from swarm.pipeline.custody import DEFAULT_SLOTS
 from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.errors import OutOfMemory
 from swarm.vocabulary.types import ModuleId, PeerId, Reasoned, RunId

@@ -1,84 +1,96 @@
-"""One peer's custody on a desk: events go in by hand, actions are looked at as they come out."""
+"""One peer's custody on a desk: events go in as short lines, and what it does then comes out as one."""
 
 from __future__ import annotations
 
 from swarm.pipeline.custody import Custody
-from swarm.pipeline.custody_states import (
+from swarm.pipeline.custody_events import (
     Action,
     Arrived,
+    BrokenOff,
+    Compute,
     Computed,
-    Holding,
+    ComputeFailed,
+    Confirmed,
+    Finished,
+    Forget,
+    KeepGradient,
     Key,
+    PeerBack,
     PeerLost,
-    Phase,
     Place,
+    Retract,
     SendOutput,
     Started,
     Tell,
     TensorArrived,
     Tick,
 )
-from swarm.pipeline.ledger import RETRY_S
 from swarm.vocabulary.pipeline_messages import (
     Backward,
+    Close,
     Direction,
     Forward,
+    MicrobatchControl,
     Purpose,
     Recall,
     Receipt,
     ReceiptStatus,
     Settled,
     Stranded,
+    Unsettled,
 )
 from swarm.vocabulary.types import MAX_HOPS, Hop, MicrobatchId, ModuleId, Path, PeerId, Reasoned
 
 DATA, A, B, C = PeerId("data"), PeerId("a"), PeerId("b"), PeerId("c")
 A2, B2, B3, C2 = PeerId("a2"), PeerId("b2"), PeerId("b3"), PeerId("c2")
 REPLICAS = {1: (A, A2), 2: (B, B2, B3), 3: (C, C2)}
-STAGES = {peer for replicas in REPLICAS.values() for peer in replicas}
+STAGE_OF = {peer: stage for stage, replicas in REPLICAS.items() for peer in replicas}
 """All others are data nodes."""
 LIFETIME_S = 30.0
 MICROBATCH = MicrobatchId(DATA, 7)
 OUT, BACK = Direction.FORWARD, Direction.BACKWARD
 ACCEPTED, PASSED_ON = ReceiptStatus.ACCEPTED, ReceiptStatus.PASSED_ON
-BUSY, REFUSED = ReceiptStatus.BUSY, ReceiptStatus.REFUSED
+NAMES = {OUT: "out", BACK: "back"}
 
 
-def path_by(*peers: PeerId) -> Path:
-    return Path(DATA, tuple(Hop(ModuleId(stage), peer) for stage, peer in enumerate(peers, start=1)))
+def path_by(*hops: str) -> Path:
+    """The path by these peers; `c@2` is c in the place of a replica of module 2."""
+    named = [(PeerId(peer), stage) for peer, _, stage in (hop.partition("@") for hop in hops)]
+    return Path(DATA, tuple(Hop(ModuleId(int(stage or STAGE_OF[peer])), peer) for peer, stage in named))
 
 
 ABC = path_by(A, B, C)
 
 
-def receipt(direction: Direction, position: int, status: ReceiptStatus, retry_after_s: float = 0.0) -> Receipt:
-    return Receipt(MICROBATCH, direction, position, status, retry_after_s)
+def by(path: Path) -> str:
+    return " ".join(("by", *(hop.peer for hop in path.hops)))
 
 
 class Desk:
-    """One peer's custody, with shorthand for what may happen to it. `dead` are the replicas that the chooser leaves
-    out, `gone` the stages that new paths go round, `elsewhere` those where they visit another expert, `given_up` who
-    does not answer any more, `unlinked` to whom there is no link."""
+    """One peer's custody. An event is a line such as `b accepted out 1` or `forward 0 by a b c`.
+
+    `dead` are the replicas that the chooser leaves out, `gone` the stages that new paths avoid, `elsewhere` those with
+    another expert, `given_up` the peers that do not answer, `unlinked` those without a link.
+    """
 
     def __init__(self, own: PeerId, slots: int = 2, fewest_hops: int = MAX_HOPS) -> None:
-        self.own = own
         self.now = 100.0
-        self.dead: set[PeerId] = set()
         self.fewest_hops = fewest_hops
-        self.gone: set[int] = set()
-        self.elsewhere: set[int] = set()
-        self.given_up: set[PeerId] = set()
-        self.unlinked: set[PeerId] = set()
+        self.dead: set[str] = set()
+        self.gone: set[str] = set()
+        self.elsewhere: set[str] = set()
+        self.given_up: set[str] = set()
+        self.unlinked: set[str] = set()
         self.custody = Custody(own, slots, self)
 
-    # ---- swarm.pipeline.ledger.Replicas ------------------------------------------------------------------------------
+    # ---- swarm.pipeline.custody.Replicas -----------------------------------------------------------------------------
 
     def choose(self, module: ModuleId, without: frozenset[PeerId]) -> Reasoned[PeerId | None]:
         left = [peer for peer in REPLICAS[module.stage] if peer not in without | self.dead]
         return Reasoned(left[0], "the first") if left else Reasoned(None, f"module {module} has no peer left")
 
     def hosts(self, peer: PeerId, module: ModuleId) -> bool:
-        return peer in REPLICAS.get(module.stage, ()) or (module == ModuleId(0) and peer not in STAGES)
+        return STAGE_OF.get(peer, 0) == module.stage
 
     def is_given_up(self, peer: PeerId) -> bool:
         return peer in self.given_up
@@ -87,100 +99,135 @@ class Desk:
         return peer not in self.unlinked
 
     def goes_round(self, module: ModuleId) -> bool:
-        return module.stage in self.gone
+        return str(module.stage) in self.gone
 
     def has_other_expert(self, module: ModuleId) -> bool:
-        return module.stage in self.elsewhere
+        return str(module.stage) in self.elsewhere
 
-    # ---- what a test does ----------------------------------------------------------------------------------------
+    # ---- events ------------------------------------------------------------------------------------------------------
 
-    def held(self, position: int) -> Holding | None:
-        return self.custody.get(Key(MICROBATCH, position))
+    def do(self, line: str) -> str:
+        """What custody does: its actions, or the answer to a header."""
+        event, _, hops = line.partition(" by")
+        path = path_by(*hops.split()) if " by" in line else ABC
+        what, *rest = event.split()
+        purpose = Purpose.EVALUATE if "evaluate" in rest else Purpose.TRAIN
+        if what in ("dead", "gone", "elsewhere", "given_up", "unlinked"):
+            setattr(self, what, set(rest))
+            return ""
+        if what == "admit":
+            return self.admit(self.tensor(rest[0], int(rest[1]), path, purpose)).value.name
+        if what == "handed":  # received, computed, offered to the next peer
+            self.do(f"forward {' '.join(rest)}{line[len(event) :]}")
+            return self.do(f"computed {rest[0]}")
+        if what == "lost":  # every offer to it fails, until patience is over
+            while not (actions := self.do(f"lose {rest[0]}")):
+                self.do("wait 0.31")
+            return actions
+        return "; ".join(said(action) for action in self._actions(what, rest, path, purpose))
 
-    def phase(self, position: int) -> Phase | None:
-        holding = self.held(position)
-        return None if holding is None else holding.phase
+    def _actions(self, what: str, rest: list[str], path: Path, purpose: Purpose) -> list[Action]:
+        handle, now = self.custody.handle, self.now
+        match what, rest:
+            case "start", _:
+                return handle(Started(MICROBATCH, path, purpose, LIFETIME_S), now)
+            case "forward" | "backward", [position, *_]:
+                message = self.tensor(what, int(position), path, purpose)
+                if isinstance(message, Forward):
+                    self.admit(message)
+                return handle(TensorArrived(message), now)
+            case "broken", [kind, position]:
+                return handle(BrokenOff(self.tensor(kind, int(position), path, purpose)), now)
+            case "computed", [position, *seconds]:
+                return handle(Computed(Key(MICROBATCH, int(position)), *map(float, seconds)), now)
+            case "failed", [position]:
+                return handle(ComputeFailed(Key(MICROBATCH, int(position)), "out of memory"), now)
+            case "lose", [peer]:
+                return handle(PeerLost(PeerId(peer), "the link broke"), now)
+            case "linked", [peer]:
+                return handle(PeerBack(PeerId(peer)), now)
+            case "wait", [seconds]:
+                self.now += float(seconds)
+                return handle(Tick(), self.now)
+            case "touch", [position]:
+                self.custody.touch(Key(MICROBATCH, int(position)), now)
+                return []
+            case "abandon", _:
+                return self.custody.abandon(MICROBATCH, "enough")
+            case sender, ["settled"]:
+                return handle(Arrived(PeerId(sender), Settled(MICROBATCH, path)), now)
+            case sender, ["close"]:
+                return handle(Arrived(PeerId(sender), Close(MICROBATCH, "abandoned")), now)
+            case sender, ["asks"]:
+                return handle(Arrived(PeerId(sender), Unsettled(MICROBATCH)), now)
+            case sender, ["recalls", position]:
+                return handle(Arrived(PeerId(sender), Recall(MICROBATCH, path, int(position))), now)
+            case sender, [status, direction, position, *retry]:
+                way, kind = OUT if direction == "out" else BACK, ReceiptStatus[status.upper()]
+                receipt = Receipt(MICROBATCH, way, int(position), kind, *map(float, retry))
+                return handle(Arrived(PeerId(sender), receipt), now)
+            case _:
+                raise AssertionError((what, rest))
 
-    def start(self, path: Path = ABC, purpose: Purpose = Purpose.TRAIN) -> list[Action]:
-        return self.custody.handle(Started(MICROBATCH, path, purpose, LIFETIME_S), self.now)
+    def tensor(
+        self, kind: str, position: int, path: Path = ABC, purpose: Purpose = Purpose.TRAIN
+    ) -> Forward | Backward:
+        if kind == "forward":
+            return Forward(MICROBATCH, path, position, purpose, LIFETIME_S)
+        return Backward(MICROBATCH, path, position)
 
-    def forward(self, position: int, path: Path = ABC, purpose: Purpose = Purpose.TRAIN) -> list[Action]:
-        """A Forward comes in, header and body."""
-        message = Forward(MICROBATCH, path, position, purpose, LIFETIME_S)
-        assert self.custody.admit_forward(message, self.now).value is Place.FREE
-        return self.custody.handle(TensorArrived(message), self.now)
+    def admit(self, message: Forward | Backward) -> Reasoned[Place]:
+        if isinstance(message, Forward):
+            return self.custody.admit_forward(message, self.now)
+        return self.custody.admit_backward(message, self.now)
 
-    def backward(self, position: int, path: Path = ABC) -> list[Action]:
-        return self.custody.handle(TensorArrived(Backward(MICROBATCH, path, position)), self.now)
-
-    def admits(self, position: int, path: Path = ABC) -> Place:
-        """The header of a gradient comes in."""
-        return self.custody.admit_backward(Backward(MICROBATCH, path, position), self.now).value
-
-    def computed(self, position: int, seconds: float = 0.0) -> list[Action]:
-        return self.custody.handle(Computed(Key(MICROBATCH, position), seconds), self.now)
-
-    def receipt(
-        self, sender: PeerId, direction: Direction, position: int, status: ReceiptStatus, retry_after_s: float = 0.0
-    ) -> list[Action]:
-        answer = receipt(direction, position, status, retry_after_s)
-        return self.custody.handle(Arrived(sender, answer), self.now)
-
-    def lose(self, peer: PeerId) -> list[Action]:
-        return self.custody.handle(PeerLost(peer, "the link broke"), self.now)
-
-    def lose_for_good(self, peer: PeerId) -> list[Action]:
-        """Every new offer to the peer fails as well, until patience is over. Returns what follows then."""
-        offered_again = 0
-        while not (actions := self.lose(peer)):
-            assert all(isinstance(action, SendOutput) and action.to == peer for action in self.wait(RETRY_S + 0.01))
-            offered_again += 1
-        assert offered_again > 1
-        return actions
-
-    def wait(self, seconds: float) -> list[Action]:
-        self.now += seconds
-        return self.custody.handle(Tick(), self.now)
-
-    def settled(self, path: Path, sender: PeerId = DATA) -> list[Action]:
-        return self.custody.handle(Arrived(sender, Settled(MICROBATCH, path)), self.now)
-
-    def recall(self, sender: PeerId, position: int, path: Path) -> list[Action]:
-        return self.custody.handle(Arrived(sender, Recall(MICROBATCH, path, position)), self.now)
-
-    # ---- shorthand for longer stretches ----------------------------------------------------------------------------
-
-    def handing_on(self, position: int = 0, purpose: Purpose = Purpose.TRAIN) -> list[Action]:
-        """Received, computed and offered to the next one."""
-        self.forward(position, purpose=purpose)
-        return self.computed(position)
-
-    def guarding(self) -> list[Action]:
-        self.handing_on()
-        return self.receipt(B, OUT, 1, ACCEPTED)
-
-    def awaiting(self) -> None:
-        self.guarding()
-        self.receipt(B, OUT, 1, PASSED_ON)
-
-    def turned(self) -> None:
-        """A data node whose microbatch has come to its end and is being handed back."""
-        self.start()
-        self.computed(-1)
-        self.receipt(A, OUT, 0, ACCEPTED)
-        self.receipt(A, OUT, 0, PASSED_ON)
-        self.forward(3)
-        self.computed(3)
-
-
-def sent(to: PeerId, message: Forward | Backward, position: int) -> SendOutput:
-    return SendOutput(Key(MICROBATCH, position), to, message)
+    def state(self) -> str:
+        return ", ".join(f"{entry.key.position} {entry.phase.name}" for entry in self.custody.entries()) or "gone"
 
 
-def offer(to: PeerId, path: Path, position: int, purpose: Purpose = Purpose.TRAIN) -> SendOutput:
-    """A hop offers its output to the next one, which has `position`."""
-    return sent(to, Forward(MICROBATCH, path, position, purpose, LIFETIME_S), position - 1)
+# ---- what comes out --------------------------------------------------------------------------------------------------
 
 
-def stranded(direction: Direction, position: int, detail: str) -> Tell:
-    return Tell(DATA, Stranded(MICROBATCH, direction, position, detail))
+def said(action: Action) -> str:
+    match action:
+        case Compute(key, work, purpose):
+            return f"compute {work.name} {key.position}" + (" evaluate" if purpose is Purpose.EVALUATE else "")
+        case SendOutput(_, to, message):
+            kind = "hidden" if isinstance(message, Forward) else "gradient"
+            return f"{to} < {kind} {message.position} {by(message.path)}"
+        case Tell(to, message):
+            return f"{to} < {told(message)}"
+        case KeepGradient(key):
+            return f"keep {key.position}"
+        case Confirmed(key):
+            return f"count {key.position}"
+        case Retract(key):
+            return f"take back {key.position}"
+        case Forget(key, reason):
+            return f"forget {key.position}, {reason}"
+        case Finished(_, path):
+            return f"finished {by(path)}"
+
+
+def told(message: MicrobatchControl) -> str:
+    match message:
+        case Receipt():
+            times = message.retry_after_s, message.waited_s, message.computed_s, message.sent_s
+            timed = "".join(
+                f" {name} {value:g}"
+                for name, value in zip(("retry", "waited", "computed", "sent"), times, strict=True)
+                if value
+            )
+            return f"{message.status.name.lower()} {NAMES[message.direction]} {message.position}{timed}"
+        case Stranded():
+            return f"stranded {NAMES[message.direction]} {message.position}, {message.detail}"
+        case Recall():
+            return f"recall {message.position} {by(message.path)}"
+        case Settled():
+            return f"settled {by(message.path)}"
+        case Unsettled():
+            return "asks"
+        case Close():
+            return "close"
+        case _:
+            raise AssertionError(message)

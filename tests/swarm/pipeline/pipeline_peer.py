@@ -7,7 +7,7 @@ from collections import Counter, deque
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from swarm.pipeline.custody_states import (
+from swarm.pipeline.custody_events import (
     Action,
     Compute,
     ComputeFailed,

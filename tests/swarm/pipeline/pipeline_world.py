@@ -10,7 +10,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from random import Random
 
-from swarm.pipeline.custody_states import Key, Phase, Work
+from swarm.pipeline.custody_events import Key, Phase, Work
 from swarm.pipeline.in_flight import FlightRules
 from swarm.routing.negotiation.negotiation_events import TalkRules
 from swarm.routing.path_rules import PathRules
@@ -185,7 +185,7 @@ class RoughWorld(World):
             if peer.data_node is not None:
                 peer.data_node.stopping = True
         self.time.run_until(self.time.now + 10 * LIFETIME_S, lambda: not any(len(peer.custody) for peer in self.living))
-        left = {peer.id: list(peer.custody.holdings()) for peer in self.living if len(peer.custody)}
+        left = {peer.id: list(peer.custody.entries()) for peer in self.living if len(peer.custody)}
         assert not left, left
         assert all(peer.custody.used_slots == 0 for peer in self.living)
         assert not any(flights.in_flight for _, flights in self.data_nodes())
@@ -241,7 +241,7 @@ class RoughWorld(World):
     def _check_orphans(self) -> None:
         """A holding that AWAITS acts for nobody. Without any other, only the data node's deadline is left."""
         acting = {
-            h.key.microbatch for peer in self.living for h in peer.custody.holdings() if h.phase is not Phase.AWAITING
+            h.key.microbatch for peer in self.living for h in peer.custody.entries() if h.phase is not Phase.AWAITING
         }
         flying = {f.microbatch for _, flights in self.data_nodes() for f in flights.in_flight}
         self._orphaned = {m: self._orphaned.get(m, self.time.now) for m in flying - acting}

@@ -1,54 +1,28 @@
-"""What one peer, one link or one data node may take of a hop, and from whom a hop takes anything."""
+"""How much one peer, one link or one data node may take of a hop, for how long, and from whom a hop takes anything."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
 
-from swarm.pipeline.custody_states import (
-    Arrived,
-    Compute,
-    Forget,
-    Key,
-    PeerBack,
-    Phase,
-    Place,
-    Retract,
-    SendOutput,
-    Tell,
-    TensorArrived,
-)
-from swarm.pipeline.ledger import (
-    DATA_NODE_GRACE_S,
-    LIFETIME_IN_STAYS,
+from swarm.pipeline.custody import (
+    LIFETIME_IN_RESIDENCES,
     LONGEST_LIFETIME_S,
+    MAX_ASKS,
     MAX_TIMED,
     OTHER_ROUTE,
+    REMEMBERED,
     SHORTEST_LIFETIME_S,
     STRANGER,
-    Stays,
+    ResidenceTimes,
+    put_off,
 )
-from swarm.vocabulary.pipeline_messages import Backward, Close, Forward, Purpose, Receipt
+from swarm.pipeline.custody_events import Arrived, BrokenOff, ComputeFailed, Key, Place, Tell, TensorArrived
+from swarm.vocabulary.pipeline_messages import Backward, Forward, Purpose, Recall, Stranded
 from swarm.vocabulary.types import Hop, MicrobatchId, ModuleId, Path, PeerId, SignedRoute
-from tests.swarm.pipeline.custody_desk import (
-    A2,
-    ABC,
-    ACCEPTED,
-    B2,
-    BACK,
-    BUSY,
-    DATA,
-    LIFETIME_S,
-    MICROBATCH,
-    OUT,
-    PASSED_ON,
-    REFUSED,
-    A,
-    B,
-    C,
-    Desk,
-)
+from tests.swarm.pipeline.custody_desk import A2, ABC, B2, DATA, LIFETIME_S, MICROBATCH, A, B, C, Desk
 
 HOUR_S = 3600.0
 ROUTE = SignedRoute(tuple(hop.module for hop in ABC.hops), LIFETIME_S, b"s" * 64)
@@ -60,8 +34,16 @@ def forward(path: Path, position: int, number: int = 7, purpose: Purpose = Purpo
     return Forward(MicrobatchId(path.data_node, number), path, position, purpose, HOUR_S)
 
 
-def admitted(desk: Desk, message: Forward) -> Place:
-    return desk.custody.admit_forward(message, desk.now).value
+def backward(path: Path, position: int, number: int = 7) -> Backward:
+    return Backward(MicrobatchId(path.data_node, number), path, position)
+
+
+def admitted(desk: Desk, messages: Iterable[Forward | Backward]) -> int:
+    return sum(desk.admit(message).value is Place.FREE for message in messages)
+
+
+def of_data_nodes(path: Path, numbers: range) -> list[Path]:
+    return [replace(path, data_node=PeerId(f"data{number}")) for number in numbers]
 
 
 # ---- from whom -------------------------------------------------------------------------------------------------------
@@ -74,198 +56,237 @@ def admitted(desk: Desk, message: Forward) -> Place:
 def test_a_forward_is_taken_from_a_replica_of_the_module_before_only(
     own: PeerId, position: int, before: PeerId
 ) -> None:
-    """Where the view is old its sender is honest: it is put off."""
+    """If our view is old its sender is honest, so it may come again."""
     path = replace(ABC, data_node=before) if position == 0 else ABC.with_peer(position - 1, before)
     desk = Desk(own)
-    place = desk.custody.admit_forward(forward(path, position), desk.now)
+    place = desk.admit(forward(path, position))
     assert (place.value, place.reason) == (Place.BUSY, STRANGER)
     assert len(desk.custody) == 0
 
 
-def test_a_stand_in_takes_a_gradient_from_a_replica_of_the_module_after_only() -> None:
+def test_a_substitute_takes_a_gradient_from_a_replica_of_the_module_after_only() -> None:
     desk = Desk(B2)
-    stranger = desk.custody.admit_backward(Backward(MICROBATCH, ABC.with_peer(1, B2).with_peer(2, A), 1), desk.now)
+    stranger = desk.admit(backward(ABC.with_peer(1, B2).with_peer(2, A), 1))
     assert (stranger.value, stranger.reason) == (Place.BUSY, STRANGER)
-    assert desk.admits(1, ABC.with_peer(1, B2)) is Place.FREE
 
 
-def test_what_is_held_is_held_on_the_route_that_was_signed_first() -> None:
+def test_an_entry_stays_on_the_route_that_was_signed_first() -> None:
     """A data node that signs two routes for one number does not get them mixed."""
     desk = Desk(B)
-    assert admitted(desk, forward(SIGNED, 1)) is Place.FREE
-    place = desk.custody.admit_forward(forward(OTHERWISE, 1), desk.now)
+    assert desk.admit(forward(SIGNED, 1)).value is Place.FREE
+    place = desk.admit(forward(OTHERWISE, 1))
     assert (place.value, place.reason) == (Place.REFUSED, OTHER_ROUTE)
     desk.custody.handle(TensorArrived(forward(SIGNED, 1)), desk.now)
-    desk.computed(1)
-    assert desk.admits(1, OTHERWISE) is Place.REFUSED
-    assert desk.admits(1, SIGNED) is Place.FREE
-    (told,) = desk.recall(C, 1, OTHERWISE)
+    desk.do("computed 1")
+    assert desk.admit(backward(OTHERWISE, 1)).value is Place.REFUSED
+    assert desk.admit(backward(SIGNED, 1)).value is Place.FREE
+    [told] = desk.custody.handle(Arrived(C, Recall(MICROBATCH, OTHERWISE, 1)), desk.now)
     assert isinstance(told, Tell)
-    assert isinstance(told.message, Receipt)
-    assert (told.message.status, told.message.detail) == (REFUSED, OTHER_ROUTE)
+    assert told.message.detail == OTHER_ROUTE  # type: ignore[union-attr]
 
 
 def test_a_signed_route_goes_with_the_microbatch_through_every_repair() -> None:
     desk = Desk(B)
-    desk.forward(1, SIGNED)
-    (offer,) = desk.computed(1)
-    assert offer.message.path == SIGNED  # type: ignore[union-attr]
-    (elsewhere,) = desk.receipt(C, OUT, 2, REFUSED)
-    assert elsewhere.message.path.route == ROUTE  # type: ignore[union-attr]
-    stand_in = Desk(B2)
+    desk.admit(forward(SIGNED, 1))
+    desk.custody.handle(TensorArrived(forward(SIGNED, 1)), desk.now)
+    for event in ("computed 1", "c refused out 2"):
+        assert desk.do(event)
+        [entry] = desk.custody.entries()
+        assert entry.path.route == ROUTE
     repaired = SIGNED.with_peer(1, B2)
-    stand_in.admits(1, repaired)
-    recall = stand_in.backward(1, repaired)[-1]
-    assert recall.message.path.route == ROUTE  # type: ignore[union-attr]
-    stand_in.forward(1, repaired.with_peer(0, A2))
-    (back,) = stand_in.computed(1)
-    assert back.message.path.route == ROUTE  # type: ignore[union-attr]
+    substitute = Desk(B2)
+    substitute.admit(backward(repaired, 1))
+    substitute.custody.handle(TensorArrived(backward(repaired, 1)), substitute.now)
+    substitute.custody.handle(TensorArrived(forward(repaired.with_peer(0, A2), 1)), substitute.now)
+    [entry] = substitute.custody.entries()
+    assert entry.path == repaired.with_peer(0, A2)
+
+
+def test_repair_keeps_to_the_signed_modules() -> None:
+    assert ROUTE.allows(ABC)
+    assert ROUTE.allows(ABC.without(1))
+    assert ROUTE.allows(ABC.with_peer(1, B2))
+    assert not ROUTE.allows(Path(DATA, (*ABC.hops, Hop(ModuleId(3), C))))
+    assert not ROUTE.allows(Path(DATA, ABC.hops[::-1]))
 
 
 # ---- slots -----------------------------------------------------------------------------------------------------------
 
 
-def from_many(desk: Desk, before: PeerId, count: int, first: int = 0) -> int:
-    """How many of so many microbatches, each of another data node, are taken over this link."""
-    path = ABC.with_peer(0, before)
-    paths = [replace(path, data_node=PeerId(f"data{n}")) for n in range(first, first + count)]
-    return sum(admitted(desk, forward(each, 1)) is Place.FREE for each in paths)
+def test_slots_are_bounded_reserved_at_admission_and_given_back() -> None:
+    desk = Desk(A, slots=2)
+    messages = [forward(ABC, 0, number) for number in range(3)]
+    assert [desk.admit(message).value for message in messages] == [Place.FREE, Place.FREE, Place.BUSY]
+    assert desk.admit(messages[0]).value is Place.FREE, "the same one needs no second slot"
+    assert desk.custody.used_slots == 2
+    desk.custody.handle(BrokenOff(messages[0]), desk.now)
+    assert desk.admit(messages[2]).value is Place.FREE
 
 
-def test_what_came_by_one_link_cannot_take_all_slots() -> None:
+def test_a_data_nodes_own_need_no_slot() -> None:
+    desk = Desk(DATA, slots=0)
+    desk.do("start")
+    assert desk.do("forward 3")
+    assert (desk.custody.used_slots, len(desk.custody)) == (0, 2)
+
+
+def test_one_data_node_cannot_take_all_slots() -> None:
+    desk = Desk(A, slots=8)
+    assert admitted(desk, (forward(replace(ABC, data_node=PeerId("greedy")), 0, number) for number in range(10))) == 6
+    assert admitted(desk, (forward(ABC, 0, number) for number in range(10))) == 2
+
+
+def test_one_link_cannot_take_all_slots() -> None:
     desk = Desk(B, slots=8)
-    assert from_many(desk, A, 10) == 6
-    assert from_many(desk, A2, 10, first=10) == 2
+    assert admitted(desk, (forward(path, 1) for path in of_data_nodes(ABC, range(10)))) == 6
+    others = of_data_nodes(ABC.with_peer(0, A2), range(10, 20))
+    assert admitted(desk, (forward(path, 1) for path in others)) == 2
 
 
-def test_the_gradients_that_a_stand_in_takes_count_for_the_link_that_they_came_by() -> None:
-    desk, path = Desk(B2, slots=8), ABC.with_peer(1, B2)
-    messages = [
-        Backward(MicrobatchId(PeerId(f"data{n}"), 7), replace(path, data_node=PeerId(f"data{n}")), 1) for n in range(10)
-    ]
-    places = [desk.custody.admit_backward(message, desk.now) for message in messages]
-    assert [place.value for place in places].count(Place.FREE) == 6
-    assert "this link" in places[-1].reason
+def test_the_gradients_that_a_substitute_takes_count_for_their_link() -> None:
+    desk, paths = Desk(B2, slots=8), of_data_nodes(ABC.with_peer(1, B2), range(10))
+    assert admitted(desk, (backward(path, 1) for path in paths)) == 6
+    assert "this link" in desk.admit(backward(paths[-1], 1)).reason
 
 
 def test_data_nodes_without_a_link_have_a_quarter_together() -> None:
     desk = Desk(B, slots=8)
-    desk.unlinked = {PeerId(f"data{n}") for n in range(10)}
-    assert from_many(desk, A, 10) == 2
-    assert "no link" in desk.custody.admit_forward(forward(replace(ABC, data_node=PeerId("data9")), 1), desk.now).reason
-    assert admitted(desk, forward(ABC, 1)) is Place.FREE, "others have room"
+    desk.unlinked = {f"data{number}" for number in range(10)}
+    paths = of_data_nodes(ABC, range(10))
+    assert admitted(desk, (forward(path, 1) for path in paths)) == 2
+    assert "no link" in desk.admit(forward(paths[9], 1)).reason
+    assert desk.admit(forward(ABC, 1)).value is Place.FREE, "others have slots"
 
 
-def test_the_grace_of_a_data_node_without_a_link_begins_at_once() -> None:
-    desk = Desk(B)
-    desk.unlinked.add(DATA)
-    desk.forward(1)
-    assert desk.wait(DATA_NODE_GRACE_S - 1) == []
-    assert desk.wait(1.0) == [Forget(Key(MICROBATCH, 1), f"nothing happened to it for {LIFETIME_S:.0f} s")]
+@pytest.mark.parametrize("by_one", [True, False])
+def test_a_hop_with_too_many_unsettled_gradients_takes_no_more(by_one: bool) -> None:
+    desk = Desk(A, slots=4)
+    for number in range(9):
+        path = ABC if by_one else replace(ABC, data_node=PeerId(f"data{number}"))
+        message = forward(path, 0, number)
+        place = desk.admit(message)
+        if place.value is not Place.FREE:
+            assert number == (6 if by_one else 8), "twice three quarters of the slots, or twice all"
+            assert "unsettled" in place.reason
+            return
+        entry = desk.custody.get(Key(message.microbatch, 0))
+        assert entry is not None
+        desk.custody._await_settlement(entry, desk.now)
+    raise AssertionError("it took all of them")
 
 
-def test_a_data_node_without_a_link_is_spoken_to_and_kept_for_once_there_is_one() -> None:
-    """Its deadline would come before the first word to it, where computing takes long."""
-    desk = Desk(B)
-    desk.unlinked.add(DATA)
-    to_sender, to_data_node, compute = desk.forward(1)
-    assert isinstance(to_sender, Tell)
-    assert to_data_node == replace(to_sender, to=DATA)
-    assert isinstance(compute, Compute)
-    desk.unlinked.clear()
-    desk.custody.handle(PeerBack(DATA), desk.now)
-    assert desk.wait(LIFETIME_S - 1) == []
-    assert len(desk.wait(1.0)) == 1
-
-
-# ---- lifetimes -------------------------------------------------------------------------------------------------------
+# ---- times -----------------------------------------------------------------------------------------------------------
 
 
 def kept_s(desk: Desk, message: Forward) -> float:
-    assert admitted(desk, message) is Place.FREE
-    holding = desk.custody.get(Key(message.microbatch, message.position))
-    assert holding is not None
-    return holding.deadline - desk.now
+    assert desk.admit(message).value is Place.FREE
+    entry = desk.custody.get(Key(message.microbatch, message.position))
+    assert entry is not None
+    return entry.deadline - desk.now
 
 
-def test_a_lifetime_is_bounded_by_how_long_microbatches_stay() -> None:
+def test_a_lifetime_is_bounded_by_residence_times() -> None:
     desk = Desk(A, slots=8)
     assert kept_s(desk, forward(ABC, 0, number=1)) == LONGEST_LIFETIME_S, "nothing is known yet"
-    desk.awaiting()
+    for event in ("handed 0", "b passed_on out 1"):
+        desk.do(event)
     desk.now += 5.0
-    desk.backward(0)
-    desk.computed(0)
-    desk.receipt(DATA, BACK, -1, ACCEPTED)
-    assert desk.phase(0) is Phase.SETTLING
-    assert kept_s(desk, forward(ABC, 0, number=2)) == pytest.approx(LIFETIME_IN_STAYS * 5.0)
+    for event in ("backward 0", "computed 0", "data accepted back -1"):
+        assert desk.do(event)
+    assert kept_s(desk, forward(ABC, 0, number=2)) == pytest.approx(LIFETIME_IN_RESIDENCES * 5.0)
+    assert kept_s(desk, forward(ABC, 0, number=3, purpose=Purpose.EVALUATE)) == SHORTEST_LIFETIME_S
 
 
-def test_what_is_only_evaluated_waits_for_its_next_hop_for_the_shortest_time() -> None:
-    desk = Desk(A)
-    assert kept_s(desk, forward(ABC, 0, purpose=Purpose.EVALUATE)) == SHORTEST_LIFETIME_S
-
-
-def test_replicas_that_are_busy_in_turn_do_not_keep_a_slot_for_ever() -> None:
-    desk = Desk(A)
-    desk.handing_on()
-    begun, busy = desk.now, B
-    while desk.held(0) is not None:
-        assert desk.now - begun < 2 * LIFETIME_S
-        actions = desk.receipt(busy, OUT, 1, BUSY, 0.1) or desk.wait(5.0)
-        offers = [action for action in actions if isinstance(action, SendOutput)]
-        busy = offers[-1].to if offers else busy
-        desk.now += 1.0
-    assert desk.now - begun >= LIFETIME_S
-
-
-def test_stays_are_those_of_each_data_node_within_bounds() -> None:
-    stays = Stays()
-    assert stays.longest_s(DATA) == LONGEST_LIFETIME_S
-    stays.note(DATA, 0.1)
-    assert stays.longest_s(DATA) == SHORTEST_LIFETIME_S
+def test_residence_times_are_those_of_each_data_node_within_bounds() -> None:
+    times = ResidenceTimes()
+    times.note(DATA, 0.1)
+    assert times.longest_s(DATA) == SHORTEST_LIFETIME_S
     slow, hostile = PeerId("slow"), PeerId("hostile")
     for _ in range(100):
-        stays.note(slow, 10.0)
-    assert stays.longest_s(slow) == pytest.approx(200.0)
-    assert stays.longest_s(PeerId("new")) == pytest.approx(200.0), "as slow as the slowest"
-    stays.note(hostile, 1e6)
-    assert stays.longest_s(hostile) == LONGEST_LIFETIME_S
-    assert stays.longest_s(slow) == pytest.approx(200.0), "which changes nothing for others"
-    assert stays.longest_s(DATA) == SHORTEST_LIFETIME_S
+        times.note(slow, 10.0)
+    assert times.longest_s(slow) == pytest.approx(200.0)
+    assert times.longest_s(PeerId("new")) == pytest.approx(200.0), "as slow as the slowest"
+    times.note(hostile, 1e6)
+    assert times.longest_s(hostile) == LONGEST_LIFETIME_S
+    assert times.longest_s(slow) == pytest.approx(200.0), "which changes nothing for others"
     for number in range(2 * MAX_TIMED):
-        stays.note(PeerId(str(number)), 1.0)
-    assert len(stays._mean_s) == MAX_TIMED
-
-
-# ---- closing ---------------------------------------------------------------------------------------------------------
+        times.note(PeerId(str(number)), 1.0)
+    assert len(times._mean_s) == MAX_TIMED
 
 
 @pytest.mark.parametrize(
-    ("steps", "phase"),
-    [(0, Phase.BACKWARD), (1, Phase.HANDING_BACK), (2, Phase.GUARDING_BACK), (3, Phase.SETTLING)],
+    ("own", "before", "replicas"),
+    [("a", ("handed 0",), ("b", "b2", "b3")), ("c", ("handed 2", "backward 2", "computed 2"), ("b", "b2", "b3"))],
 )
-def test_a_close_takes_back_what_was_added_or_is_being_added(steps: int, phase: Phase) -> None:
-    desk = Desk(B)
-    desk.forward(1)
-    desk.computed(1)
-    desk.receipt(C, OUT, 2, PASSED_ON)
-    desk.backward(1)
-    for step in (
-        lambda: desk.computed(1),
-        lambda: desk.receipt(A, BACK, 0, ACCEPTED),
-        lambda: desk.receipt(A, BACK, 0, PASSED_ON),
-    )[:steps]:
-        step()
-    assert desk.phase(1) is phase
-    closed = desk.custody.handle(Arrived(DATA, Close(MICROBATCH, "lost")), desk.now)
-    assert closed == [Retract(Key(MICROBATCH, 1)), Forget(Key(MICROBATCH, 1), "closed: lost")]
-    assert len(desk.custody) == 0
+def test_replicas_that_are_busy_in_turn_do_not_keep_a_slot_for_ever(
+    own: str, before: tuple[str, ...], replicas: tuple[str, ...]
+) -> None:
+    desk = Desk(PeerId(own))
+    for event in before:
+        desk.do(event)
+    begun, answer = desk.now, "busy out 1 0.5" if own == "a" else "busy back 1 0.5"
+    while desk.custody.used_slots:
+        assert desk.now - begun < 2 * LIFETIME_S
+        for replica in replicas:
+            desk.do(f"{replica} {answer}")
+        desk.do("wait 1")
+    assert desk.now - begun >= LIFETIME_S - 1
 
 
-def test_repair_keeps_to_the_signed_modules() -> None:
-    route = SignedRoute((ModuleId(1), ModuleId(2), ModuleId(3)), 60.0, bytes(64))
-    assert route.allows(ABC)
-    assert route.allows(ABC.without(1))
-    assert route.allows(ABC.with_peer(1, B2))
-    assert not route.allows(Path(DATA, (*ABC.hops, Hop(ModuleId(3), C))))
-    assert not route.allows(Path(DATA, ABC.hops[::-1]))
+def test_busy_replicas_are_asked_less_often_and_not_in_step_with_other_microbatches() -> None:
+    desk = Desk(A)
+    for event in ("handed 0", "dead b2 b3"):
+        desk.do(event)
+    waited = []
+    for _ in range(6):
+        assert desk.do("b busy out 1 0.1") == ""
+        begun = desk.now
+        while not desk.do("wait 0.01"):
+            pass
+        waited.append(desk.now - begun)
+    assert waited[0] == pytest.approx(0.1, abs=0.011)
+    assert all(0.1 * 2**n <= pause + 1e-6 <= 0.1 * 2**n * 1.5 + 0.02 for n, pause in enumerate(waited[:4]))
+    assert max(waited) <= 0.8 * 1.5 + 0.02
+    assert len({round(pause, 2) for pause in waited[3:]}) > 1
+    [entry] = desk.custody.entries()
+    other = replace(entry, key=Key(MicrobatchId(DATA, 8), 0))
+    assert put_off(entry, 0.1, 0.0).retry_at != put_off(other, 0.1, 0.0).retry_at
+    desk.do("b accepted out 1")
+    assert desk.custody.entries()[0].refusals == 0
+
+
+def test_a_hop_asks_so_often_whether_its_gradient_counts_and_then_takes_it_back() -> None:
+    desk = Desk(A)
+    for event in ("handed 0", "backward 0", "computed 0", "data accepted back -1", "lose data"):
+        desk.do(event)
+    for _ in range(MAX_ASKS):
+        assert desk.do("linked data") == "data < asks", "which is not counted"
+        assert desk.do("wait 3000") == "data < asks", "however long the machine slept"
+    assert desk.do("wait 3") == "take back 0; forget 0, nobody says that its gradient counts"
+
+
+def test_a_data_node_remembers_its_last_microbatches() -> None:
+    desk = Desk(DATA)
+    for number in range(REMEMBERED + 5):
+        desk.custody._completed[MicrobatchId(DATA, number + 100)] = ABC
+    for event in ("start", "computed -1", "forward 3", "computed 3", "backward -1", "computed -1"):
+        desk.do(event)
+    assert len(desk.custody._completed) == REMEMBERED + 5, "one in, one out"
+    assert desk.do("a asks") == "a < settled by a b c"
+
+
+def test_closing_one_microbatch_leaves_the_others() -> None:
+    desk = Desk(A)
+    desk.admit(forward(ABC, 0, number=8))
+    desk.do("handed 0")
+    assert desk.do("data close") == "forget 0, closed: abandoned"
+    assert len(desk.custody) == 1
+
+
+def test_a_long_explanation_is_cut_to_what_a_message_carries() -> None:
+    desk = Desk(A)
+    desk.do("forward 0")
+    _, told = desk.custody.handle(ComputeFailed(Key(MICROBATCH, 0), "x" * 1000), desk.now)
+    assert isinstance(told, Tell)
+    assert isinstance(told.message, Stranded)
+    assert len(told.message.detail) == 256

@@ -7,15 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from node.pipeline import microbatch_runner
-from node.pipeline.data_worker import host_stage_zero
-from node.pipeline.interfaces import Job, Output
-from node.pipeline.stage_worker import HopWorker, host_hop
+from node.pipeline import runner as runner_module
+from node.pipeline.runner import MAX_LINKS, Job, LinkCodecs, Output
+from node.pipeline.worker import HopWorker, host_hop, host_stage_zero
+from protocol.interfaces.tensor_spec import DType, TensorSpec
 from protocol.interfaces.transport import Refusal
 from swarm.compression.microbatch_codecs import MOST_ERROR, Traffic
-from swarm.pipeline.custody_states import PeerLost, Phase, Work
-from swarm.pipeline.ledger import PATIENCE_S, RETRY_S
-from swarm.pipeline.settlement import ASK_S
+from swarm.pipeline.custody import ASK_S, RETRY_S
+from swarm.pipeline.custody_events import Phase, Work
 from swarm.vocabulary.errors import OutOfMemory, ProtocolViolation, Unreachable
 from swarm.vocabulary.pipeline_messages import (
     Backward,
@@ -44,6 +43,7 @@ from tests.node.network.small_swarm import (
     text_of,
     until,
 )
+from tests.node.small_manifest import small_manifest
 
 AB = path_by(A, B)
 STRANGER = PeerId("stranger")
@@ -61,20 +61,26 @@ def mean_gradients(worker: HopWorker) -> list[torch.Tensor]:
     return [parameter.grad for parameter in worker.part.parameters() if parameter.grad is not None]
 
 
+def of_one_process(swarm: SmallSwarm, number: int) -> tuple[float, list[torch.nn.Module]]:
+    """The loss of a text, and the modules of stages 1 and 2 with its gradients."""
+    manifest, text = swarm.manifest, text_of(swarm.manifest, number)
+    zero = host_stage_zero(manifest, CPU).stage
+    parts: list[torch.nn.Module] = [host_hop(manifest, ModuleId(stage), CPU, 0).part for stage in (1, 2)]
+    hidden = zero.embedding(text.tokens)
+    for part in parts:
+        hidden = part(hidden)
+    loss = zero.head(hidden, text.labels)
+    loss.backward()
+    return loss.item(), parts
+
+
 async def test_a_microbatch_goes_out_and_back_with_the_gradients_of_one_process() -> None:
     async with small_swarm(A, B) as swarm:
         microbatch = swarm.launch(5, AB)
         await until(lambda: swarm.ends.done == [microbatch])
         await swarm.all_clear()
-        manifest, text = swarm.manifest, text_of(swarm.manifest, 5)
-        zero = host_stage_zero(manifest, CPU).stage
-        parts = [host_hop(manifest, ModuleId(stage), CPU, 0).part for stage in (1, 2)]
-        hidden = zero.embedding(text.tokens)
-        for part in parts:
-            hidden = part(hidden)
-        loss = zero.head(hidden, text.labels)
-        loss.backward()
-        assert swarm.ends.losses[microbatch] == pytest.approx(loss.item(), abs=1e-6)
+        loss, parts = of_one_process(swarm, 5)
+        assert swarm.ends.losses[microbatch] == pytest.approx(loss, abs=1e-6)
         for peer, part in zip((A, B), parts, strict=True):
             for ours, theirs in zip(mean_gradients(hop(swarm, peer)), part.parameters(), strict=True):
                 torch.testing.assert_close(ours, theirs.grad, rtol=1e-5, atol=1e-7)
@@ -165,7 +171,7 @@ async def test_a_repaired_path_replaces_the_copy_that_came_by_the_first() -> Non
         swarm.dead.add(A)
         swarm[DATA].runner.link_down(A, Unreachable("gone"))
         by_a2 = path_by(A2, B)
-        await until(lambda: [h.path for h in swarm[B].runner.custody.holdings()] == [by_a2])
+        await until(lambda: [h.path for h in swarm[B].runner.custody.entries()] == [by_a2])
         swarm.open(gate)
         await until(lambda: swarm.ends.done == [microbatch])
         assert [hop(swarm, peer).accumulated for peer in (A, A2, B)] == [0, 1, 1]
@@ -190,21 +196,6 @@ async def test_a_transfer_that_breaks_is_made_again(sender: PeerId, kind: type[M
         assert [hop(swarm, peer).accumulated for peer in (A, B)] == [1, 1]
 
 
-async def test_what_can_be_handed_to_nobody_is_given_up_after_a_while() -> None:
-    async with small_swarm(A, B) as swarm:
-        swarm.dead.add(B)
-        microbatch = swarm.launch(1, AB)
-
-        def given_up() -> bool:
-            if swarm[A].phase(microbatch, 0) is Phase.HANDING_ON:  # it has come so far: now time may pass
-                swarm.wait(PATIENCE_S / 4)
-            return microbatch in swarm.ends.given_up
-
-        await until(given_up)
-        assert "module 2.0 has no peer left" in swarm.ends.given_up[microbatch]
-        await swarm.all_clear()
-
-
 async def test_hidden_states_that_are_not_finite_strand_the_microbatch_and_add_nothing() -> None:
     async with small_swarm(A, B) as swarm:
         with torch.no_grad():
@@ -221,7 +212,7 @@ async def test_want_of_memory_costs_microbatches_and_if_it_lasts_the_module(
     monkeypatch: pytest.MonkeyPatch, relieved: bool
 ) -> None:
     """Its runner ends with the error, on which the node takes a smaller module; one success in between starts anew."""
-    monkeypatch.setattr(microbatch_runner, "MOST_SHORT_OF_MEMORY", 3)
+    monkeypatch.setattr(runner_module, "MOST_SHORT_OF_MEMORY", 3)
 
     def too_little(job: Job) -> Output:
         raise OutOfMemory("the compute device is out of memory")
@@ -397,20 +388,6 @@ async def test_hidden_states_for_a_microbatch_that_is_over_are_refused() -> None
         assert answer == Refusal(False, "this microbatch is not under way")
 
 
-async def test_a_gradient_for_what_is_only_evaluated_is_refused() -> None:
-    """The first hop could send it before it says that it has accepted the hidden states; nothing was kept to compute it
-    from."""
-    async with small_swarm(A, B) as swarm:
-        gate = swarm.close(DATA, "before", Forward)
-        microbatch = swarm.launch(1, AB, Purpose.EVALUATE)
-        await until(lambda: gate.reached)
-        answer = swarm[DATA].runner.admit(A, Backward(microbatch, AB, -1), hop(swarm, A).tensor)
-        assert isinstance(answer, Refusal)
-        swarm.open(gate)
-        await until(lambda: microbatch in swarm.ends.losses)
-        await swarm.all_clear()
-
-
 async def test_the_module_of_another_stage_is_refused() -> None:
     async with small_swarm(A, B) as swarm:
         elsewhere = Path(DATA, (Hop(ModuleId(1), B), Hop(ModuleId(2), A)))
@@ -425,7 +402,7 @@ async def test_only_peers_of_the_path_may_strand_or_report() -> None:
         microbatch = swarm.launch(1, AB)
         await until(lambda: gate.reached and A in [sender for sender, _ in swarm.ends.reports])
         runner, reports = swarm[DATA].runner, list(swarm.ends.reports)
-        deadline = next(iter(runner.custody.holdings())).deadline
+        deadline = next(iter(runner.custody.entries())).deadline
         swarm.clock.now += 1
         runner.receive(STRANGER, Stranded(microbatch, Direction.FORWARD, 1, "a lie"))
         runner.receive(STRANGER, Receipt(microbatch, Direction.FORWARD, 1, ReceiptStatus.PASSED_ON))
@@ -433,7 +410,7 @@ async def test_only_peers_of_the_path_may_strand_or_report() -> None:
         swarm[B].runner.receive(A, Close(microbatch, "only the data node may"))
         assert swarm.ends.given_up == {}
         assert swarm.ends.reports == reports
-        assert next(iter(runner.custody.holdings())).deadline == deadline
+        assert next(iter(runner.custody.entries())).deadline == deadline
         assert swarm[B].phase(microbatch, 1) is Phase.FORWARD
         runner.receive(B, Stranded(microbatch, Direction.FORWARD, 1, "it cannot be computed"))
         assert swarm.ends.given_up == {microbatch: "it cannot be computed"}
@@ -470,19 +447,6 @@ async def test_only_who_was_given_a_microbatch_may_strand_it() -> None:
         await swarm.all_clear()
 
 
-async def test_receipts_of_somebody_else_move_nothing() -> None:
-    async with small_swarm(A, B) as swarm:
-        gate = swarm.close(DATA, "before", Forward)
-        microbatch = swarm.launch(1, AB)
-        await until(lambda: gate.reached)
-        for status in ReceiptStatus:
-            swarm[DATA].runner.receive(B, Receipt(microbatch, Direction.FORWARD, 0, status))
-        assert swarm[DATA].phase(microbatch, -1) is Phase.HANDING_ON
-        swarm.open(gate)
-        await until(lambda: swarm.ends.done == [microbatch])
-        await swarm.all_clear()
-
-
 async def test_a_step_that_is_asked_for_twice_is_taken_once() -> None:
     async with small_swarm(A, B) as swarm:
         worker = swarm[A].worker
@@ -501,20 +465,6 @@ async def test_a_step_that_is_asked_for_twice_is_taken_once() -> None:
         await swarm.all_clear()
         assert len(asked) == 2
         assert [figures.visits for figures in swarm[A].visits.steps] == [(2,)]
-
-
-async def test_a_hop_lets_go_of_a_data_node_that_is_gone() -> None:
-    async with small_swarm(A, B) as swarm:
-        gate = swarm.close(DATA, Work.LOSS)
-        microbatch = swarm.launch(1, AB)
-        await until(lambda: gate.reached and swarm[B].phase(microbatch, 1) is Phase.AWAITING)
-        for peer in (A, B):
-            swarm[peer].runner.handle(PeerLost(DATA, "gone"))
-        swarm.wait(30)
-        await until(lambda: swarm[A].is_clear and swarm[B].is_clear)
-        swarm.ends.lost(microbatch, "its data node stops")
-        swarm.open(gate)
-        await swarm.all_clear()
 
 
 async def test_a_peer_that_leaves_takes_nothing_new_but_finishes_what_it_holds() -> None:
@@ -556,15 +506,8 @@ async def test_encoded_both_ways_the_gradients_are_nearly_those_of_one_process(l
         microbatch = swarm.launch(5, AB)
         await until(lambda: swarm.ends.done == [microbatch])
         await swarm.all_clear()
-        manifest, text = swarm.manifest, text_of(swarm.manifest, 5)
-        zero = host_stage_zero(manifest, CPU).stage
-        parts = [host_hop(manifest, ModuleId(stage), CPU, 0).part for stage in (1, 2)]
-        hidden = zero.embedding(text.tokens)
-        for part in parts:
-            hidden = part(hidden)
-        loss = zero.head(hidden, text.labels)
-        loss.backward()
-        assert swarm.ends.losses[microbatch] == pytest.approx(loss.item(), rel=tolerance)
+        loss, parts = of_one_process(swarm, 5)
+        assert swarm.ends.losses[microbatch] == pytest.approx(loss, rel=tolerance)
         for peer, part in zip((A, B), parts, strict=True):
             ours = torch.cat([gradient.flatten() for gradient in mean_gradients(hop(swarm, peer))])
             theirs = torch.cat([p.grad.flatten() for p in part.parameters() if p.grad is not None])
@@ -610,3 +553,70 @@ async def test_a_codec_that_the_run_does_not_allow_is_a_violation() -> None:
         assert buffer.nbytes == replace(tensor, codec=Codec.INT8, outliers=1).byte_length
         runner.broken_off(DATA, out, buffer)
         await swarm.all_clear()
+
+
+# ---- the codecs of links ---------------------------------------------------------------------------------------------
+
+LINK_TENSOR = TensorSpec((4, 512, 512), DType.FLOAT32)
+VISIT_S = 0.4
+
+
+class Links:
+    """Links that carry what the test says."""
+
+    def __init__(self, activations: str = "int4", gradients: str = "int8") -> None:
+        self.carried: dict[PeerId, float] = {}
+        manifest = small_manifest(codecs={"activations": activations, "gradients": gradients})
+        self.codecs = LinkCodecs(manifest, LINK_TENSOR, lambda peer: VISIT_S, lambda peer: self.carried.get(peer, 0.0))
+
+    def carry(self, to: PeerId, mbit_per_s: float) -> None:
+        self.carried[to] = mbit_per_s / 8 * 1e6
+
+    def chosen(self, to: PeerId) -> tuple[Codec, Codec]:
+        return self.codecs.choose(to, Traffic.ACTIVATIONS), self.codecs.choose(to, Traffic.GRADIENTS)
+
+
+def test_each_link_and_each_kind_of_traffic_gets_its_own() -> None:
+    links = Links()
+    assert links.chosen(A) == (Codec.NONE, Codec.NONE)
+    links.carry(A, 1000)
+    links.carry(B, 20)
+    assert links.chosen(A) == (Codec.NONE, Codec.NONE)
+    assert links.chosen(B) == (Codec.INT4, Codec.INT8)
+    links.carry(B, 1000)
+    assert links.chosen(B) == (Codec.NONE, Codec.NONE)
+
+
+def test_a_codec_that_is_too_coarse_for_the_data_is_not_used_for_that_kind_again() -> None:
+    links = Links("int4", "int4")
+    links.carry(A, 1)
+    links.codecs.measured(Traffic.GRADIENTS, Codec.INT4, 0.1)
+    assert links.chosen(A) == (Codec.INT4, Codec.INT4)
+    links.codecs.measured(Traffic.GRADIENTS, Codec.INT4, 0.5)
+    assert links.chosen(A) == (Codec.INT4, Codec.INT8)
+    assert links.codecs.describe().too_coarse == ("gradients: int4",)
+
+
+def test_the_choice_and_its_reason_are_told() -> None:
+    links = Links()
+    links.carry(A, 20)
+    links.chosen(A)
+    described = links.codecs.describe()
+    assert described.allowed == {
+        "activations": ("none", "bf16", "int8", "int4"),
+        "gradients": ("none", "bf16", "int8"),
+    }
+    choice = described.links["a"].activations
+    assert choice is not None
+    assert choice.codec == "int4"
+    assert "20 Mbit/s" in choice.why
+
+
+def test_lost_links_are_forgotten_and_only_so_many_remembered() -> None:
+    links = Links()
+    links.chosen(A)
+    links.codecs.lost(A)
+    assert links.codecs.describe().links == {}
+    for number in range(MAX_LINKS + 10):
+        links.codecs.choose(PeerId(str(number)), Traffic.ACTIVATIONS)
+    assert len(links.codecs._chosen) == MAX_LINKS

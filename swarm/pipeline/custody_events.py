@@ -1,4 +1,4 @@
-"""The holdings, events and actions of custody. Plain data; `swarm.pipeline.custody` is the machine."""
+"""The entries, events and actions of custody. Plain data; `swarm.pipeline.custody` is the machine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from swarm.vocabulary.types import MicrobatchId, ModuleId, Path, PeerId
 
 
 class Phase(enum.Enum):
-    """A holding's progress."""
+    """The progress of an entry."""
 
     RECEIVING = enum.auto()
     FORWARD = enum.auto()
@@ -32,18 +32,17 @@ class Phase(enum.Enum):
     HANDING_BACK = enum.auto()
     GUARDING_BACK = enum.auto()
     SETTLING = enum.auto()
-    """Done with, but for the data node's word whether its gradient counts; needs no slot."""
     RECEIVING_GRADIENT = enum.auto()
-    """A stand-in on the way back: the gradient is on its way here."""
     RECALLING = enum.auto()
-    """A stand-in that holds the gradient and has asked the hop before it for the input."""
 
 
 BEFORE_BACKWARD = frozenset({Phase.RECEIVING, Phase.FORWARD, Phase.HANDING_ON, Phase.GUARDING, Phase.AWAITING})
-ON_THE_WAY_BACK = frozenset({Phase.HANDING_BACK, Phase.GUARDING_BACK})
-HANDED_OVER = ON_THE_WAY_BACK | {Phase.HANDING_ON, Phase.GUARDING}
-"""Offered to another peer that has not passed it on yet."""
-ADDED = ON_THE_WAY_BACK | {Phase.SETTLING}
+WITHOUT_OUTPUT = frozenset({Phase.RECEIVING, Phase.FORWARD, Phase.RECEIVING_GRADIENT, Phase.RECALLING})
+OFFERED = frozenset({Phase.HANDING_ON, Phase.HANDING_BACK})
+"""Offered to the target, which has not accepted yet."""
+GUARDED = frozenset({Phase.GUARDING, Phase.GUARDING_BACK})
+"""Accepted by the target, which has not passed it on yet."""
+ADDED = frozenset({Phase.HANDING_BACK, Phase.GUARDING_BACK, Phase.SETTLING})
 """A hop's gradient is in its sum, and not yet known to count."""
 
 
@@ -64,42 +63,55 @@ class Key:
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
+class Entry:
     """One microbatch at one position of its path, in the custody of this node."""
+
+    # phase                      fields in use, besides the first six, `sender` and `since`
+    # RECEIVING                  -                             its place is reserved, the tensor is in flight
+    # FORWARD                    came
+    # HANDING_ON, HANDING_BACK   target, handed, waited_s, computed_s, tried, busy;
+    #                            retry_at, refusals            while every replica is busy
+    #                            retry_at, failing_since       while the target cannot be reached
+    # GUARDING, GUARDING_BACK    target (none at the end of a path once its gradient is passed on), tried
+    # AWAITING                   -
+    # BACKWARD                   came
+    # SETTLING                   retry_at, asked               takes no slot
+    # RECEIVING_GRADIENT         -                             a substitute's place is reserved
+    # RECALLING                  target, failing_since; retry_at until the input is announced
 
     key: Key
     path: Path
     purpose: Purpose
     phase: Phase
     lifetime_s: float
-    """As its data node has signed it."""
+    """As signed by its data node."""
     deadline: float
-    """When it may be forgotten if nothing happens to it any more."""
+    """Time at which it is forgotten unless something happens to it before."""
     sender: PeerId | None = None
-    """By whose link it first came; None of a data node's own start."""
+    """Peer it first came from; None at a data node's start."""
     since: float = 0.0
-    """When it did."""
+    """Arrival time of the first tensor."""
     target: PeerId | None = None
-    """Whom it is being handed to."""
+    """Peer it is handed to, or that owes the input."""
     tried: frozenset[PeerId] = frozenset()
     """Replicas that failed or refused; not asked again for this microbatch."""
     busy: frozenset[PeerId] = frozenset()
-    """Replicas that had no slot when asked in this round of asking; asked again when nobody else is left."""
+    """Replicas without a slot; asked again when no other replica is left."""
     retry_at: float | None = None
-    """When to offer it again to a target that was busy or out of reach."""
+    """Time of the next offer, recall or question."""
     refusals: int = 0
-    """How often in a row everybody was busy."""
+    """Times in a row that every replica was busy."""
     failing_since: float | None = None
-    """Since when the target has been out of reach, with nobody to stand in for it; or has owed a recalled input."""
+    """Time since which the target cannot be reached, or owes a recalled input."""
     came: float = 0.0
-    """When the latest tensor for it was here."""
+    """Arrival time of the latest tensor."""
     waited_s: float = 0.0
-    """Of that tensor: until its computation began."""
+    """Time from then until its computation began."""
     computed_s: float = 0.0
     handed: float = 0.0
-    """When its output was last offered to somebody."""
+    """Time of the latest offer."""
     asked: int = 0
-    """How often the data node has been asked whether the gradient counts."""
+    """Questions to the data node whether the gradient counts."""
 
     @property
     def is_end(self) -> bool:
@@ -111,34 +123,31 @@ class Holding:
 
     @property
     def direction(self) -> Direction:
-        """The direction in which it is going."""
         return Direction.FORWARD if self.phase in BEFORE_BACKWARD else Direction.BACKWARD
 
     @property
     def next_position(self) -> int:
-        """The position of the peer that gets it from here."""
+        """Position of the peer that gets it from here."""
         return self.key.position + (1 if self.direction is Direction.FORWARD else -1)
 
     @property
     def previous_position(self) -> int:
-        """The position of the peer that it came from."""
+        """Position of the peer that it came from."""
         return self.key.position - (1 if self.direction is Direction.FORWARD else -1)
 
     @property
     def next_module(self) -> ModuleId | None:
-        """The module whose replicas it can be handed to; None: the next is its data node."""
+        """Module of the next hop; None if the next peer is the data node."""
         position, hops = self.next_position, self.path.hops
         return hops[position].module if 0 <= position < len(hops) else None
 
 
-# ---- what happens -------------------------------------------------------------------------------------------
+# ---- events ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A microbatch starts at its data node: its embedding is to be computed. Made by the data node itself, not by a
-    message.
-    """
+    """A microbatch starts here, at its data node. Made by the data node itself, never by a message."""
 
     microbatch: MicrobatchId
     path: Path
@@ -148,21 +157,21 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class TensorArrived:
-    """The whole tensor of an admitted message is here."""
+    """The tensor of an admitted message is complete."""
 
     message: Forward | Backward
 
 
 @dataclass(frozen=True, slots=True)
 class BrokenOff:
-    """The tensor of an admitted message will not come whole."""
+    """The tensor of an admitted message will not be complete."""
 
     message: Forward | Backward
 
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """The computation asked for by a Compute action is done; it took `seconds` on the device."""
+    """A Compute action is done; it took `seconds` on the device."""
 
     key: Key
     seconds: float = 0.0
@@ -170,7 +179,7 @@ class Computed:
 
 @dataclass(frozen=True, slots=True)
 class ComputeFailed:
-    """The computation could not be done (non-finite gradient, out of memory); nothing was accumulated."""
+    """A Compute action failed (non-finite gradient, out of memory); no gradient was added."""
 
     key: Key
     detail: str
@@ -178,7 +187,7 @@ class ComputeFailed:
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """A small message about a microbatch has come."""
+    """A small message about a microbatch arrived."""
 
     sender: PeerId
     message: Receipt | Close | Recall | Settled | Unsettled
@@ -186,7 +195,7 @@ class Arrived:
 
 @dataclass(frozen=True, slots=True)
 class PeerLost:
-    """The link to a peer broke, or stalled, or could not be made."""
+    """The link to a peer broke, stalled or could not be made."""
 
     peer: PeerId
     detail: str
@@ -194,7 +203,7 @@ class PeerLost:
 
 @dataclass(frozen=True, slots=True)
 class PeerBack:
-    """There is a link to a peer again, or for the first time."""
+    """There is a link to a peer, again or for the first time."""
 
     peer: PeerId
 
@@ -206,25 +215,25 @@ class Tick:
 
 Event = Started | TensorArrived | BrokenOff | Computed | ComputeFailed | Arrived | PeerLost | PeerBack | Tick
 
-# ---- what is to be done -------------------------------------------------------------------------------------
+# ---- actions ---------------------------------------------------------------------------------------------------------
 
 
 class Work(enum.Enum):
     """The kind of a computation."""
 
     FORWARD = enum.auto()
-    """Input to output; the data node's start: tokens to hidden states."""
+    """Input to output; at a data node's start, tokens to hidden states."""
     LOSS = enum.auto()
-    """The data node's end: hidden states to loss and its gradient."""
+    """At a data node's end, hidden states to loss and its gradient."""
     BACKWARD = enum.auto()
-    """Gradient of the output to gradient of the input; the parameter gradient is accumulated."""
+    """Gradient of the output to gradient of the input; adds the parameter gradient."""
     REPLAY = enum.auto()
-    """A stand-in's FORWARD and BACKWARD in one: input and gradient of the output to gradient of the input."""
+    """A substitute's FORWARD and BACKWARD in one, from input and gradient of the output."""
 
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """Compute on the tensors of this holding."""
+    """Compute on the tensors of this entry."""
 
     key: Key
     work: Work
@@ -233,7 +242,7 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class SendOutput:
-    """Send what the last Compute gave, with this message. Failure is reported as PeerLost."""
+    """Send the result of the last Compute with this message. A failure comes back as PeerLost."""
 
     key: Key
     to: PeerId
@@ -257,21 +266,21 @@ class KeepGradient:
 
 @dataclass(frozen=True, slots=True)
 class Confirmed:
-    """Tell the node that the gradient that was added counts."""
+    """The gradient that was added counts."""
 
     key: Key
 
 
 @dataclass(frozen=True, slots=True)
 class Retract:
-    """Take back the gradient that was added and does not count, from the input and the gradient that are kept."""
+    """Take back the gradient that was added, using the kept input and gradient."""
 
     key: Key
 
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """Free the slot, the buffers and the graph of a holding that is gone."""
+    """Free the slot, the buffers and the graph of an entry that is gone."""
 
     key: Key
     reason: str
@@ -279,7 +288,7 @@ class Forget:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """Report at the data node that the microbatch has completed. `path` is the one whose gradients count."""
+    """At the data node: the microbatch is complete. `path` holds the replicas whose gradients count."""
 
     microbatch: MicrobatchId
     path: Path

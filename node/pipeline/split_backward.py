@@ -1,9 +1,13 @@
-"""Weight gradients that are put off: backward sends the gradient of its input on first, and the gradients of the linear
-layers' weights, on which nobody waits before the inner step, are computed in idle time, at the latest inside that step.
+"""Backward passes in parts: without the linear layers' weights, which are put off to idle time, or block by block.
 
-A linear layer's weight gradient is the product of its output's gradient and its input, so these two are kept (they are
-less than the visit's graph, whose place in memory they take), and are what they were whatever becomes of the parameters
-meanwhile. The split is that of zero-bubble schedules (Qi et al. 2024, arXiv:2401.10241), without a schedule.
+A linear layer's weight gradient is the product of its output's gradient and its input. No peer waits for it before the
+inner step, so backward can send the gradient of the visit's input on first (`SplitDevice`), and compute the products in
+idle time, at the latest inside that step (`DeferredWeights`). The two factors take the place of the visit's graph in
+memory, which is larger. The split is that of zero-bubble schedules (Qi et al. 2024, arXiv:2401.10241).
+
+On devices whose memory is dear a stack computes block by block (`BlockByBlock`). A block whose graph was not kept is
+computed again from its input (Chen et al. 2016, arXiv:1604.06174), and its gradients are added before the next block's
+are computed: one graph of one block is all that backward ever needs.
 """
 
 from __future__ import annotations
@@ -12,8 +16,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from operator import itemgetter
 from typing import Final, Protocol
 
@@ -22,21 +27,25 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from node.model import passes
-from node.model.blocks import Linear
+from node.model.blocks import Documents, Linear, Rotary
 from node.model.device import device_errors
 from node.model.optimizer import Accumulator, Addition
 from node.model.optimizers.inner_rule import AtDeadline, Deferred, Submit
 from node.model.packed.narrow_copy import NarrowCopy
+from node.model.parts import BlockStack
 from node.model.passes import Around, Gradients, OneDevice, Visit
 from swarm.vocabulary.errors import ResourceExhausted
 from swarm.vocabulary.types import MicrobatchId, Reasoned
 
 _CHUNK_OPERATIONS: Final = {"cpu": 1e8}
-"""Of one chunk at most, by the kind of device: 1 to 5 ms of one core."""
+"""Operations of one chunk by kind of device, at most: 1 to 5 ms of one core."""
 _ELSEWHERE: Final = 2e10
 _LEAST_ROWS, _LEAST_TOKENS = 16, 64
-"""Of a chunk: with fewer, it reads and adds more than it computes."""
+"""Smallest chunk: a smaller one reads and adds more than it computes."""
 _LARGEST: Final = torch.finfo(torch.float32).max
+
+
+# ---- the first half: all gradients but those of linear layers' weights -----------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,7 +53,7 @@ class _Noted:
     """A linear layer in a forward pass."""
 
     weight: int
-    """Which of the part's parameters."""
+    """Place of its weight among the part's parameters."""
     values: Tensor
     """Its input, which the graph holds, too."""
     output: GradientEdge
@@ -52,7 +61,7 @@ class _Noted:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SplitVisit(Visit):
-    """A visit of which the linear layers were noted."""
+    """A visit whose linear layers were noted."""
 
     noted: tuple[_Noted, ...]
 
@@ -84,21 +93,20 @@ class SplitGradients:
 
     source: Tensor
     others: tuple[tuple[int, Tensor], ...]
-    """The gradients of the parameters that are no linear layer's weight, with their places."""
+    """Gradients of the parameters that are no linear layer's weight, with their places."""
     products: tuple[_Product, ...]
 
     @property
     def held_bytes(self) -> int:
-        """The memory of what is kept for the second half."""
+        """Memory of what is kept for the second half."""
         kept = [tensor for product in self.products for tensor in (product.values, product.gradients)]
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in kept}
         return sum(storages.values())
 
     def is_bounded(self) -> Tensor:
-        """Whether all gradients are finite, those that are to be computed included, a bool on the device: an element of
-        a product is at most the product of the norms (Cauchy and Schwarz). What is so large that this exceeds float32
-        counts as not finite.
-        """
+        """Whether all gradients will be finite, a bool on the device."""
+        # An element of a product is at most the product of the norms (Cauchy and Schwarz). Gradients for which that
+        # exceeds float32 count as not finite.
         bound = _length([self.source, *(gradient for _, gradient in self.others)])
         if self.products:
             values = _length([product.values for product in self.products])
@@ -107,26 +115,24 @@ class SplitGradients:
 
     @torch.no_grad()
     def pieces(self) -> Iterator[tuple[int, slice, Tensor]]:
-        """The gradients of the parameters, of some rows each: which of the parameters, which rows, and a part of the
-        sum that is their gradient."""
+        """Yields parts of the parameters' gradients: place, rows, and a summand for these."""
         for place, gradient in self.others:
             yield place, slice(None), gradient
         for product in self.products:
             for tokens, rows in product.pieces():
                 yield product.weight, rows, product.gradients[tokens, rows].T @ product.values[tokens]
 
+    def moved(self, places: int) -> SplitGradients:
+        """The same of a part whose parameters come so many places later."""
+        return SplitGradients(
+            self.source,
+            tuple((place + places, gradient) for place, gradient in self.others),
+            tuple(_Product(each.weight + places, each.values, each.gradients) for each in self.products),
+        )
+
 
 def _length(tensors: Sequence[Tensor]) -> Tensor:
     return torch.nn.utils.get_total_norm(tensors).float()
-
-
-def moved(half: SplitGradients, places: int) -> SplitGradients:
-    """The same of a part whose parameters come so many places later."""
-    return SplitGradients(
-        half.source,
-        tuple((place + places, gradient) for place, gradient in half.others),
-        tuple(_Product(each.weight + places, each.values, each.gradients) for each in half.products),
-    )
 
 
 class Splitting(Protocol):
@@ -138,10 +144,10 @@ class Splitting(Protocol):
 
 
 class SplitDevice(OneDevice):
-    """The passes of a part on the device where it is, whose backward pass can leave the weights of linear layers out.
+    """The passes of a part on one device, whose backward pass can leave the weights of linear layers out.
 
-    Made once for a part: it stays hooked to the part's linear layers. With hidden states narrower than float32 these
-    share one narrow copy of their weights among all graphs.
+    Made once for a part, to whose linear layers it stays hooked. With hidden states narrower than float32 these share
+    one narrow copy of their weights among all graphs.
     """
 
     def __init__(self, part: nn.Module, hidden_type: torch.dtype = torch.float32) -> None:
@@ -158,7 +164,7 @@ class SplitDevice(OneDevice):
         self._copies = [linear.narrow for linear in linears if linear.narrow is not None]
         whole = [linear.weight for linear in linears if linear.narrow is None]
         self._read = [*whole, *(parameter for _, parameter in self._others)]
-        """The parameters that are computed with themselves."""
+        """Parameters that graphs refer to themselves, not to a narrow copy."""
 
     def _note(self, weight: int, linear: nn.Module, values: tuple[Tensor, ...], output: Tensor) -> None:
         if self._noted is not None:
@@ -193,9 +199,7 @@ class SplitDevice(OneDevice):
         return (*self._read, *(copy.fresh() for copy in self._copies))
 
     def first_half(self, visit: Visit, gradient: Tensor) -> SplitGradients:
-        """Computes the gradients of the visit's input and of all parameters but the linear layers' weights; frees the
-        graph. Of what is kept nothing shares the memory of `gradient` or of the visit's input, which others may write.
-        """
+        """Computes the first half; frees the graph. No result shares memory with `gradient` or the visit's input."""
         assert isinstance(visit, SplitVisit)
         foreign = {tensor.untyped_storage().data_ptr() for tensor in (gradient, visit.source)}
 
@@ -216,6 +220,9 @@ class SplitDevice(OneDevice):
         )
 
 
+# ---- the second half: weight gradients in idle time ------------------------------------------------------------------
+
+
 @dataclass(slots=True, eq=False)
 class _PutOff:
     """The second half of one microbatch's backward pass."""
@@ -223,15 +230,15 @@ class _PutOff:
     microbatch: MicrobatchId
     tokens: int
     others: deque[tuple[int, Tensor]]
-    """What is computed already, but not added."""
+    """Gradients that are computed, but not added."""
     pieces: deque[tuple[_Product, slice, slice]]
-    """What is not, each with its tokens and rows."""
+    """Products that are not computed, with their tokens and rows."""
     held_bytes: int
     ended: Callable[[float | None], None]
     labels: int = 0
-    """Of the tokens; 0 where all are."""
+    """Predicted tokens; 0 for all."""
     begun: bool = False
-    """Whether something of it has been added."""
+    """Whether some of it has been added."""
     seconds: float = 0.0
     work: Deferred | None = None
 
@@ -240,10 +247,10 @@ class DeferredWeights:
     """The weight gradients that a replica has put off. Used on the compute thread.
 
     Args:
-        chosen: whether they are put off, and why. Where they are not, this only says so.
-        passes: which can be split; None where weights are not put off.
+        chosen: whether they are put off, and why.
+        passes: the passes that can be split; None if weights are not put off.
         sums: get the gradients.
-        submit: takes the work for idle time.
+        submit: takes idle work.
     """
 
     def __init__(
@@ -251,9 +258,9 @@ class DeferredWeights:
     ) -> None:
         self.chosen = chosen
         self.visits = 0
-        """Whose weight gradients were put off."""
+        """Visits whose weight gradients were put off."""
         self.held_bytes = 0
-        """Of the inputs and gradients that are kept now."""
+        """Memory of the inputs and gradients that are kept now."""
         self.peak_bytes = 0
         self._passes = passes
         self._sums = sums
@@ -262,11 +269,10 @@ class DeferredWeights:
 
     @property
     def waiting(self) -> int:
-        """The visits whose weight gradients have not been computed yet."""
+        """Visits whose weight gradients have not been computed yet."""
         return len(self._waiting)
 
     def first_half(self, visit: Visit, gradient: Tensor) -> SplitGradients:
-        """Computes the first half of backward (`SplitDevice.first_half`), where weights are put off."""
         assert self._passes is not None
         return self._passes.first_half(visit, gradient)
 
@@ -278,11 +284,10 @@ class DeferredWeights:
         ended: Callable[[float | None], None],
         labels: int = 0,
     ) -> Addition:
-        """Promises the sums a microbatch's gradient, which is bounded, to be computed later; from now on it counts. Or
-        says why not.
+        """Promises the sums a microbatch's gradient, which is bounded. From now on it counts.
 
         Args:
-            labels: how many of the tokens are; 0 for all.
+            labels: predicted tokens; 0 for all.
             ended: called when nothing is kept any more, with the seconds that it took; None when it was cancelled.
         """
         if self._sums.has(microbatch):
@@ -311,8 +316,7 @@ class DeferredWeights:
             self._finish(waiting)
 
     def cancel(self, microbatch: MicrobatchId) -> bool:
-        """Takes a promise back, if nothing of it has been added yet; else keeps it entirely, and says False. Errors as
-        `finish`."""
+        """Takes a promise back if nothing of it has been added yet. Else adds the rest and returns False."""
         waiting = self._waiting.get(microbatch)
         if waiting is None:
             return False
@@ -326,13 +330,13 @@ class DeferredWeights:
         return True
 
     def _finish(self, waiting: _PutOff) -> None:
-        """Whatever became of it in idle time: a chunk that found no memory there is tried again."""
+        # A chunk that found no memory in idle time is tried again.
         assert waiting.work is not None
         waiting.work.cancel()
         deque(self._chunks(waiting), maxlen=0)
 
     def _chunks(self, waiting: _PutOff) -> Iterator[None]:
-        """Goes on with the work of one microbatch. What has been added lets go of its memory."""
+        """Goes on with the work of one microbatch. Frees the memory of what has been added."""
         while waiting.others:
             place, gradient = waiting.others[0]
             self._add(waiting, place, slice(None), gradient)
@@ -359,3 +363,146 @@ class DeferredWeights:
         waiting.others.clear()
         waiting.pieces.clear()
         waiting.ended(seconds)
+
+
+# ---- block by block --------------------------------------------------------------------------------------------------
+
+
+class _Alone(nn.Module):
+    """One block of a stack, with the rotary tables of all."""
+
+    def __init__(self, block: nn.Module, rotary: Rotary) -> None:
+        super().__init__()
+        self.block = block
+        self._rotary = (rotary,)  # a tuple, so that the tables are no part of this module
+
+    def forward(self, hidden: Tensor, documents: Documents = ()) -> Tensor:
+        angles = self._rotary[0](hidden.shape[1], documents, dtype=hidden.dtype)
+        output: Tensor = self.block(hidden, angles, documents)
+        return output
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockVisit(Visit):
+    """A visit of a stack: each block's input, and its graph or None."""
+
+    documents: tuple[int, ...]
+    inputs: tuple[Tensor, ...]
+    graphs: tuple[SplitVisit | None, ...]
+
+    def kept(self) -> BlockVisit:
+        """The part that backward needs: all but the result."""
+        return replace(self, result=self.result.new_empty(0))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AddedGradients:
+    """The gradient of a visit's input; those of the parameters have been added."""
+
+    source: Tensor
+    are_finite: Tensor
+    """Whether all are, a bool on the device. If not, some have been added, all of them finite."""
+    take_back: Callable[[], None]
+    """Takes what has been added out of the sums again, up to rounding."""
+
+
+class BlockByBlock:
+    """The passes of a stack; see `node.model.passes.Passes`. Made once for a stack.
+
+    Args:
+        hidden_type: of the hidden states; if it is narrower than float32, all graphs share one copy of the weights.
+    """
+
+    def __init__(self, stack: BlockStack, hidden_type: torch.dtype) -> None:
+        blocks = [_Alone(block, stack.rotary) for block in stack.model["layers"].children()]
+        self.blocks = len(blocks)
+        self._blocks = [SplitDevice(block, hidden_type) for block in blocks]
+        self._firsts = [0, *accumulate(len(list(block.parameters())) for block in blocks)][:-1]
+
+    def forward(
+        self, source: Tensor, documents: tuple[int, ...], around: Around = nullcontext, graphs: int | None = None
+    ) -> BlockVisit:
+        """Computes the stack, keeping the graphs of the last `graphs` blocks; None for all."""
+        without = 0 if graphs is None else self.blocks - graphs
+        hidden, inputs, kept = source.detach(), [], list[SplitVisit | None]()
+        for index, block in enumerate(self._blocks):
+            inputs.append(hidden)
+            visit = None if index < without else block.forward(hidden, documents, around)
+            kept.append(visit)
+            hidden = block.evaluate(hidden, documents) if visit is None else visit.result.detach()
+        return BlockVisit(source, hidden, documents, tuple(inputs), tuple(kept))
+
+    def backward(self, visit: Visit, gradient: Tensor) -> Gradients:
+        assert isinstance(visit, BlockVisit)
+        found: list[tuple[Tensor, ...]] = []
+        for index in reversed(range(self.blocks)):
+            gradients = self._blocks[index].backward(self._graph(visit, index), gradient)
+            assert gradients.source is not None
+            gradient = gradients.source
+            found.append(gradients.parameters)
+        return Gradients(gradient, tuple(each for parameters in reversed(found) for each in parameters))
+
+    def first_half(self, visit: Visit, gradient: Tensor) -> SplitGradients:
+        assert isinstance(visit, BlockVisit)
+        halves: list[SplitGradients] = []
+        for index in reversed(range(self.blocks)):
+            half = self._blocks[index].first_half(self._graph(visit, index), gradient)
+            gradient = half.source
+            halves.append(half.moved(self._firsts[index]))
+        others = tuple(each for half in halves for each in half.others)
+        return SplitGradients(gradient, others, tuple(product for half in halves for product in half.products))
+
+    def backward_into(self, sums: Accumulator, visit: Visit, gradient: Tensor, weight: int) -> AddedGradients:
+        """Adds the parameters' gradients, scaled by `weight`, to the sums, without registering the microbatch.
+
+        Stops adding at the first block whose gradients may not be finite. Without memory, takes back what was added.
+        """
+        assert isinstance(visit, BlockVisit)
+        added = [0]
+        try:
+            source, are_finite = self._add(sums, visit, gradient, weight, added)
+        except BaseException:
+            self._take_back(sums, visit, gradient, weight, added)
+            raise
+        return AddedGradients(source, are_finite, lambda: self._take_back(sums, visit, gradient, weight, added))
+
+    def _take_back(self, sums: Accumulator, visit: BlockVisit, gradient: Tensor, weight: int, added: list[int]) -> None:
+        """Computes the same again, as far as it came."""
+        if added[0]:
+            again = self.forward(visit.source, visit.documents, graphs=0)
+            self._add(sums, again, gradient, -weight, [0], added[0])
+
+    def _add(
+        self, sums: Accumulator, visit: BlockVisit, gradient: Tensor, weight: int, added: list[int], most: int = 2**62
+    ) -> tuple[Tensor, Tensor]:
+        """Adds `most` pieces of gradients at most, and counts them in `added`."""
+        are_finite = torch.ones((), dtype=torch.bool, device=gradient.device)
+        for index in reversed(range(self.blocks)):
+            half = self._blocks[index].first_half(self._graph(visit, index), gradient)
+            gradient, are_finite = half.source, are_finite & half.is_bounded()
+            for place, rows, piece in half.pieces():
+                if added[0] == most:
+                    return gradient, are_finite
+                finite = torch.where(are_finite, piece, 0.0)
+                sums.add_to(self._firsts[index] + place, rows, finite, weight)
+                added[0] += 1
+        return gradient, are_finite
+
+    def _graph(self, visit: BlockVisit, index: int) -> SplitVisit:
+        graph = visit.graphs[index]
+        return self._blocks[index].forward(visit.inputs[index], visit.documents) if graph is None else graph
+
+    def evaluate(self, source: Tensor, documents: tuple[int, ...]) -> Tensor:
+        for block in self._blocks:
+            source = block.evaluate(source, documents)
+        return source
+
+    def parameters_changed(self) -> None:
+        for block in self._blocks:
+            block.parameters_changed()
+
+    def storages(self) -> set[int]:
+        return {storage for block in self._blocks for storage in block.storages()}
+
+    def weights(self) -> tuple[Tensor, ...]:
+        return tuple(tensor for block in self._blocks for tensor in block.weights())

@@ -1,0 +1,677 @@
+"""The runner of custody: admits and receives tensors, has them computed, sends the results on.
+
+A visit of a microbatch passes through `MicrobatchRunner` in this order:
+
+    admit       may the tensor come? then a buffer for it     (decided by Admission and Custody)
+    received    all of it is here
+    _compute    on the compute thread, then encoded           (the worker, `LinkCodecs`)
+    _send       to the next peer, until that one accepts      (decided by Custody)
+    _forget     the buffers, when custody is over
+
+`swarm.pipeline.custody` decides what comes next. `_carry_out` starts it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final, Protocol
+
+from node.concurrency.compute_thread import ComputeThread, Priority
+from node.concurrency.machine_runner import MachineRunner
+from node.model.optimizer import StepFigures
+from node.network.dispatcher import Dispatcher
+from node.observability.failpoints import crash_point
+from node.observability.status import CodecChoice, CodecStatus, LinkStatus
+from node.pipeline.admission import Admission, allowed_codecs
+from protocol.codecs import Encoded
+from protocol.interfaces.clock import Clock
+from protocol.interfaces.tensor_spec import TensorSpec
+from protocol.interfaces.transport import Refusal, Transport
+from protocol.manifest.manifest import Manifest
+from protocol.transport.buffer_pool import BufferPool
+from swarm.compression.microbatch_codecs import MOST_ERROR, Traffic, choose
+from swarm.pipeline.compute_queue import ArrivalForecast
+from swarm.pipeline.custody import Custody
+from swarm.pipeline.custody_events import (
+    Action,
+    Arrived,
+    BrokenOff,
+    Compute,
+    Computed,
+    ComputeFailed,
+    Confirmed,
+    Event,
+    Finished,
+    Forget,
+    KeepGradient,
+    Key,
+    PeerBack,
+    PeerLost,
+    Place,
+    Retract,
+    SendOutput,
+    Tell,
+    TensorArrived,
+    Tick,
+    Work,
+)
+from swarm.vocabulary.errors import OutOfMemory, PeerError, ResourceExhausted, SkipstoneError
+from swarm.vocabulary.pipeline_messages import (
+    Backward,
+    Direction,
+    Forward,
+    MicrobatchControl,
+    MicrobatchTensor,
+    Purpose,
+    Receipt,
+    ReceiptStatus,
+    Stranded,
+)
+from swarm.vocabulary.types import Codec, MicrobatchId, Path, PeerId, Reasoned, short
+
+log = logging.getLogger(__name__)
+
+BUSY_RETRY_S = 0.1
+CHECKED_EVERY = 64
+"""Encodings per measured error. Decoding costs less than encoding, so measuring costs about 1 %."""
+MAX_WAITING_MESSAGES = 256
+"""Unsent messages per peer. More are dropped, as if the peer could not be reached."""
+MOST_SHORT_OF_MEMORY = 32
+"""Computations in a row that may fail for want of memory. Then the module is too large for this machine."""
+BUFFERS_A_SLOT = 6
+"""An entry has two tensors, input and gradient, and each slot up to two more entries that are unsettled."""
+MAX_LINKS: Final = 1024
+"""Links whose codecs are remembered; the transport holds fewer open."""
+DESCRIBED_LINKS: Final = 64
+
+
+# ---- the worker ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One computation. `ticket` names the entry it is for: a second copy of its microbatch has another one."""
+
+    ticket: int
+    key: Key
+    work: Work
+    purpose: Purpose
+    input: Encoded | None = None
+    """Received hidden states; None at a data node's start."""
+    gradient: Encoded | None = None
+    """Received gradient of the output."""
+    documents: tuple[int, ...] = ()
+    """Tokens of each document; empty if the microbatch is rows of one stream."""
+    codec: Codec = Codec.NONE
+    """Codec of the output."""
+    check_codec: bool = False
+    """Whether to measure the error of the output's encoding."""
+    labels: int = 0
+    """Predicted tokens; 0 if all are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """The result of a job. `step_due` asks for an inner step before anything else."""
+
+    tensor: Encoded | None = None
+    loss: float | None = None
+    """Nats per token."""
+    step_due: bool = False
+    error: float | None = None
+    """Relative error of the encoding, if the job asked for it."""
+
+
+class Worker(Protocol):
+    """The computations of one replica. All methods but `tensor` run on the compute thread."""
+
+    @property
+    def tensor(self) -> TensorSpec:
+        """Hidden states and their gradients."""
+        ...
+
+    def compute(self, job: Job) -> Output:
+        """Does a job. Its tensors, and `Output.tensor`, which may share their memory, stay as they are until `forget`.
+
+        Raises:
+            SkipstoneError: it could not be done, and no gradient was added.
+        """
+        ...
+
+    def retract(self, job: Job) -> bool:
+        """Takes back the gradient that a BACKWARD or REPLAY has added. Returns whether there was one.
+
+        If an inner step was taken in between, the negative goes into the next sum.
+
+        Raises:
+            SkipstoneError: it could not be computed; the gradient stays.
+        """
+        ...
+
+    def forget(self, ticket: int) -> None:
+        """Frees what was kept for an entry. Then the memory of its tensors may be written again."""
+        ...
+
+    def step(self) -> StepFigures | None:
+        """Takes the inner step that is due; None if an earlier call took it."""
+        ...
+
+
+class WorkerThread:
+    """A worker as seen from the event loop. Raises what the worker and `ComputeThread.run` raise.
+
+    Args:
+        after_step: called on the thread after each inner step, in the same job.
+        allocate: makes the receive buffers; None for ordinary memory.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        compute: ComputeThread,
+        clock: Clock,
+        after_step: Callable[[StepFigures], None] = lambda figures: None,
+        allocate: Callable[[int], memoryview] | None = None,
+    ) -> None:
+        self.tensor = worker.tensor
+        self.expect = compute.expect
+        self.allocate = allocate
+        self._worker, self._thread, self._clock = worker, compute, clock
+        self._after_step = after_step
+
+    async def compute(self, job: Job) -> tuple[Output, float]:
+        """Computes a job. Returns the output, and the seconds that it took on the thread."""
+
+        def timed() -> tuple[Output, float]:
+            begun = self._clock.monotonic()
+            return self._worker.compute(job), self._clock.monotonic() - begun
+
+        return await self._thread.run(Priority.EVALUATE if job.purpose is Purpose.EVALUATE else Priority.TRAIN, timed)
+
+    async def retract(self, job: Job) -> bool:
+        return await self._thread.run(Priority.TRAIN, lambda: self._worker.retract(job))
+
+    async def forget(self, ticket: int) -> None:
+        await self._thread.run(Priority.UPKEEP, lambda: self._worker.forget(ticket))
+
+    async def step(self) -> StepFigures | None:
+        def step() -> StepFigures | None:
+            figures = self._worker.step()
+            if figures is not None:
+                self._after_step(figures)
+            return figures
+
+        return await self._thread.run(Priority.UPKEEP, step)
+
+
+# ---- codecs ----------------------------------------------------------------------------------------------------------
+
+
+class LinkCodecs:
+    """The codecs in use on this node's links.
+
+    Args:
+        tensor: hidden states without a codec.
+        visit_s: compute time of a microbatch at the slower end of the link to a peer, in seconds; 0 if not known.
+        goodput: bytes per second of the link to a peer; 0 if not known.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        tensor: TensorSpec,
+        visit_s: Callable[[PeerId], float],
+        goodput: Callable[[PeerId], float],
+    ) -> None:
+        self._levels = allowed_codecs(manifest)
+        self._sizes = {codec: TensorSpec(tensor.shape, tensor.dtype, codec).byte_length for codec in MOST_ERROR}
+        self._sizes[Codec.NONE] = tensor.raw_bytes
+        self._visit_s, self._goodput = visit_s, goodput
+        self._chosen: dict[PeerId, dict[Traffic, Reasoned[Codec]]] = {}
+        self._too_coarse: set[tuple[Traffic, Codec]] = set()
+
+    def choose(self, to: PeerId, traffic: Traffic) -> Codec:
+        """Chooses the codec of the next tensor for a peer."""
+        levels = self._levels[traffic]
+        while len(levels) > 1 and (traffic, levels[-1]) in self._too_coarse:
+            levels = levels[:-1]
+        while to not in self._chosen and len(self._chosen) >= MAX_LINKS:
+            del self._chosen[next(iter(self._chosen))]
+        choices = self._chosen.setdefault(to, {})
+        current = choices[traffic].value if traffic in choices else None
+        choices[traffic] = choose(levels, self._sizes, current, self._goodput(to), self._visit_s(to))
+        return choices[traffic].value
+
+    def measured(self, traffic: Traffic, codec: Codec, error: float) -> None:
+        """Takes the relative error of an encoding. A codec with too large an error is not used again."""
+        if error > MOST_ERROR.get(codec, float("inf")):
+            self._too_coarse.add((traffic, codec))
+
+    def lost(self, peer: PeerId) -> None:
+        """Forgets the choices for a link that ended."""
+        self._chosen.pop(peer, None)
+
+    def describe(self) -> CodecStatus:
+        """Returns the allowed codecs, and the ones in use on each link, with reasons."""
+        return CodecStatus(
+            {traffic.value: tuple(codec.name.lower() for codec in levels) for traffic, levels in self._levels.items()},
+            tuple(sorted(f"{traffic.value}: {codec.name.lower()}" for traffic, codec in self._too_coarse)),
+            {short(peer): self._described(peer) for peer in list(self._chosen)[:DESCRIBED_LINKS]},
+        )
+
+    def _described(self, peer: PeerId) -> LinkStatus:
+        codecs = {t.value: CodecChoice(c.value.name.lower(), c.reason) for t, c in self._chosen[peer].items()}
+        return LinkStatus(round(self._goodput(peer)), **codecs)
+
+
+# ---- the rest of the node --------------------------------------------------------------------------------------------
+
+
+class PathEnds:
+    """A data node's interest in its own microbatches. This base class is a peer that starts no paths."""
+
+    def expects(self, message: Forward) -> bool:
+        """Whether this microbatch of ours is in flight."""
+        return False
+
+    def loss_known(self, microbatch: MicrobatchId, path: Path, purpose: Purpose, loss: float) -> None:
+        """Takes a microbatch's loss, in nats per token."""
+
+    def finished(self, microbatch: MicrobatchId, path: Path) -> None:
+        """Takes in that a microbatch is complete. The gradients on `path` count."""
+
+    def lost(self, microbatch: MicrobatchId, detail: str) -> None:
+        """Takes in that a microbatch cannot go on."""
+
+    def may_hold(self, peer: PeerId, microbatch: MicrobatchId) -> bool:
+        """Whether the peer hosts a module on the microbatch's path. Repair may have changed the replica since."""
+        return False
+
+    def may_have_held(self, peer: PeerId, microbatch: MicrobatchId) -> bool:
+        """The same, also for a complete microbatch, as long as receipts for it are expected."""
+        return False
+
+    def passed(self, sender: PeerId, receipt: Receipt) -> None:
+        """Takes a receipt PASSED_ON for one of our microbatches, which may be complete already."""
+
+
+class Host(Protocol):
+    """The node's interest in the microbatches at its replica."""
+
+    def visited(self, microbatch: MicrobatchId) -> None:
+        """A gradient that was added counts."""
+        ...
+
+    def retracted(self, microbatch: MicrobatchId) -> None:
+        """A gradient that was added did not count, and has been taken back."""
+        ...
+
+    def stepped(self, figures: StepFigures) -> None:
+        """An inner step has been taken."""
+        ...
+
+    def not_reached(self, peer: PeerId, error: PeerError) -> None:
+        """A message or a tensor could not be sent."""
+        ...
+
+
+# ---- tensors ---------------------------------------------------------------------------------------------------------
+
+Slot = tuple[Key, type[MicrobatchTensor]]
+"""The entry of a tensor, and whether the tensor is its input or its gradient."""
+
+
+@dataclass(slots=True, eq=False)
+class Tensors:
+    """The tensors of one entry. Their buffers are given back once they are forgotten and no task uses them."""
+
+    ticket: int
+    input: Encoded | None = None
+    gradient: Encoded | None = None
+    output: Encoded | None = None
+    documents: tuple[int, ...] = ()
+    labels: int = 0
+    """Kept, like the documents, as long as the gradient may have to be taken back."""
+    users: int = 0
+    forgotten: bool = False
+
+    def job(
+        self, key: Key, work: Work, purpose: Purpose, codec: Codec = Codec.NONE, *, check_codec: bool = False
+    ) -> Job:
+        """Returns a job on them."""
+        return Job(
+            self.ticket,
+            key,
+            work,
+            purpose,
+            self.input,
+            self.gradient,
+            self.documents,
+            codec,
+            check_codec,
+            self.labels,
+        )
+
+
+def slot_of(message: MicrobatchTensor) -> Slot:
+    return Key(message.microbatch, message.position), type(message)
+
+
+# ---- the runner ------------------------------------------------------------------------------------------------------
+
+
+class MicrobatchRunner(MachineRunner[Event, Action]):
+    """One node's microbatches between its links and its compute thread."""
+
+    def __init__(
+        self,
+        custody: Custody,
+        admission: Admission,
+        worker: WorkerThread,
+        transport: Transport,
+        codecs: LinkCodecs,
+        host: Host,
+        clock: Clock,
+    ) -> None:
+        super().__init__(custody, Tick(), transport, clock, MAX_WAITING_MESSAGES)
+        self.custody = custody
+        self.codecs = codecs
+        self.wire_s = 0.0
+        """Seconds spent sending tensors."""
+        self._admission = admission
+        self._worker = worker
+        self._host = host
+        self._ends = PathEnds()
+        self._takes_new_work = True
+        self._encoded = 0
+        self._short_of_memory = 0
+        """Computations in a row that failed for want of memory."""
+        # A data node's own microbatches need no slots: 64 buffers are for them.
+        self._pool = BufferPool(worker.tensor.raw_bytes, BUFFERS_A_SLOT * custody.slots + 64, worker.allocate)
+        self._tensors: dict[Key, Tensors] = {}
+        self._arrived: dict[Slot, Encoded] = {}
+        """Tensors about which custody has not decided yet."""
+        self._tickets = itertools.count()
+        self._forecast = ArrivalForecast()
+
+    def receiving(self, dispatcher: Dispatcher) -> AbstractContextManager[None]:
+        """Registers for microbatches on the links, within the block."""
+        return dispatcher.registered(
+            tensors={MicrobatchTensor: self},
+            messages={MicrobatchControl: self.receive},
+            link_up=self.link_up,
+            link_down=self.link_down,
+        )
+
+    @contextmanager
+    def ending_at(self, ends: PathEnds) -> Iterator[None]:
+        """Lets paths start and end here within the block: `ends` is the data node."""
+        self._ends = ends
+        try:
+            yield
+        finally:
+            self._ends = PathEnds()
+
+    def take_new_work(self, yes: bool) -> None:
+        """Sets whether new microbatches are taken: not while the node leaves the module to its other replicas."""
+        self._takes_new_work = yes
+
+    def abandon(self, microbatch: MicrobatchId, detail: str) -> None:
+        """Abandons one of this data node's microbatches."""
+        for action in self.custody.abandon(microbatch, detail):
+            self._carry_out(action)
+
+    async def nothing_owed(self, patience_s: float) -> None:
+        """Waits until all messages are handed to the links and all due inner steps are taken, or for `patience_s`."""
+        await self._tasks.nothing_owed(patience_s)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is held and nothing is owed (see `nothing_owed`)."""
+        return len(self.custody) == 0 and not self._tasks.owed
+
+    # ---- a tensor arrives --------------------------------------------------------------------------------------------
+
+    def admit(self, sender: PeerId, message: MicrobatchTensor, tensor: TensorSpec) -> memoryview | Refusal:
+        """Answers a tensor's header: a buffer for the tensor, or why it is not taken."""
+        self._admission.check(sender, message, tensor)
+        if self._pool.in_use >= self._pool.limit:
+            return Refusal(True, "all receive buffers are in use", BUSY_RETRY_S)
+        if not self._admission.hosts(message):
+            return Refusal(False, "this module is not hosted here")
+        is_ours = message.microbatch.data_node == self.custody.own
+        # A leaving peer finishes what it holds, and a data node its own. To be a substitute is new work.
+        is_held = self.custody.get(Key(message.microbatch, message.position)) is not None
+        if not (self._takes_new_work or is_held or is_ours):
+            return Refusal(False, "this peer is leaving the module")
+        if is_ours and isinstance(message, Forward) and not self._ends.expects(message):
+            return Refusal(False, "this microbatch is not under way")
+        now = self.clock.monotonic()
+        if isinstance(message, Forward):
+            place = self.custody.admit_forward(message, now)
+        else:
+            place = self.custody.admit_backward(message, now)
+        if place.value is not Place.FREE:
+            is_busy = place.value is Place.BUSY
+            return Refusal(is_busy, place.reason, BUSY_RETRY_S if is_busy else 0.0)
+        try:
+            buffer = self._pool.take()[: tensor.byte_length]
+        except ResourceExhausted as error:
+            self.handle(BrokenOff(message))
+            return Refusal(True, str(error), BUSY_RETRY_S)
+        self._forecast.announced(sender, slot_of(message), tensor.byte_length, now)
+        self._worker.expect(self._forecast.expected)
+        return buffer
+
+    def received(self, sender: PeerId, message: MicrobatchTensor, tensor: TensorSpec, buffer: memoryview) -> None:
+        crash_point("arrived")
+        self._forecast.arrived(sender, slot_of(message), self.clock.monotonic())
+        self._worker.expect(self._forecast.expected)
+        self._arrived[slot_of(message)] = Encoded(tensor, buffer)
+        self.handle(TensorArrived(message))
+        # A second copy, or a tensor of an entry that is gone, has not been taken by any computation.
+        unused = self._arrived.pop(slot_of(message), None)
+        if unused is not None:
+            self._pool.give_back(unused.data)
+
+    def broken_off(self, sender: PeerId, message: MicrobatchTensor, buffer: memoryview) -> None:
+        self._pool.give_back(buffer)
+        self._forecast.broken_off(sender, slot_of(message))
+        self._worker.expect(self._forecast.expected)
+        self.handle(BrokenOff(message))
+
+    # ---- a message arrives -------------------------------------------------------------------------------------------
+
+    def receive(self, sender: PeerId, message: MicrobatchControl) -> None:
+        """Takes in a small message."""
+        if isinstance(message, Stranded):
+            if self._is_of_ours(sender, message, self._ends.may_hold) and self._knows_route(sender, message):
+                self._stranded(message)
+            return
+        if isinstance(message, Receipt) and message.status is ReceiptStatus.PASSED_ON:
+            self._passed_on(sender, message)
+        self.handle(Arrived(sender, message))
+
+    def _passed_on(self, sender: PeerId, receipt: Receipt) -> None:
+        """Notes that a microbatch of ours has moved on its path."""
+        if self._is_of_ours(sender, receipt, self._ends.may_have_held):
+            self.custody.touch(Key(receipt.microbatch, -1), self.clock.monotonic())
+            self._ends.passed(sender, receipt)
+
+    def _is_of_ours(
+        self, sender: PeerId, message: Receipt | Stranded, may_know: Callable[[PeerId, MicrobatchId], bool]
+    ) -> bool:
+        """Whether it is about a microbatch of ours, and its sender may know about that."""
+        if message.microbatch.data_node != self.custody.own:
+            return False
+        return sender == self.custody.own or may_know(sender, message.microbatch)
+
+    def _knows_route(self, sender: PeerId, message: Stranded) -> bool:
+        """Whether the sender knows the signature of the microbatch's route, so that it was given the microbatch."""
+        start = self.custody.get(Key(message.microbatch, -1))
+        # An evaluated microbatch has no entry to compare with.
+        if sender == self.custody.own or start is None or start.path.route is None:
+            return True
+        return start.path.route.signature == message.signature
+
+    def _stranded(self, message: Stranded) -> None:
+        entries = [entry for entry in self.custody.entries() if entry.key.microbatch == message.microbatch]
+        has_turned = any(entry.is_start for entry in entries) and any(entry.is_end for entry in entries)
+        if message.direction is Direction.FORWARD and has_turned and message.position > -1:
+            return  # a copy that lost against a repaired one: no harm done
+        self._ends.lost(message.microbatch, message.detail)
+
+    def link_up(self, peer: PeerId) -> None:
+        self.handle(PeerBack(peer))
+
+    def link_down(self, peer: PeerId, error: PeerError) -> None:
+        self.codecs.lost(peer)
+        self.handle(PeerLost(peer, str(error)))
+
+    def _not_sent(self, to: PeerId, error: PeerError) -> None:
+        self._host.not_reached(to, error)
+
+    # ---- custody decides ---------------------------------------------------------------------------------------------
+
+    def _carry_out(self, action: Action) -> None:
+        match action:
+            # On the way out: hidden states have arrived. A substitute's gradient arrives before its input.
+            case KeepGradient(key):
+                self._take(key, Backward)
+            case Compute(key, work):
+                tensors = self._take(key, Backward if work is Work.BACKWARD else Forward)
+                self._begin_with(tensors, partial(self._compute, action))
+            # The output is kept until the next peer has passed it on, so it may be sent more than once.
+            case SendOutput(key):
+                self._begin_with(self._tensors[key], partial(self._send_output, action))
+            case Tell(to, message) if to == self.custody.own:
+                asyncio.get_running_loop().call_soon(self.receive, to, message)
+            case Tell(to, message):
+                self.send(to, message)
+            # The end at a hop: its gradient counts, or it is taken back.
+            case Confirmed(key):
+                self._host.visited(key.microbatch)
+            case Retract(key):
+                self._begin_with(self._tensors[key], partial(self._retract, key))
+            case Forget(key, reason):
+                log.debug("%s at %d: %s", key.microbatch, key.position, reason)
+                self._forget(key)
+            # The end at its data node.
+            case Finished(microbatch, path):
+                self._ends.finished(microbatch, path)
+
+    async def _compute(self, action: Compute, tensors: Tensors) -> None:
+        key, work = action.key, action.work
+        entry = self.custody.get(key)
+        if tensors.forgotten or entry is None:
+            return
+        tensors.documents, tensors.labels = entry.path.documents, entry.path.labels
+        # The output goes to the neighbour on the path, or to another replica in its place.
+        traffic = Traffic.ACTIVATIONS if work is Work.FORWARD else Traffic.GRADIENTS
+        position, codec = key.position + (1 if work is Work.FORWARD else -1), Codec.NONE
+        is_sent = position >= -1 and not (work is Work.LOSS and action.purpose is Purpose.EVALUATE)
+        if is_sent:
+            codec = self.codecs.choose(entry.path.peer_at(position), traffic)
+        self._encoded += codec is not Codec.NONE
+        check = codec is not Codec.NONE and self._encoded % CHECKED_EVERY == 1
+        crash_point(f"before {action.work.name.lower()}")
+        try:
+            job = tensors.job(key, work, action.purpose, codec, check_codec=check)
+            output, seconds = await self._worker.compute(job)
+        except SkipstoneError as error:
+            if not tensors.forgotten:
+                self.handle(ComputeFailed(key, str(error)))
+            self._short_of_memory += isinstance(error, OutOfMemory)
+            if isinstance(error, OutOfMemory) and self._short_of_memory == MOST_SHORT_OF_MEMORY:
+                raise  # the module is too large for this machine
+            return
+        self._short_of_memory = 0
+        crash_point(f"after {action.work.name.lower()}")
+        if output.error is not None:
+            self.codecs.measured(traffic, codec, output.error)
+        if output.step_due:
+            self._tasks.owe(self._step())
+            await asyncio.sleep(0)  # the step is queued before whatever this result brings about
+        if tensors.forgotten:
+            return
+        tensors.output = output.tensor
+        entry = self.custody.get(key)
+        if output.loss is not None and entry is not None:
+            self._ends.loss_known(key.microbatch, entry.path, action.purpose, output.loss)
+        self.handle(Computed(key, seconds))
+
+    async def _step(self) -> None:
+        figures = await self._worker.step()
+        if figures is not None:
+            self._host.stepped(figures)
+
+    async def _send_output(self, action: SendOutput, tensors: Tensors) -> None:
+        assert tensors.output is not None
+        begun, output = self.clock.monotonic(), tensors.output
+        try:
+            await self.transport.send(action.to, action.message, output.spec, output.data)
+            crash_point("sent")
+        except PeerError as error:
+            self._host.not_reached(action.to, error)
+            self.handle(PeerLost(action.to, str(error)))
+        self.wire_s += self.clock.monotonic() - begun
+
+    async def _retract(self, key: Key, tensors: Tensors) -> None:
+        try:
+            taken_back = await self._worker.retract(tensors.job(key, Work.BACKWARD, Purpose.TRAIN))
+        except SkipstoneError as error:
+            log.warning("the gradient of %s could not be taken back: %s", key.microbatch, error)
+            return
+        if taken_back:
+            self._host.retracted(key.microbatch)
+
+    # ---- its tensors -------------------------------------------------------------------------------------------------
+
+    def _take(self, key: Key, kind: type[MicrobatchTensor]) -> Tensors:
+        """Returns an entry's tensors, with the one that has just arrived, if any."""
+        tensors = self._tensors.get(key)
+        if tensors is None:
+            tensors = self._tensors[key] = Tensors(next(self._tickets))
+        arrived = self._arrived.pop((key, kind), None)
+        if arrived is not None and kind is Forward:
+            tensors.input = arrived
+        elif arrived is not None:
+            tensors.gradient = arrived
+        return tensors
+
+    def _begin_with(self, tensors: Tensors, work: Callable[[Tensors], Coroutine[Any, Any, None]]) -> None:
+        """Starts a task that uses an entry's tensors."""
+        tensors.users += 1  # from here on, so that a Forget before the task starts cannot free them
+
+        async def use() -> None:
+            try:
+                await work(tensors)
+            finally:
+                tensors.users -= 1
+                self._free_unused(tensors)
+
+        self.begin(use())
+
+    def _forget(self, key: Key) -> None:
+        tensors = self._tensors.pop(key, None)
+        if tensors is not None:
+            tensors.forgotten = True
+            self._free_unused(tensors)
+
+    def _free_unused(self, tensors: Tensors) -> None:
+        if tensors.forgotten and not tensors.users:
+            self.begin(self._free(tensors))
+
+    async def _free(self, tensors: Tensors) -> None:
+        # The buffers may be written again only after the compute thread has let go of them.
+        await self._worker.forget(tensors.ticket)
+        tensors.output = None
+        for tensor in (tensors.input, tensors.gradient):
+            if tensor is not None:
+                self._pool.give_back(tensor.data)

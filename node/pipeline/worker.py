@@ -1,0 +1,753 @@
+"""The workers of a replica: forward and backward of a stage of blocks, and both ends of a path at a data node.
+
+Everything here runs on the compute thread, but for the functions that make a worker at the start.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from node.concurrency.device_threads import DeviceThreads
+from node.data.packing import Microbatch
+from node.experts.route_tables import RouteTables, route_tables
+from node.model.device import device_errors
+from node.model.memory_need import require_room
+from node.model.moments import ORDINARY, Allowance
+from node.model.optimizer import Accumulator, Addition, InnerOptimizer, StepFigures, inner_optimizer
+from node.model.optimizers.inner_rule import AtDeadline, Submit
+from node.model.parts import (
+    HIDDEN_TYPES,
+    EmbeddingPart,
+    HeadPart,
+    build_block_stack,
+    build_embedding,
+    build_head,
+)
+from node.model.passes import Around, HeadPasses, OneDevice, Passes, Visit
+from node.observability.failpoints import crash_point
+from node.pipeline.admission import hidden_tensor
+from node.pipeline.runner import Job, Output
+from node.pipeline.several_devices import body_passes, head_passes
+from node.pipeline.split_backward import BlockByBlock, DeferredWeights, SplitDevice
+from node.pipeline.tensor_io import Wire
+from protocol.interfaces.tensor_spec import TensorSpec
+from protocol.manifest.manifest import Manifest
+from protocol.manifest.model import quadratic_share
+from swarm.pipeline.compute_queue import puts_weights_off
+from swarm.pipeline.custody_events import Work
+from swarm.vocabulary.announcement import Speed
+from swarm.vocabulary.errors import OutOfMemory, ProtocolViolation, StateError
+from swarm.vocabulary.pipeline_messages import Purpose
+from swarm.vocabulary.types import MicrobatchId, ModuleId, Reasoned
+from swarm.workload.microbatch_sizes import Size
+from swarm.workload.visit_cost import VisitCost
+
+PROBES = 3
+
+
+# ---- the weights of earlier versions ---------------------------------------------------------------------------------
+#
+# A gradient has to go through the weights that made the output. Visits whose forward pass came before an inner step
+# need those weights after it: weight stashing (Narayanan et al. 2019, "PipeDream", section 3.3). Without a copy the
+# visit is computed again with the new weights: one in five at a staleness of 1, with a loss some per cent higher in a
+# small run (docs/BENCHMARKS.md).
+
+Weights = tuple[Tensor, ...]
+
+
+class WeightVersion:
+    """The weights between two changes of the parameters."""
+
+    def __init__(self, weights: Weights) -> None:
+        self.visits = 0
+        """Visits in flight whose forward pass was computed with it."""
+        self._weights: Weights | None = weights
+
+    @property
+    def is_there(self) -> bool:
+        return self._weights is not None
+
+    def refer_to(self, weights: Weights | None) -> None:
+        """Sets where it is from now on; None when it is gone."""
+        self._weights = weights
+
+    def __getitem__(self, place: int) -> Tensor:
+        if self._weights is None:
+            raise StateError("the weights that this graph refers to are gone")
+        return self._weights[place]
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """A graph's view of one of the weights."""
+
+    place: int
+    size: torch.Size
+    stride: tuple[int | torch.SymInt, ...]
+    offset: int | torch.SymInt
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Saved:
+    """A tensor of a graph that is no weight, and its version then."""
+
+    tensor: Tensor
+    version: int
+
+
+class WeightStash:
+    """The versions of one part's weights that visits in flight were computed with.
+
+    Args:
+        weights: returns the tensors that graphs refer to (`node.model.passes.Passes.weights`): always the same ones,
+            each in memory of its own, changed in place.
+        most: versions besides the current one; with 0 none outlives an inner step.
+        room: bytes for copies.
+    """
+
+    def __init__(self, weights: Callable[[], Weights], most: int, room: int) -> None:
+        self._up_to_date, self._weights = weights, weights()
+        self._places = {_memory(tensor): place for place, tensor in enumerate(self._weights)}
+        size = sum(tensor.nbytes for tensor in self._weights)
+        # Weights that cannot be told apart by their memory could not be found in a graph.
+        can_be_found = len(self._places) == len(self._weights) and size > 0
+        self.copies = min(most, room // size) if can_be_found else 0
+        """Versions that may be kept."""
+        self.bytes = self.copies * size
+        """Memory of these, taken or not."""
+        self._unused: list[Weights] = []
+        """Free copies. The system would zero fresh memory at every step."""
+        self._copies: dict[WeightVersion, Weights] = {}
+        self.current = WeightVersion(self._weights)
+
+    def saving(self) -> torch.autograd.graph.saved_tensors_hooks:
+        """Makes the graphs built within refer to the current version, wherever that will be."""
+        version = self.current
+
+        def pack(tensor: Tensor) -> _Seen | _Saved:
+            place = self._places.get(_memory(tensor))
+            if place is not None:
+                return _Seen(place, tensor.shape, tensor.stride(), tensor.storage_offset())
+            # Detached: it may be the output of the very node that saves it, a cycle for ever.
+            return _Saved(tensor.detach(), tensor._version)
+
+        def unpack(saved: _Seen | _Saved) -> Tensor:
+            if isinstance(saved, _Seen):
+                return version[saved.place].detach().as_strided(saved.size, saved.stride, saved.offset)
+            if saved.tensor._version != saved.version:
+                raise StateError("a tensor that the graph needs has been changed in place")
+            return saved.tensor
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+    @contextmanager
+    def in_place(self, version: WeightVersion) -> Iterator[None]:
+        """Lets the part compute with a version that is there, within the block."""
+        copy = self._copies.get(version)
+        if copy is None:
+            yield
+            return
+        # Narrow copies of the parameters are renewed first, else that would happen while another version is in place.
+        own = [tensor.data for tensor in self._up_to_date()]
+        try:
+            for tensor, kept in zip(self._weights, copy, strict=True):
+                tensor.data = kept
+            yield
+        finally:
+            for tensor, data in zip(self._weights, own, strict=True):
+                tensor.data = data
+
+    @torch.no_grad()
+    def before_step(self) -> None:
+        """Copies the current version, if visits need it, before an inner step changes the weights."""
+        version, copy = self.current, self._free_copy() if self.current.visits else None
+        self._go_on_from(copy)
+        if copy is not None:
+            self._copies[version] = copy
+            for kept, tensor in zip(copy, self._weights, strict=True):
+                kept.copy_(tensor)
+
+    def changed(self) -> None:
+        """Notes that the weights have changed otherwise: the current version is gone."""
+        self._go_on_from(None)
+
+    def _go_on_from(self, copy: Weights | None) -> None:
+        """Begins another version; the one before is in the copy, if there is one."""
+        self.current.refer_to(copy)
+        self.current = WeightVersion(self._weights)
+
+    def done(self, version: WeightVersion) -> None:
+        """Notes that a visit does not need its version any more."""
+        version.visits -= 1
+        if version.visits == 0 and version in self._copies:
+            version.refer_to(None)
+            self._unused.append(self._copies.pop(version))
+
+    def _free_copy(self) -> Weights | None:
+        if self._unused:
+            return self._unused.pop()
+        if self.copies == 0:
+            return None
+        if len(self._copies) == self.copies:  # a visit that is in flight for so long was held up somewhere
+            oldest = next(iter(self._copies))
+            oldest.refer_to(None)
+            return self._copies.pop(oldest)
+        try:
+            with device_errors():
+                return tuple(torch.empty_like(tensor, requires_grad=False) for tensor in self._weights)
+        except OutOfMemory:
+            return None
+
+
+def _memory(tensor: Tensor) -> int:
+    """Returns where the tensor's memory begins."""
+    return tensor.untyped_storage().data_ptr()
+
+
+# ---- the memory of graphs --------------------------------------------------------------------------------------------
+
+
+class GraphBudget:
+    """The memory of one replica for autograd graphs between forward and backward.
+
+    It is counted in tokens whose whole graph would take as much. The bytes per token are measured at the first visit.
+    """
+
+    def __init__(self, budget_bytes: int) -> None:
+        self._budget = budget_bytes
+        self._of_one: float | None = None
+        """Bytes per token."""
+        self._kept = 0.0
+        """Tokens whose graphs are kept."""
+
+    def forward(
+        self, passes: Passes, source: Tensor, documents: tuple[int, ...], around: Around = nullcontext
+    ) -> tuple[Tensor, Visit | None, float]:
+        """Computes the part on `source` [rows, tokens, hidden], and keeps as much of the graph as fits.
+
+        That is all, or the graphs of some blocks and the inputs of the others, or nothing. The rest is not built.
+
+        Returns:
+            The result, the visit if anything is kept of it, and its share of the budget, until `release`.
+        """
+        tokens = of_tokens(source)
+        if isinstance(passes, BlockByBlock):
+            return self._blocks(passes, source, documents, around)
+        if self._of_one is None:
+            self._of_one = _measured(passes, source, documents) / tokens
+        if self.take(tokens):
+            visit = passes.forward(source, documents, around)
+            return visit.result, visit, tokens
+        return passes.evaluate(source, documents), None, 0.0
+
+    def _blocks(
+        self, passes: BlockByBlock, source: Tensor, documents: tuple[int, ...], around: Around
+    ) -> tuple[Tensor, Visit | None, float]:
+        if self._of_one is None:
+            # One block is enough to measure: all are alike.
+            one_graph = partial(passes.forward, graphs=1)
+            self._of_one = _measured(passes, source, documents, one_graph) * passes.blocks / of_tokens(source)
+        of_block = of_tokens(source) / passes.blocks
+        inputs = passes.blocks * source.nbytes / self._of_one
+        graphs = min(passes.blocks, math.floor((self._budget / self._of_one - self._kept - inputs) / of_block))
+        share = inputs + graphs * of_block
+        if graphs < 0 or not self.take(share):
+            return passes.evaluate(source, documents), None, 0.0
+        visit = passes.forward(source, documents, around, graphs)
+        return visit.result, visit.kept(), share
+
+    def take(self, tokens: float) -> bool:
+        """Takes memory for the graph of so many tokens, if it fits; then it is counted until `release`."""
+        fits = (self._kept + tokens) * (self._of_one or 0.0) <= self._budget
+        self._kept += fits * tokens
+        return fits
+
+    def release(self, tokens: float) -> None:
+        self._kept -= tokens
+
+
+def of_tokens(hidden: Tensor) -> int:
+    """Returns the number of tokens in [rows, tokens, hidden]."""
+    return hidden.shape[0] * hidden.shape[1]
+
+
+def _measured(
+    passes: Passes, source: Tensor, documents: tuple[int, ...], forward: Callable[..., Visit] | None = None
+) -> int:
+    """Returns the bytes of all tensors that a visit's graph holds on to, without the parameters."""
+    own = passes.storages()
+    seen: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            seen[storage.data_ptr()] = storage.nbytes()
+        return tensor.detach()  # the tensor itself may be the output of the very node that saves it: a cycle for ever
+
+    def noted() -> torch.autograd.graph.saved_tensors_hooks:
+        return torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor)
+
+    (forward or passes.forward)(source, documents, noted)
+    return sum(seen.values())
+
+
+# ---- the workers -----------------------------------------------------------------------------------------------------
+
+
+class ReplicaWorker(ABC):
+    """The common part of both workers; see `node.pipeline.runner.Worker`.
+
+    Args:
+        tensor: hidden states.
+        device: the first device.
+    """
+
+    def __init__(self, tensor: TensorSpec, device: torch.device) -> None:
+        self.tensor = tensor
+        self.wire = Wire(device)
+        self.accumulated = 0
+        """Microbatches whose gradient has been added, those before a resumed snapshot included."""
+        self.accumulated_tokens = 0
+        self.recomputed = 0
+        """Visits whose forward pass had to be computed again for the backward pass."""
+
+    def compute(self, job: Job) -> Output:
+        """Does a job.
+
+        Raises:
+            ProtocolViolation: a received tensor, or a gradient that follows from it, is not finite.
+            StateError: the microbatch has been given up meanwhile.
+        """
+        self.wire.start()
+        with device_errors():
+            return self._compute(job)
+
+    @abstractmethod
+    def _compute(self, job: Job) -> Output: ...
+
+    def forget(self, ticket: int) -> None:
+        self._drop(ticket)
+        self.wire.let_go()
+
+    @abstractmethod
+    def _drop(self, ticket: int) -> None:
+        """Frees the graph of an entry."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Kept:
+    """The input, and the graph if memory allowed it and its weights are there."""
+
+    source: Tensor
+    visit: Visit | None
+    weights: WeightVersion
+    forward_s: float = 0.0
+    share: float = 0.0
+    """Share of the budget for graphs."""
+
+
+class HopWorker(ReplicaWorker):
+    """One replica of a module of blocks.
+
+    Args:
+        part: the module, on its device.
+        optimizer: takes the inner steps; `accumulator` is its only one.
+        graph_budget_bytes: memory for graphs between forward and backward; what does not fit is recomputed.
+        quadratic_share: cost of attention by the manifest; 0 if microbatches are rows of one stream.
+        passes: of the module; by default those of one device.
+        deferred: the weight gradients that are put off; by default none are.
+        stashed: earlier versions of the weights, at most, in a quarter of that memory.
+    """
+
+    def __init__(
+        self,
+        part: nn.Module,
+        accumulator: Accumulator,
+        optimizer: InnerOptimizer,
+        tensor: TensorSpec,
+        device: torch.device,
+        graph_budget_bytes: int,
+        quadratic_share: float = 0.0,
+        passes: Passes | None = None,
+        deferred: DeferredWeights | None = None,
+        stashed: int = 0,
+    ) -> None:
+        super().__init__(tensor, device)
+        self.part = part
+        self.passes = passes or OneDevice(part)
+        self.optimizer = optimizer
+        self.deferred = deferred or DeferredWeights(Reasoned(False, "not asked for"), None, accumulator)
+        self._cost = VisitCost(quadratic_share)
+        self._accumulator = accumulator
+        self._stash = WeightStash(self.passes.weights, stashed, graph_budget_bytes // 4)
+        self._graphs = GraphBudget(graph_budget_bytes - self._stash.bytes)
+        self._kept: dict[int, _Kept] = {}
+
+    @property
+    def speed(self) -> Speed:
+        """Speed of forward and backward together; unknown until the first microbatch has been through."""
+        return self._cost.speed()
+
+    @property
+    def unapplied(self) -> Accumulator:
+        """The microbatches that have not gone into an inner step yet."""
+        return self._accumulator
+
+    def parameters_changed(self) -> None:
+        """Notes that the parameters have changed otherwise than by an inner step."""
+        self._stash.changed()
+        self.passes.parameters_changed()
+
+    def step(self) -> StepFigures | None:
+        if not self.optimizer.due:
+            return None
+        self.deferred.finish()
+        self._stash.before_step()
+        self.passes.parameters_changed()
+        return self.optimizer.step()
+
+    def _compute(self, job: Job) -> Output:
+        if job.work is Work.REPLAY:  # a substitute's forward pass is that of a visit whose graph was not kept
+            self._keep(job.ticket, self.wire.received(job.input), None)
+        if job.work in (Work.BACKWARD, Work.REPLAY):
+            return self._backward(job, self.wire.received(job.gradient))
+        source = self.wire.received(job.input)
+        if job.purpose is Purpose.EVALUATE:
+            return self.wire.output(self.passes.evaluate(source, job.documents), job)
+        return self._forward(job, source)
+
+    def _forward(self, job: Job, source: Tensor) -> Output:
+        begun = time.perf_counter()
+        around = self._stash.saving if self._stash.copies else nullcontext
+        result, visit, share = self._graphs.forward(self.passes, source, job.documents, around)
+        try:
+            output = self.wire.output(result, job)
+        except BaseException:
+            self._graphs.release(share)
+            raise
+        self._keep(job.ticket, source, visit, time.perf_counter() - begun, share)
+        return output
+
+    def _keep(self, ticket: int, source: Tensor, visit: Visit | None, seconds: float = 0.0, share: float = 0.0) -> None:
+        self._drop(ticket)
+        self._stash.current.visits += 1
+        self._kept[ticket] = _Kept(source, visit, self._stash.current, seconds, share)
+
+    def _drop(self, ticket: int) -> None:
+        kept = self._kept.pop(ticket, None)
+        if kept is not None:
+            self._graphs.release(kept.share)
+            self._stash.done(kept.weights)
+
+    def _backward(self, job: Job, gradient: Tensor) -> Output:
+        """The backward pass. Options: the graph was kept or not, weight gradients are put off or not."""
+        kept = self._kept.pop(job.ticket, None)
+        if kept is None:
+            raise StateError(f"microbatch {job.key.microbatch} has been forgotten")
+        self._graphs.release(kept.share)
+        begun, visit = time.perf_counter(), kept.visit
+        size = Size(of_tokens(kept.source), job.documents)
+        try:
+            with self._stash.in_place(kept.weights):
+                if visit is None or not kept.weights.is_there:
+                    visit, kept = None, replace(kept, visit=None)  # lets go of the old graph before there is a new one
+                    visit = self._again(kept.source, job.documents)
+                    self.recomputed += 1
+                begun -= kept.forward_s
+                # What is kept of a visit whose weights are put off has the place of its graph in the budget.
+                if self.deferred.chosen.value and self._graphs.take(size.tokens):
+                    output = self._put_off(job, visit, gradient, size, begun)
+                else:
+                    output = self._add(job, visit, gradient, size, begun)
+        finally:
+            self._stash.done(kept.weights)
+        crash_point("gradient added")
+        return replace(output, step_due=self.optimizer.due)
+
+    def _again(self, source: Tensor, documents: tuple[int, ...]) -> Visit:
+        """Computes a visit again, for its backward pass."""
+        if isinstance(self.passes, BlockByBlock):
+            return self.passes.forward(source, documents, graphs=0)
+        return self.passes.forward(source, documents)
+
+    def _add(self, job: Job, visit: Visit, gradient: Tensor, size: Size, begun: float) -> Output:
+        """Computes all gradients now, and adds those of the parameters to the sums."""
+        microbatch, total = job.key.microbatch, self._accumulator
+        if isinstance(self.passes, BlockByBlock):  # where memory is dear, they are added as they are computed
+            is_new = not total.has(microbatch)
+            found = self.passes.backward_into(total, visit, gradient, size.tokens if is_new else 0)
+            try:
+                self.wire.expect(found.are_finite, Addition.NOT_FINITE.value)
+                output = self.wire.output(found.source, job)
+            except BaseException:
+                found.take_back()
+                raise
+            if is_new:
+                total.promise(microbatch, size.tokens, job.labels)
+            addition = Addition.ADDED if is_new else Addition.DUPLICATE
+        else:
+            gradients = self.passes.backward(visit, gradient)
+            assert gradients.source is not None
+            output = self.wire.output(gradients.source, job)  # before the gradient counts: memory may not suffice
+            addition = total.add(microbatch, size.tokens, gradients.parameters, job.labels)
+        self._count(job, size.tokens, addition)
+        self._timed(size, time.perf_counter() - begun)
+        return output
+
+    def _put_off(self, job: Job, visit: Visit, gradient: Tensor, size: Size, begun: float) -> Output:
+        """Computes the gradient of the input now, and puts the weight gradients off."""
+
+        def ended(seconds: float | None) -> None:
+            self._graphs.release(size.tokens)
+            if seconds is not None:
+                self._timed(size, half_s + seconds)
+
+        addition = None
+        try:
+            half = self.deferred.first_half(visit, gradient)
+            self.wire.expect(half.is_bounded(), Addition.NOT_FINITE.value)
+            output = self.wire.output(half.source, job)
+            half_s = time.perf_counter() - begun
+            addition = self.deferred.put_off(job.key.microbatch, size.tokens, half, ended, job.labels)
+        finally:
+            if addition is not Addition.ADDED:
+                self._graphs.release(size.tokens)
+        self._count(job, size.tokens, addition)
+        return output
+
+    def retract(self, job: Job) -> bool:
+        """Takes a gradient back; see `node.pipeline.runner.Worker`.
+
+        It is computed again with the parameters of now: exactly what was added if they have not changed since.
+        """
+        self.wire.start()
+        with device_errors():
+            source = self.wire.received(job.input)
+            tokens, taken_back = of_tokens(source), self.deferred.cancel(job.key.microbatch)
+            if not taken_back:
+                visit = self.passes.forward(source, job.documents)
+                gradients = self.passes.backward(visit, self.wire.received(job.gradient, before_use=True)).parameters
+                taken_back = self._accumulator.retract(job.key.microbatch, tokens, gradients, job.labels)
+        self.accumulated -= taken_back
+        self.accumulated_tokens -= taken_back * tokens
+        return taken_back
+
+    def _timed(self, size: Size, seconds: float) -> None:
+        self._cost.add(size.tokens, size.squares, len(size.documents), seconds)
+
+    def _count(self, job: Job, tokens: int, addition: Addition) -> None:
+        if addition is Addition.NOT_FINITE:
+            raise ProtocolViolation(f"microbatch {job.key.microbatch}: {addition.value}")
+        self.accumulated += addition is Addition.ADDED
+        self.accumulated_tokens += (addition is Addition.ADDED) * tokens
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StageZero:
+    """The two parts of stage 0, which count their visits apart but step together."""
+
+    embedding: EmbeddingPart
+    head: HeadPart
+    embedding_sum: Accumulator
+    head_sum: Accumulator
+    optimizer: InnerOptimizer
+    tables: tuple[RouteTables, ...] = ()
+    """Tables of a router that goes on learning. No inner step moves them."""
+
+    @property
+    def parts(self) -> tuple[nn.Module, ...]:
+        """All that its rounds average."""
+        return (self.embedding, self.head, *self.tables)
+
+
+class DataWorker(ReplicaWorker):
+    """One data node's replica of stage 0: embedding at the start, norm, head and loss at the end.
+
+    Args:
+        embedding, head: the passes of its two parts.
+    """
+
+    def __init__(
+        self, stage: StageZero, tensor: TensorSpec, device: torch.device, embedding: Passes, head: HeadPasses
+    ) -> None:
+        super().__init__(tensor, device)
+        self.stage = stage
+        self._embedding = embedding
+        self._head = head
+        self.steps = 0
+        """Inner steps of this data node's own microbatches, those before a resumed snapshot included."""
+        self.texts: dict[MicrobatchId, Microbatch] = {}
+        """Texts of the microbatches in flight. The data node writes them, this worker only reads."""
+        self.parameter_version = 0
+        """Number of changes of the parameters. A graph from an earlier version is stale."""
+        self._visits: dict[int, tuple[Visit, int]] = {}
+
+    def parameters_changed(self) -> None:
+        """Notes that the parameters have changed otherwise than by an inner step."""
+        self.parameter_version += 1
+        self._embedding.parameters_changed()
+        self._head.parameters_changed()
+
+    def step(self) -> StepFigures | None:
+        if not self.stage.optimizer.due:
+            return None
+        self.parameters_changed()
+        self.steps += 1
+        return self.stage.optimizer.step()
+
+    def retract(self, job: Job) -> bool:
+        """Raises StateError: its gradients count when the microbatch completes, and there is no second copy."""
+        raise StateError("a data node takes no gradient back")
+
+    def _drop(self, ticket: int) -> None:
+        self._visits.pop(ticket, None)
+
+    def _compute(self, job: Job) -> Output:
+        text = self.texts.get(job.key.microbatch)
+        if text is None:
+            raise StateError(f"microbatch {job.key.microbatch} is not under way any more")
+        match job.work:
+            case Work.FORWARD:
+                return self._embed(job, text)
+            case Work.LOSS:
+                return self._loss(job, text)
+            case Work.BACKWARD:
+                return self._finish(job, text)
+            case Work.REPLAY:
+                raise StateError("nobody stands in for a data node")
+
+    def _embed(self, job: Job, text: Microbatch) -> Output:
+        tokens = text.tokens.to(self.wire.device)
+        if job.purpose is Purpose.EVALUATE:
+            return self.wire.output(self._embedding.evaluate(tokens, text.documents), job)
+        visit = self._embedding.forward(tokens, text.documents)
+        self._visits[job.ticket] = (visit, self.parameter_version)
+        return self.wire.output(visit.result, job)
+
+    def _loss(self, job: Job, text: Microbatch) -> Output:
+        hidden = self.wire.received(job.input, before_use=True)
+        labels = text.labels.to(self.wire.device)
+        if job.purpose is Purpose.EVALUATE:
+            return Output(loss=self._head.loss(hidden, labels))
+        total, microbatch = self.stage.head_sum, job.key.microbatch
+        is_new = not total.has(microbatch)
+        found = self._head.loss_into(hidden, labels, total.sums if is_new else (), text.size)
+        if found is None:
+            raise ProtocolViolation(f"microbatch {microbatch}: {Addition.NOT_FINITE.value}")
+        try:
+            output = self.wire.output(found.source, job, found.loss)
+        except BaseException:
+            found.take_back()
+            raise
+        if is_new:
+            total.promise(microbatch, text.size, text.scored)
+        return output
+
+    def _finish(self, job: Job, text: Microbatch) -> Output:
+        gradient = self.wire.received(job.gradient, before_use=True)
+        kept = self._visits.pop(job.ticket, None)
+        if kept is None:
+            raise StateError(f"of microbatch {job.key.microbatch} nothing was kept to go back from")
+        visit, version = kept
+        if version != self.parameter_version:
+            visit = self._embedding.forward(text.tokens.to(self.wire.device), text.documents)
+            self.recomputed += 1
+        gradients = self._embedding.backward(visit, gradient)
+        total = self.stage.embedding_sum
+        if total.add(job.key.microbatch, text.size, gradients.parameters, text.scored) is Addition.NOT_FINITE:
+            raise ProtocolViolation(f"microbatch {job.key.microbatch}: {Addition.NOT_FINITE.value}")
+        self.accumulated += 1
+        self.accumulated_tokens += text.size
+        return Output(step_due=self.stage.optimizer.due)
+
+
+# ---- making them -----------------------------------------------------------------------------------------------------
+
+
+def host_hop(
+    manifest: Manifest,
+    module: ModuleId,
+    device: torch.device,
+    graph_budget_bytes: int,
+    allowance: Allowance = ORDINARY,
+    threads: DeviceThreads | None = None,
+    submit: Submit = AtDeadline,
+) -> HopWorker:
+    """Makes a replica of a module of stage 1 or above, with the run's initial weights.
+
+    Args:
+        device: holds its state.
+        allowance: slots and moments.
+        threads: of all devices that compute; None for `device` alone.
+        submit: takes idle work.
+
+    Raises:
+        ResourceExhausted: the module does not fit into this machine's memory.
+    """
+    require_room(manifest, (module,), device, allowance.slots, allowance.moments)
+    with device_errors():
+        part = build_block_stack(manifest, module).to(device)
+        hidden_type = HIDDEN_TYPES[manifest.model.dtype]
+        is_alone = threads is None or len(threads.devices) == 1
+        if is_alone and device.type != "cpu" and hidden_type is torch.bfloat16:
+            part.split_weights()
+        total = Accumulator(part)
+        optimizer = inner_optimizer(manifest, module, [total], submit, allowance.moments)
+        chosen = puts_weights_off(manifest.training.staleness, 1 if threads is None else len(threads.devices))
+        split: SplitDevice | BlockByBlock | None = None
+        if is_alone and device.type != "cpu":
+            split = BlockByBlock(part, hidden_type)
+        elif is_alone and chosen.value:
+            split = SplitDevice(part, hidden_type)
+        passes = split or body_passes(part, threads, quadratic_share(manifest.model))
+    share = quadratic_share(manifest.model) if manifest.packs_documents else 0.0
+    deferred = DeferredWeights(chosen, split, total, submit)
+    tensor, stashed = hidden_tensor(manifest), manifest.training.staleness
+    return HopWorker(part, total, optimizer, tensor, device, graph_budget_bytes, share, passes, deferred, stashed)
+
+
+def host_stage_zero(
+    manifest: Manifest,
+    device: torch.device,
+    allowance: Allowance = ORDINARY,
+    threads: DeviceThreads | None = None,
+    submit: Submit = AtDeadline,
+) -> DataWorker:
+    """Makes a data node's replica of stage 0. Arguments and errors as of `host_hop`."""
+    require_room(manifest, (ModuleId(0),), device, allowance.slots, allowance.moments)
+    with device_errors():
+        embedding = build_embedding(manifest).to(device)
+        head = build_head(manifest, embedding).to(device)
+        sums = Accumulator(embedding), Accumulator(head)
+        tables = tuple(part.to(device) for part in route_tables(manifest))
+        optimizer = inner_optimizer(manifest, ModuleId(0), sums, submit, allowance.moments)
+        stage = StageZero(embedding, head, *sums, optimizer, tables)
+        body, end = body_passes(embedding, threads, quadratic_share(manifest.model)), head_passes(head, threads)
+    return DataWorker(stage, hidden_tensor(manifest), device, body, end)
+
+
+def measure_speed(passes: Passes, manifest: Manifest, device: torch.device) -> Speed:
+    """Measures the speed of forward and backward on this device: the best of PROBES, the first of which warms up."""
+    source = torch.zeros(manifest.hidden_shape, dtype=HIDDEN_TYPES[manifest.model.dtype], device=device)
+    tokens, longest = manifest.microbatch_tokens, manifest.model.sequence
+    documents = (longest,) * manifest.training.rows if manifest.packs_documents else ()
+    share = quadratic_share(manifest.model) if documents else 0.0
+    fastest = float("inf")
+    with device_errors():
+        for _ in range(PROBES):
+            begun = time.perf_counter()
+            visit = passes.forward(source, documents)
+            gradients = passes.backward(visit, torch.ones_like(visit.result))
+            assert gradients.source is not None
+            gradients.source.sum().item()  # waits for a device that works asynchronously
+            fastest = min(fastest, time.perf_counter() - begun)
+    return Speed((tokens + share * Size(tokens, documents).squares) / fastest, share)
