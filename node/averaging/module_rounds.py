@@ -17,11 +17,10 @@ import torch
 from node.averaging.anchor.anchor import Anchor, Named, restored_anchor
 from node.averaging.anchor.anchor_store import AnchorStore
 from node.averaging.anchor.layout import Layout
-from node.averaging.anchor.lone_replica import anchor_of
-from node.averaging.anchor.module_vector import LocalReplica
+from node.averaging.anchor.module_vector import LocalReplica, anchor_of
 from node.averaging.anchor.outer_step import outer_rule
 from node.averaging.exchange.all_reduce import ExchangeMeans
-from node.averaging.replica_sync import AloneRule, ReplicaSync, Work
+from node.averaging.replica_sync import ReplicaSync, Work
 from node.averaging.reporting import RoundNews
 from node.averaging.round_runner import RoundRunner, RoundSettled
 from node.averaging.state_sync.chunk_codec import STATE_CODECS
@@ -90,9 +89,7 @@ class ModuleRounds:
         rules, outer = round_rules(manifest, start.layout), outer_rule(manifest)
         seal = EntrySeal(session.identity, session.run)
         self._machine = RoundMachine(own.peer, module, rules, start.version, seal)
-        training = manifest.training
-        alone = AloneRule(training.inner_steps, outer, own.clock, training.round_seconds)
-        self._replica_sync = ReplicaSync(replica, self._store, given.compute, averaging, alone)
+        self._replica_sync = ReplicaSync(replica, self._store, given.compute, averaging, rules, outer, own.clock)
         means = ExchangeMeans(
             codecs=rules.codecs,
             rule=outer,
@@ -144,9 +141,6 @@ class ModuleRounds:
         await self._settled_down()
         if self._store.current.version == self._resumed:
             await self._seen_who_resumes_with_us()
-        elif not self._known_here():
-            # The machine waits a little before it says so; then it may be too late for the first round.
-            self._replica_sync.stand_alone(True)
         self._ready = True
         self._own.anchor = self._store.current.version
 

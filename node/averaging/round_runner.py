@@ -21,7 +21,7 @@ from node.averaging.exchange.all_reduce import ExchangeMeans
 from node.averaging.replica_sync import ReplicaSync, Snapshot, SteppedTo
 from node.averaging.workspace import RoundWorkspace, StagedRound
 from node.concurrency.compute_thread import Priority
-from node.concurrency.machine_runner import Machine, MachineRunner
+from node.concurrency.machine_runner import MachineRunner
 from node.model.optimizer import StepFigures
 from node.network.dispatcher import Dispatcher
 from node.observability.failpoints import crash_point
@@ -45,13 +45,12 @@ from swarm.averaging.round_events import (
     ReplicasChanged,
     SnapshotBroken,
     SnapshotTaken,
-    StandAlone,
-    SteppedAlone,
     TakeSnapshot,
     Tell,
     Tick,
     Worked,
 )
+from swarm.averaging.round_machine import RoundMachine
 from swarm.vocabulary.averaging_messages import AuditControl, Progress, Roster, RoundControl, RoundPiece
 from swarm.vocabulary.errors import PeerError, ResourceExhausted, SkipstoneError, StateError
 from swarm.vocabulary.types import AnchorVersion, Codec, ModuleId, PeerId
@@ -121,7 +120,7 @@ class RoundRunner(MachineRunner[Event, Action]):
         self,
         own: PeerId,
         module: ModuleId,
-        machine: Machine[Event, Action],
+        machine: RoundMachine,
         store: AnchorStore,
         replica_sync: ReplicaSync,
         means: ExchangeMeans,
@@ -129,6 +128,7 @@ class RoundRunner(MachineRunner[Event, Action]):
     ) -> None:
         super().__init__(machine, Tick(), means.transport, means.clock, MAX_WAITING_MESSAGES)
         self.replica_sync = replica_sync
+        replica_sync.is_alone = lambda: machine.is_alone
         self.auditor = Auditor(own, means, self._send_or_lose, self.handle, self.begin)
         self.workspace = RoundWorkspace(own, store, replica_sync, means, self.handle, self.begin, self.auditor)
         self._own = own
@@ -168,12 +168,9 @@ class RoundRunner(MachineRunner[Event, Action]):
             self._loop.call_soon_threadsafe(self._stepped_alone, step)
 
     def stepped(self) -> None:
-        """Tells the machine that an inner step has been taken. The outer step of a lone replica that it has made due is
-        prepared."""
+        """Tells the machine that an inner step has been taken."""
         work = self.replica_sync.since_anchor
         self.handle(Worked(work.steps, work.tokens))
-        if self.replica_sync.lone_step_due:
-            self.begin(self.replica_sync.prepare_lone_step())
 
     def receive(self, sender: PeerId, message: RoundControl) -> None:
         """Takes in a small message."""
@@ -196,7 +193,7 @@ class RoundRunner(MachineRunner[Event, Action]):
     def _stepped_alone(self, step: SteppedTo) -> None:
         version, own = step.anchor.version, (self._own,)
         self._host.anchored(step.anchor)
-        self.handle(SteppedAlone(version))
+        self.handle(CaughtUp(version))
         self._host.settled(RoundSettled(version, own, own, step.tokens, 1, 0.0, 0, 0))
 
     # ---- what is to be done --------------------------------------------------------------------------------------
@@ -220,8 +217,6 @@ class RoundRunner(MachineRunner[Event, Action]):
                 self._commit(action)
             case CatchUp():
                 self._start_catching_up(action)
-            case StandAlone(alone):
-                self.replica_sync.stand_alone(alone)
             case Accuse(caught):
                 self._host.accused(caught)
 

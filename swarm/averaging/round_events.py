@@ -174,15 +174,8 @@ class LinkLost:
 
 
 @dataclass(frozen=True, slots=True)
-class SteppedAlone:
-    """Being alone, the replica took the outer step by itself, with an inner step."""
-
-    version: AnchorVersion
-
-
-@dataclass(frozen=True, slots=True)
 class CaughtUp:
-    """We stand on another anchor now."""
+    """We stand on another anchor now: a download, or the outer step of a replica without company."""
 
     version: AnchorVersion
 
@@ -214,7 +207,6 @@ Event = (
     | Caught
     | Staged
     | LinkLost
-    | SteppedAlone
     | CaughtUp
     | CatchUpFailed
     | Tick
@@ -291,13 +283,6 @@ class CatchUp:
 
 
 @dataclass(frozen=True, slots=True)
-class StandAlone:
-    """Say whether there is nobody to average with: then the replica takes the outer step by itself when it is due."""
-
-    alone: bool
-
-
-@dataclass(frozen=True, slots=True)
 class Accuse:
     """Tell whoever watches that a replica has sent what no honest one sends, and that less is asked of it from
     now on.
@@ -306,4 +291,4 @@ class Accuse:
     caught: Caught
 
 
-Action = Tell | TakeSnapshot | Exchange | DropStaged | Release | CommitStaged | CatchUp | StandAlone | Accuse
+Action = Tell | TakeSnapshot | Exchange | DropStaged | Release | CommitStaged | CatchUp | Accuse

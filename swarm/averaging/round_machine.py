@@ -53,8 +53,6 @@ from swarm.averaging.round_events import (
     SnapshotBroken,
     SnapshotTaken,
     Staged,
-    StandAlone,
-    SteppedAlone,
     Tell,
     Tick,
     Worked,
@@ -110,7 +108,7 @@ class RoundMachine:
         self._seen = False
         """Whether there was a view of the others yet."""
         self._alone: bool | None = None
-        """What we told last; None when nothing yet."""
+        """Whether no other replica serves; None before the first view."""
         self._alone_since: float | None = None
         """When another serving replica was there last, or when we began to look."""
 
@@ -132,6 +130,11 @@ class RoundMachine:
         """Whether we have seen the others and stand where the module stands. Until then a replica should not announce
         that it serves."""
         return self._seen and self._view.lag.catching is None and self._view.standing().value == self.version
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other replica has served the module for a while: then the outer step needs no round."""
+        return self._alone is True
 
     @property
     def in_company(self) -> bool:
@@ -194,7 +197,7 @@ class RoundMachine:
                 return attempts.befell(event)
             case LinkLost(peer):
                 return attempts.link_lost(peer)
-            case SteppedAlone(version) | CaughtUp(version):
+            case CaughtUp(version):
                 return [*attempts.forget("we stand on another anchor"), *self._view.stand_on(version)]
             case Caught(peer):
                 self._view.penalties.was_caught(peer, event.certain, self._view.now)
@@ -254,16 +257,15 @@ class RoundMachine:
         return [Tell(peer, report) for peer in view.order()[:INFORMED] if peer != view.own]
 
     def _notice_company(self) -> Actions:
-        """Being alone must last a little: after a long sleep all announcements have run out, and the new ones are under
-        way."""
         view, alone = self._view, not self._view.others.serving
         if self._alone_since is None or not alone:
             self._alone_since = view.now
-        lasts = view.now - self._alone_since >= view.rules.answer_s
+        # After a long sleep all announcements have run out, and the new ones are on their way.
+        lasts = self._alone is None or view.now - self._alone_since >= view.rules.answer_s
         if not self._seen or alone == self._alone or (alone and not lasts):
             return []
         self._alone = alone
-        return [*(self._attempts.finish_alone() if alone else []), StandAlone(alone)]
+        return self._attempts.finish_alone() if alone else []
 
     # ---- what time brings -------------------------------------------------------------------------------------------
 

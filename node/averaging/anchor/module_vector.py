@@ -14,8 +14,9 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from node.averaging.anchor.anchor import Anchor, initial_anchor
 from node.averaging.anchor.layout import Layout, layout_of
-from node.averaging.anchor.shared_vector import Vector
+from node.averaging.anchor.shared_vector import Vector, empty_vector
 from node.model.initialization import floats_of
 from node.model.packed.packed_floats import Floats
 
@@ -98,6 +99,14 @@ class LocalReplica:
             start, stop = max(place.start, part.start), min(place.stop, part.stop)
             piece = memory, slice(start - place.start, stop - place.start)
             yield piece, slice(start - part.start, stop - part.start)
+
+
+def anchor_of(replica: LocalReplica) -> Anchor:
+    """The anchor before the first round, of the replica's parameters as they are now."""
+    parameters = empty_vector(replica.layout)
+    for part, array in parameters.pieces():
+        replica.read(part, array)
+    return initial_anchor(replica.layout, parameters)
 
 
 def _in_order(layout: Layout, parameters: Mapping[str, Floats]) -> tuple[Floats, ...]:

@@ -18,16 +18,24 @@ denormal numbers, and each round take longer.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 
 from node.averaging.anchor.anchor import Anchor, chunk_bytes, hash_of, version_of
+from node.averaging.anchor.anchor_store import AnchorStore
+from node.averaging.anchor.module_vector import LocalReplica
 from node.averaging.anchor.shared_vector import SharedVector, Vector
-from node.averaging.anchor.vector_math import STRETCH, stretches
+from node.averaging.anchor.vector_math import STRETCH, squares, stretches
 from node.model.device import gradual_underflow
 from protocol.manifest.manifest import Manifest
+from swarm.vocabulary.errors import StateError
+from swarm.vocabulary.types import MAX_COUNT
+
+PIECE: Final = 2**18
+"""Elements of a lone replica's outer step that are read at a time."""
 
 COARSE: Final = np.float32(2.0**-80)
 """The smallest number that is left, 5e-32, is so large that no product with the rule's factors is denormal."""
@@ -119,3 +127,36 @@ class Staging:
         parameters = base.parameters.replaced(before.fragment, self._parameters)
         momentum = base.momentum.replaced(before.fragment, self._momentum)
         return Anchor(self._layout, version, parameters, momentum, hashes)
+
+
+def step_alone(replica: LocalReplica, store: AnchorStore, rule: OuterRule, steps: int, tokens: int) -> Anchor:
+    """Takes the outer step of a replica without company, on its compute thread; returns the new anchor.
+
+    Args:
+        steps, tokens: work since the current anchor.
+
+    Raises:
+        StateError: the replica's update is not finite.
+        ResourceExhausted: there is no memory for another anchor.
+    """
+    base, layout = store.current, store.layout
+    first, end = layout.fragments[base.version.fragment]
+    fragment = layout.range_of(first, end)
+    staging = Staging(base, rule, *store.spare(fragment))
+    at_a_time = max(1, PIECE // layout.chunk_elements)
+    for start in range(first, end, at_a_time):
+        stop = min(start + at_a_time, end)
+        part = layout.range_of(start, stop)
+        gradient: Vector = np.empty(part.stop - part.start, np.float32)
+        replica.read(part, gradient)
+        np.subtract(base.parameters[part], gradient, out=gradient)
+        if not math.isfinite(squares(gradient)):
+            raise StateError("training has diverged: the parameters of this replica are not finite")
+        staging.apply(start, stop, gradient)
+    version = base.version
+    anchor = staging.finish(
+        version.round + 1, min(version.steps + steps, MAX_COUNT), min(version.tokens + tokens, MAX_COUNT)
+    )
+    replica.write(fragment, anchor.parameters[fragment])
+    store.put(anchor)
+    return anchor

@@ -16,13 +16,12 @@ from torch import nn
 
 from node.averaging.anchor.anchor import Anchor
 from node.averaging.anchor.anchor_store import AnchorStore
-from node.averaging.anchor.lone_replica import anchor_of
-from node.averaging.anchor.module_vector import LocalReplica
+from node.averaging.anchor.module_vector import LocalReplica, anchor_of
 from node.averaging.anchor.outer_step import OuterRule
 from node.averaging.anchor.shared_vector import Vector
 from node.averaging.exchange.all_reduce import ExchangeMeans
 from node.averaging.module_rounds import rung_of, rungs_to
-from node.averaging.replica_sync import AloneRule, ReplicaSync
+from node.averaging.replica_sync import ReplicaSync
 from node.averaging.round_runner import RoundRunner, RoundSettled
 from node.concurrency.compute_thread import ComputeThread, Priority
 from node.concurrency.task_groups import task_scope
@@ -199,7 +198,6 @@ class Hall:
         rules = self._rules(local)
         machine = RoundMachine(peer, MODULE, rules, store.current.version, seal or VirtualSeal())
         compute, averaging = threads
-        alone = AloneRule(rules.inner_steps, RULE, clock)
         means = ExchangeMeans(
             rules.codecs,
             RULE,
@@ -209,7 +207,7 @@ class Hall:
             signatures or NamedSignatures(peer),  # type: ignore[arg-type]
             Random(len(self.replicas)),
         )
-        replica_sync = ReplicaSync(local, store, compute, averaging, alone)
+        replica_sync = ReplicaSync(local, store, compute, averaging, rules, RULE, clock)
         runner = RoundRunner(peer, MODULE, machine, store, replica_sync, means, Host(peer, self))
         self.replicas[peer] = replica = Replica(peer, runner, dispatcher, optimizer, local, compute)
         return replica

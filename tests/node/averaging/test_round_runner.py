@@ -215,7 +215,7 @@ async def test_who_is_alone_steps_alone_and_rejoins() -> None:
     async with hall(2, inner_steps=INNER) as here:
         await here.a_round(1, INNER)
         here.dead.add(here[1].peer)
-        await here.until(lambda: here[0].runner.replica_sync.is_alone)
+        await here.until(lambda: here[0].runner.replica_sync.is_alone())
         for step in range(3 * INNER + 1):
             await here[0].step(500 + step)
         await here.until(lambda: here[0].settled[-1].version.round == 4)

@@ -26,8 +26,6 @@ from swarm.averaging.round_events import (
     ReplicasChanged,
     SnapshotTaken,
     Staged,
-    StandAlone,
-    SteppedAlone,
     TakeSnapshot,
     Tell,
     Tick,
@@ -69,7 +67,6 @@ class VirtualReplica:
         self.serving = not newcomer
         self.alive = True
         self.frozen = False
-        self.alone = False
         self.spoils = False
         """Sends pieces that cannot be used."""
         self.slanders: PeerId | None = None
@@ -142,7 +139,7 @@ class VirtualReplica:
             return
         self.steps, self.tokens, self.work = self.steps + 1, self.tokens + self.tokens_a_step, self.work + 1
         self.feed(Worked(self.steps, self.tokens))
-        if self.alone and self.steps >= self.world.rules.inner_steps:
+        if self.machine.is_alone and self.steps >= self.world.rules.inner_steps:
             self._step_alone()
 
     def _step_alone(self) -> None:
@@ -153,7 +150,7 @@ class VirtualReplica:
         self.steps = self.tokens = 0
         self.snapshots.clear()
         self._keep(version)
-        self.feed(SteppedAlone(version))
+        self.feed(CaughtUp(version))
 
     def _keep(self, version: AnchorVersion) -> None:
         self.history = [*self.history, version][-KEPT_VERSIONS:]
@@ -191,8 +188,6 @@ class VirtualReplica:
             case CatchUp(version, donors):
                 seconds = self.world.random.uniform(0.1, 1.0)
                 self.world.time.after(seconds, lambda: self.do(lambda: self._caught_up(version, donors)))
-            case StandAlone(alone):
-                self.alone = alone
 
     def _tell(self, to: PeerId, event: Arrived) -> None:
         def deliver() -> None:
