@@ -18,9 +18,8 @@ import torch
 
 from benchmarks.averaging_skipstone import Book, Host, dispatcher_of_one_module, receive_rounds
 from benchmarks.parity_learner import Learner
-from node.averaging.anchor.anchor import Anchor, version_of
-from node.averaging.anchor.anchor_store import AnchorStore
-from node.averaging.anchor.module_vector import anchor_of
+from node.averaging.anchor.anchor import Anchor, AnchorStore, version_of
+from node.averaging.anchor.local_replica import anchor_of
 from node.averaging.anchor.outer_step import outer_rule
 from node.averaging.exchange.all_reduce import ExchangeMeans
 from node.averaging.module_rounds import rungs_to

@@ -45,9 +45,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from node.averaging.anchor.anchor import Anchor
-from node.averaging.anchor.anchor_store import AnchorStore
-from node.averaging.anchor.module_vector import LocalReplica
+from node.averaging.anchor.anchor import Anchor, AnchorStore
+from node.averaging.anchor.local_replica import LocalReplica
 from node.averaging.anchor.outer_step import OuterRule, Staging
 from node.averaging.module_rounds import _put_on
 from node.averaging.replica_sync import ReplicaSync, Snapshot

@@ -26,8 +26,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from node.averaging.anchor.anchor_store import AnchorStore
-from node.averaging.anchor.module_vector import LocalReplica, anchor_of
+from node.averaging.anchor.anchor import AnchorStore
+from node.averaging.anchor.local_replica import LocalReplica, anchor_of
 from node.checkpoint.folder import CheckpointFolder, save_state
 from node.checkpoint.replica import capture_as_written
 from node.checkpoint.state import Agreed, ReplicaState

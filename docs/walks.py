@@ -246,30 +246,30 @@ ROUND: Final[Way] = {
         swarm/averaging/schedule.py: due
         swarm/averaging/replica_view.py: may_convene
         swarm/averaging/attempts.py: open
-        swarm/averaging/attempt_log.py: next_attempt
-        swarm/averaging/penalties.py: excluded
-        swarm/averaging/convener.py: open
+        swarm/averaging/replica_view.py: next_attempt
+        swarm/averaging/trust.py: excluded
+        swarm/averaging/leader.py: open
     """,
     "enter": """
         swarm/averaging/attempts.py: _invited
-        swarm/averaging/member.py: refusal_of
+        swarm/averaging/attempts.py: refusal_of
         swarm/averaging/attempts.py: _follow
-        swarm/averaging/member.py: status
+        swarm/averaging/attempts.py: status
         node/averaging/round_runner.py: _take_snapshot
-        node/averaging/workspace.py: take_snapshot
+        node/averaging/round_runner.py: take_snapshot
         node/averaging/replica_sync.py: snapshot
-        node/averaging/anchor/module_vector.py: read
+        node/averaging/anchor/local_replica.py: read
         node/averaging/exchange/pseudo_gradient.py: squares
-        node/averaging/anchor/vector_math.py: squares_of_difference
+        node/averaging/anchor/shared_vector.py: squares_of_difference
         node/averaging/round_runner.py: _bandwidth
         swarm/averaging/attempts.py: _snapshot_taken
     """,
     "roster": """
         swarm/averaging/attempts.py: _for_convener
-        swarm/averaging/convener.py: hear
-        swarm/averaging/invitees.py: Invitee
+        swarm/averaging/leader.py: hear
+        swarm/averaging/leader.py: Invitee
         swarm/averaging/attempts.py: advance
-        swarm/averaging/convener.py: advance, _judge_entries, _fix
+        swarm/averaging/leader.py: advance, _judge_entries, _fix
         swarm/averaging/roster.py: make_roster, weigh, shards
         swarm/compression/round_codecs.py: choose
         swarm/averaging/attempts.py: _roster_came
@@ -277,10 +277,10 @@ ROUND: Final[Way] = {
     """,
     "exchange": """
         node/averaging/round_runner.py: _carry_out
-        node/averaging/workspace.py: exchange, _begin
+        node/averaging/round_runner.py: exchange, _begin
         node/averaging/exchange/partition.py: Plan
         node/averaging/anchor/layout.py: Layout
-        node/averaging/anchor/anchor_store.py: spare
+        node/averaging/anchor/anchor.py: spare
         node/averaging/exchange/all_reduce.py: run, _send_contributions, _encode
         node/averaging/exchange/pseudo_gradient.py: encode
         protocol/codecs/__init__.py: encode_into
@@ -291,44 +291,44 @@ ROUND: Final[Way] = {
         protocol/transport/outbox.py: send
         protocol/transport/inbox.py: open
         node/network/dispatcher.py: admit
-        node/averaging/workspace.py: admit
-        node/averaging/exchange/piece_receiver.py: admit
+        node/averaging/round_runner.py: admit
+        node/averaging/exchange/arrivals.py: admit
         node/averaging/exchange/partition.py: piece_of
         node/network/dispatcher.py: received
-        node/averaging/workspace.py: received
-        node/averaging/exchange/piece_receiver.py: received
+        node/averaging/round_runner.py: received
+        node/averaging/exchange/arrivals.py: received
         node/averaging/exchange/all_reduce.py: _take, _add, _check_and_add
         node/concurrency/compute_thread.py: run
-        node/averaging/exchange/reducer.py: add
-        node/averaging/exchange/progress.py: added
+        node/averaging/exchange/reduction.py: add
+        node/averaging/exchange/partition.py: added
         node/averaging/exchange/all_reduce.py: _pass_on, _apply, _step
-        node/averaging/exchange/comparison.py: add
+        node/averaging/exchange/reduction.py: add
         node/averaging/anchor/outer_step.py: apply, step
         node/averaging/anchor/anchor.py: hash_of
         node/averaging/exchange/all_reduce.py: _finish
         node/averaging/anchor/outer_step.py: finish
         node/averaging/anchor/anchor.py: version_of
-        node/averaging/workspace.py: _keep
+        node/averaging/round_runner.py: _keep
     """,
     "commit": """
         swarm/averaging/attempts.py: _staged_came
-        swarm/averaging/convener.py: _judge_exchange
+        swarm/averaging/leader.py: _judge_exchange
         swarm/averaging/attempts.py: _settle, _commit_came, _adopt
         swarm/averaging/replica_view.py: stand_on
     """,
     "apply": """
         node/averaging/round_runner.py: _commit
-        node/averaging/workspace.py: take_staged
-        node/averaging/anchor/anchor_store.py: put
+        node/averaging/round_runner.py: take_staged
+        node/averaging/anchor/anchor.py: put
         node/averaging/replica_sync.py: committed
         node/averaging/module_rounds.py: anchored
         node/network/local_peer.py: LocalPeer
         node/averaging/round_runner.py: _settle
         node/averaging/replica_sync.py: carry
         node/averaging/exchange/pseudo_gradient.py: rewrite
-        node/averaging/anchor/module_vector.py: carry
+        node/averaging/anchor/local_replica.py: carry
         node/averaging/module_rounds.py: settled
-        node/averaging/reporting.py: committed
+        node/averaging/module_rounds.py: committed
         node/observability/events.py: RoundCommitted
         node/checkpoint/saver.py: request_save
     """,

@@ -83,14 +83,12 @@ node/routing: node/concurrency node/context node/data node/experts node/network 
     swarm/routing/negotiation swarm/workload
 node/solo: node/averaging/anchor node/checkpoint node/data node/experts node/model node/network node/observability
     node/pipeline node/start protocol/manifest swarm/experts swarm/routing
-node/averaging/audit: node/averaging/anchor node/averaging/exchange node/concurrency protocol/codecs protocol/identity
-    protocol/interfaces swarm/averaging
 node/cli/views: node/local_swarm node/observability swarm/compression swarm/workload
 node/export: node/averaging/anchor node/averaging/state_sync node/checkpoint node/context node/data node/experts
     node/model node/network node/observability protocol/manifest swarm/averaging swarm/experts swarm/workload
 node/lab/experiment: node/concurrency node/data node/lab/audit node/lab/emulation node/local_swarm node/network
     node/observability protocol/manifest
-node/averaging: node/averaging/anchor node/averaging/audit node/averaging/exchange node/averaging/state_sync
+node/averaging: node/averaging/anchor node/averaging/exchange node/averaging/state_sync
     node/checkpoint node/concurrency node/context node/model node/network node/observability node/start protocol/codecs
     protocol/identity protocol/interfaces protocol/manifest swarm/averaging swarm/compression
 node/lab/wan: node/lab/audit node/lab/experiment node/local_swarm protocol/manifest

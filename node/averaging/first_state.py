@@ -13,11 +13,9 @@ from random import Random
 from typing import Final
 
 from node.averaging.anchor.anchor import Anchor, initial_anchor
-from node.averaging.reporting import RoundNews
-from node.averaging.state_sync.chunk_codec import STATE_CODECS
-from node.averaging.state_sync.download import StateDownloads
-from node.averaging.state_sync.hash_lists import MOST_ASKED
-from node.averaging.state_sync.partial_state import FreshSpace
+from node.averaging.module_rounds import RoundNews
+from node.averaging.state_sync.download import MOST_ASKED, StateDownloads
+from node.averaging.state_sync.partial_state import STATE_CODECS, FreshSpace
 from node.context.module_context import ModuleContext
 from node.model.memory_need import require_room
 from node.observability.events import Note

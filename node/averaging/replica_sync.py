@@ -17,9 +17,8 @@ from typing import Final
 
 import numpy as np
 
-from node.averaging.anchor.anchor import Anchor
-from node.averaging.anchor.anchor_store import AnchorStore
-from node.averaging.anchor.module_vector import LocalReplica
+from node.averaging.anchor.anchor import Anchor, AnchorStore
+from node.averaging.anchor.local_replica import LocalReplica
 from node.averaging.anchor.outer_step import OuterRule, step_alone
 from node.averaging.anchor.shared_vector import SharedVector, Vector
 from node.averaging.exchange.pseudo_gradient import SentParts, Source

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from node.averaging.anchor.anchor import restored_anchor
-from node.averaging.anchor.anchor_store import AnchorStore
-from node.averaging.anchor.module_vector import LocalReplica, anchor_of
+from node.averaging.anchor.anchor import AnchorStore, restored_anchor
+from node.averaging.anchor.local_replica import LocalReplica, anchor_of
 from node.averaging.anchor.outer_step import OuterRule, step_alone
 from node.checkpoint.folder import (
     CheckpointFolder,

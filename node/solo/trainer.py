@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from node.averaging.anchor.anchor import tensors_of
-from node.averaging.anchor.module_vector import LocalReplica
+from node.averaging.anchor.local_replica import LocalReplica
 from node.averaging.anchor.outer_step import outer_rule
 from node.checkpoint.folder import CheckpointFolder, Problem
 from node.checkpoint.gather import Gathered

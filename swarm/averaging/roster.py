@@ -10,9 +10,9 @@ import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
-from swarm.averaging.plausibility import rates, slowest_bytes_per_s
 from swarm.averaging.round_events import RoundRules
 from swarm.averaging.schedule import WORK_AT_MOST, fragment_chunks, fragments_of, lower_median, steps_between_rounds
+from swarm.averaging.trust import rates, slowest_bytes_per_s
 from swarm.compression.round_codecs import RoundCodecs, choose
 from swarm.vocabulary.averaging_messages import MAX_MEMBERS, Entry, Member, Roster, RoundId, SignedRoster
 from swarm.vocabulary.types import MAX_COUNT, AnchorVersion, PeerId, Reasoned, short

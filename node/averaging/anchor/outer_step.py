@@ -24,11 +24,9 @@ from typing import Final
 
 import numpy as np
 
-from node.averaging.anchor.anchor import Anchor, chunk_bytes, hash_of, version_of
-from node.averaging.anchor.anchor_store import AnchorStore
-from node.averaging.anchor.module_vector import LocalReplica
-from node.averaging.anchor.shared_vector import SharedVector, Vector
-from node.averaging.anchor.vector_math import STRETCH, squares, stretches
+from node.averaging.anchor.anchor import Anchor, AnchorStore, chunk_bytes, hash_of, version_of
+from node.averaging.anchor.local_replica import LocalReplica
+from node.averaging.anchor.shared_vector import STRETCH, SharedVector, Vector, squares, stretches
 from node.model.device import gradual_underflow
 from protocol.manifest.manifest import Manifest
 from swarm.vocabulary.errors import StateError

@@ -25,12 +25,10 @@ import numpy as np
 from node.averaging.anchor.anchor import Anchor
 from node.averaging.anchor.outer_step import OuterRule, Staging
 from node.averaging.anchor.shared_vector import StateVectors, Vector
-from node.averaging.exchange.comparison import Comparison
-from node.averaging.exchange.partition import Piece, Plan
-from node.averaging.exchange.piece_receiver import Arrivals, early_pieces, piece_spec
-from node.averaging.exchange.progress import ExchangeProgress, Watch
+from node.averaging.exchange.arrivals import Arrivals, early_pieces, piece_spec
+from node.averaging.exchange.partition import ExchangeProgress, Piece, Plan, Watch
 from node.averaging.exchange.pseudo_gradient import SentParts, Source
-from node.averaging.exchange.reducer import Added, NormLimit, Reduction, read_encoding
+from node.averaging.exchange.reduction import Added, Comparison, NormLimit, Reduction, read_encoding
 from node.concurrency.compute_thread import ComputeThread, Priority
 from node.concurrency.task_groups import task_scope
 from node.model.device import gradual_underflow
@@ -75,7 +73,7 @@ class ExchangeMeans:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExchangeRecord:
-    """The record of a complete exchange, for audits of it (`node.averaging.audit.auditor`)."""
+    """The record of a complete exchange, for audits of it (`node.averaging.auditor`)."""
 
     plan: Plan
     anchor: Anchor | None
@@ -108,7 +106,7 @@ class ExchangeRecord:
         return data if hash_of_piece(data) == signed.hash else None
 
 
-class Exchange:
+class AllReduce:
     """One exchange of one member. Run it once; cancelling `run` leaves no trace.
 
     Args:

@@ -23,8 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from node.averaging.anchor.anchor import Anchor
-from node.averaging.anchor.shared_vector import SharedVector, Vector
-from node.averaging.anchor.vector_math import squares_of_difference, stretches
+from node.averaging.anchor.shared_vector import SharedVector, Vector, squares_of_difference, stretches
 from protocol.codecs import decode_into, encode_into
 from swarm.vocabulary.types import Codec
 

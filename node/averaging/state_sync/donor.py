@@ -3,7 +3,7 @@ training's way.
 
 One chunk at a time goes to each asker, so on a link it takes turns with microbatches frame by frame; at most
 `LINKS_AT_ONCE` chunks are under way in all, and askers take turns. Nothing here touches the compute thread, and an
-averaging round takes the arrays it needs whoever reads others (`node.averaging.anchor.anchor_store`): what is gone is
+averaging round takes the arrays it needs whoever reads others (`node.averaging.anchor.anchor`): what is gone is
 answered with GONE. Encoding for slow links is done on the thread for arithmetic on anchors, after what rounds have to
 do there.
 """
@@ -18,9 +18,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
-from node.averaging.anchor.anchor import Anchor
-from node.averaging.anchor.anchor_store import AnchorStore
-from node.averaging.state_sync.chunk_codec import as_it_is, codec_for, in_planes
+from node.averaging.anchor.anchor import Anchor, AnchorStore
+from node.averaging.state_sync.partial_state import as_it_is, codec_for, in_planes
 from node.concurrency.compute_thread import ComputeThread, Priority
 from node.concurrency.task_tracker import TaskTracker
 from node.network.dispatcher import Dispatcher

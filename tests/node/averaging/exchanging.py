@@ -14,11 +14,10 @@ import numpy as np
 from node.averaging.anchor.anchor import Anchor, initial_anchor
 from node.averaging.anchor.layout import Layout, layout_of
 from node.averaging.anchor.outer_step import OuterRule
-from node.averaging.anchor.shared_vector import Vector, empty_part
-from node.averaging.anchor.spare_arrays import SpareArrays
-from node.averaging.exchange.all_reduce import Exchange, ExchangeMeans
+from node.averaging.anchor.shared_vector import SpareArrays, Vector, empty_part
+from node.averaging.exchange.all_reduce import AllReduce, ExchangeMeans
+from node.averaging.exchange.arrivals import Arrivals
 from node.averaging.exchange.partition import Plan
-from node.averaging.exchange.piece_receiver import Arrivals
 from node.averaging.exchange.pseudo_gradient import Source
 from node.concurrency.compute_thread import ComputeThread
 from node.concurrency.task_groups import task_scope
@@ -99,7 +98,7 @@ class Party:
     refusals: list[str] = field(default_factory=list)
     anchor: Anchor | None = None
     arrivals: Arrivals = field(init=False)
-    exchange: Exchange = field(init=False)
+    exchange: AllReduce = field(init=False)
     task: asyncio.Task[None] | None = None
 
     @property
@@ -176,7 +175,7 @@ class Room:
             party.arrivals = Arrivals(
                 roster.round, self.codecs, lambda p, why, it=party: it.rejections.append((p, why))
             )  # type: ignore[misc]
-            party.exchange = Exchange(
+            party.exchange = AllReduce(
                 plan,
                 Source(party.base, party.snapshot),
                 vectors,

@@ -14,9 +14,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from node.averaging.anchor.anchor import Anchor
-from node.averaging.anchor.anchor_store import AnchorStore
-from node.averaging.anchor.module_vector import LocalReplica, anchor_of
+from node.averaging.anchor.anchor import Anchor, AnchorStore
+from node.averaging.anchor.local_replica import LocalReplica, anchor_of
 from node.averaging.anchor.outer_step import OuterRule
 from node.averaging.anchor.shared_vector import Vector
 from node.averaging.exchange.all_reduce import ExchangeMeans

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from swarm.averaging.audits import (
+from swarm.averaging.trust import (
     ALIGNED,
     AUDITED_BYTES,
     LONGER_THAN_OURS,

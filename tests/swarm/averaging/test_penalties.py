@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from swarm.averaging.penalties import FORGIVEN_AFTER_S, Penalties
+from swarm.averaging.trust import FORGIVEN_AFTER_S, Penalties
 from swarm.vocabulary.backoff import REMEMBERED
 from swarm.vocabulary.types import PeerId
 

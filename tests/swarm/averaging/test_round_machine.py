@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from swarm.averaging.convener import credible_accusers
+from swarm.averaging.leader import credible_accusers
 from swarm.averaging.roster import make_roster
 from swarm.averaging.round_events import (
     Accuse,

@@ -172,11 +172,11 @@ def test_a_lone_replica_steps_by_itself_until_another_one_comes() -> None:
     a, b = world.peers
     world.run(1.0)
     world.crash(b)
-    assert world.run_until(lambda: world.replicas[a].alone, 15.0)
+    assert world.run_until(lambda: world.replicas[a].machine.is_alone, 15.0)
     assert world.run_until(lambda: world.replicas[a].version.round >= 3, 30.0)
     world.restart(b, INITIAL)
     assert world.run_until(lambda: committed_by(world, {a, b}), 30.0), world.explain()
-    assert not world.replicas[a].alone
+    assert not world.replicas[a].machine.is_alone
     assert world.caught_up[a] == 0
 
 

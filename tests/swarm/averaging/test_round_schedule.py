@@ -10,16 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from node.averaging.anchor.layout import layout_of
-from swarm.averaging.plausibility import (
-    ASTRAY,
-    FADING,
-    FEWEST_APART,
-    AnchorDrift,
-    UsualLength,
-    mark_of,
-    measured_of,
-    rates,
-)
 from swarm.averaging.roster import (
     leads_to,
     make_roster,
@@ -41,6 +31,16 @@ from swarm.averaging.schedule import (
     next_number,
     possible,
     standing,
+)
+from swarm.averaging.trust import (
+    ASTRAY,
+    FADING,
+    FEWEST_APART,
+    AnchorDrift,
+    UsualLength,
+    mark_of,
+    measured_of,
+    rates,
 )
 from swarm.vocabulary.averaging_messages import Entry, LinkRate, Roster, RoundId, SignedRoster
 from swarm.vocabulary.types import MAX_COUNT, MAX_ROUND, AnchorVersion, Codec, ModuleId, PeerId

@@ -4,8 +4,7 @@ import weakref
 import numpy as np
 import pytest
 
-from node.averaging.anchor.anchor import Anchor, hash_all, restored_anchor
-from node.averaging.anchor.anchor_store import STATES, AnchorStore
+from node.averaging.anchor.anchor import STATES, Anchor, AnchorStore, hash_all, restored_anchor
 from node.averaging.anchor.outer_step import OuterRule, Staging
 from swarm.vocabulary.errors import ResourceExhausted
 from tests.node.checkpoint.small_states import small_layout, state, written

@@ -7,9 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from node.averaging.anchor.anchor import hash_all
-from node.averaging.anchor.anchor_store import AnchorStore
-from node.averaging.anchor.module_vector import LocalReplica, anchor_of
+from node.averaging.anchor.anchor import AnchorStore, hash_all
+from node.averaging.anchor.local_replica import LocalReplica, anchor_of
 from node.averaging.anchor.outer_step import OuterRule
 from node.averaging.replica_sync import ReplicaSync, Work
 from node.checkpoint.replica import capture_module, restore_module

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from node.averaging.anchor.outer_step import OuterRule
-from node.averaging.anchor.vector_math import STRETCH
+from node.averaging.anchor.shared_vector import STRETCH
 from tests.node.averaging.exchanging import vector
 
 

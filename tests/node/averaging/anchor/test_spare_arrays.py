@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from node.averaging.anchor import spare_arrays
-from node.averaging.anchor.spare_arrays import KEPT, SpareArrays
+from node.averaging.anchor import shared_vector
+from node.averaging.anchor.shared_vector import KEPT, SpareArrays
 
 
 def address(array: np.ndarray) -> int:
@@ -47,7 +47,7 @@ def test_no_more_is_kept_than_a_round_needs() -> None:
 
 
 def test_what_is_large_goes_back_to_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spare_arrays, "LARGEST_KEPT_BYTES", 3999)
+    monkeypatch.setattr(shared_vector, "LARGEST_KEPT_BYTES", 3999)
     arrays = SpareArrays(1000)
     arrays.empty(1000)
     assert not arrays._spare
