@@ -1,16 +1,9 @@
-"""Audits of rounds that have been committed: one random piece of another's shard is summed again from what its
-contributors have signed.
+"""Audits of committed rounds: one random piece of another's shard is summed again from what its contributors signed.
 
-Everybody who committed knows each result: it is in the anchor's momentum. The reducer shows which hashes the others
-signed, the contributors send once more what has these hashes, and what is then left of the result has to be what the
-reducer can have added itself (`swarm.averaging.trust`). Who finds that it cannot tells all members, with the signed
-hashes; each of them does the same audit and believes nobody. The poisoned anchor stays: going back would let one
-accuser cost everybody a round, and what a reducer can do to a single round is bounded by what its members object to
-before it is committed.
-
-Of the latest exchange a member keeps hashes and signatures, 96 bytes a piece and contributor, and can encode its own
-contributions again until the next exchange begins. The event loop never waits for it, and the arithmetic is done on the
-averaging thread.
+The result of each piece is in the anchor's momentum. The reducer shows the signed hashes, the contributors send the
+data again, and the rest has to be possible as the reducer's own part (`swarm.averaging.trust`). The auditor tells all
+members of a finding, and each of them audits the piece itself. The poisoned anchor stays: else one accuser could cost
+a round.
 """
 
 from __future__ import annotations
@@ -56,11 +49,7 @@ log = logging.getLogger(__name__)
 
 
 class Recount:
-    """The recount of one piece of another's shard: the result, less what each contributor but the reducer has in it.
-
-    Raises:
-        StateError: the memory that it needs has been used for something else meanwhile.
-    """
+    """The recount of one piece of another's shard. Raises StateError if its memory was reused meanwhile."""
 
     def __init__(self, record: ExchangeRecord, piece: Piece, momentum: float) -> None:
         plan, source = record.plan, record.source
@@ -86,12 +75,7 @@ class Recount:
         accuser: PeerId | None,
         shown: Sequence[SignedHash],
     ) -> Mapping[PeerId, SignedHash] | Caught:
-        """The hash that each contributor but the reducer has signed, or who is caught by that already.
-
-        Args:
-            evidence: what the reducer shows; None when it did not answer.
-            accuser, shown: who wants the audit, if it is not we, and what it shows.
-        """
+        """The hash that each contributor but the reducer signed, or who is caught by that."""
         message, reducer = self._record.plan.contribution(self._piece), self._piece.reducer
         due = frozenset(self._record.plan.contributors) - {reducer}
         signed: dict[PeerId, SignedHash] = {}
@@ -111,7 +95,7 @@ class Recount:
         return signed if due <= signed.keys() else self.caught(accuser or reducer, "accuses without proof")
 
     def take_away(self, signed: SignedHash, data: memoryview) -> Caught | None:
-        """Subtracts what a contributor says that it signed from the rest."""
+        """Subtracts a contribution from the rest."""
         if hash_of_piece(data) != signed.hash:
             return self.caught(signed.peer, "sent an auditor something else than what it had signed")
         plan = self._record.plan
@@ -127,7 +111,7 @@ class Recount:
         return None
 
     def judge(self, signed: Mapping[PeerId, SignedHash]) -> Caught | None:
-        """Whether what is left can be the reducer's own part, when all others' have been taken away."""
+        """Whether the rest can be the reducer's own part, after all others were subtracted."""
         reducer, rest = self._record.plan.members[self._piece.reducer], math.sqrt(squares(self._rest))
         reckoning = Reckoning(self._piece.elements, rest, self._result, tuple(self._shares))
         why = unexplained(reckoning, reducer.coefficient, reducer.norm, self._record.plan.codecs.result)
@@ -141,8 +125,7 @@ class Recount:
 
 
 def _result(before: Anchor, after: Anchor, piece: Piece, momentum: float) -> Vector:
-    """What the outer step was taken with: it is the new momentum less what was left of the old one
-    (`node.averaging.anchor.outer_step`)."""
+    """The mean of a piece, from the two anchors' momentum."""
     result = np.multiply(before.momentum[piece.part], np.float32(-momentum))
     np.add(after.momentum[piece.part], result, out=result)
     return result
@@ -173,8 +156,7 @@ ANSWER_S: Final = 30.0
 PAUSES_S: Final = (0.05, 0.2, 0.5, 1.0)
 """After a refusal: whoever is asked may be a little behind us."""
 PATIENCE: Final = 3
-"""Audits in a row that a reducer leaves without an answer, and accusations of one accuser in which we find nothing,
-before it is an offence."""
+"""Unanswered audits of one reducer, or groundless accusations of one accuser, before it is an offence."""
 MOST_DOUBTS: Final = 256
 REQUESTS: Final = 32
 """That one member may ask of us in one round: an audit of its own and some for accusations, each a few times."""
@@ -195,9 +177,9 @@ class Auditor:
     """The audits of one replica, its own and those that it answers.
 
     Args:
-        send: sends a small message, or does not.
-        report: gets what the audits find.
-        begin: does something in a task of its own.
+        send: sends a control message, or drops it.
+        report: gets the findings.
+        begin: starts a task.
     """
 
     def __init__(
@@ -248,9 +230,7 @@ class Auditor:
         self._caught.clear()
 
     def exchange_begins(self) -> None:
-        """Drops the memory that pieces of the last exchange could be encoded from, which is used for something else
-        from now on; hashes stay.
-        """
+        """Drops the memory for encoding pieces of the last exchange again; hashes stay."""
         self._records = [replace(record, anchor=None, source=None, sent=None) for record in self._records]
 
     def committed(self, version: AnchorVersion) -> None:
@@ -347,11 +327,7 @@ class Auditor:
     async def audit(
         self, record: ExchangeRecord, piece: Piece, accuser: PeerId | None = None, shown: Sequence[SignedHash] = ()
     ) -> None:
-        """Sums a piece again and reports whoever cannot be honest; when that is our own finding, all members are told.
-
-        Args:
-            accuser, shown: who wants the piece to be audited, and what it says that others have signed.
-        """
+        """Sums a piece again and reports a liar. `accuser`, `shown`: who asked for it, and its signed hashes."""
         self._under_way += 1
         try:
             async with self._auditing:

@@ -1,7 +1,4 @@
-"""The rounds of one replica as a part of a node: runner, donor and downloads, joined to the rest.
-
-What the manifest allows in rounds, with the sizes that the codecs have.
-"""
+"""The rounds of a node's module: runner, donor and downloads, joined to the rest of the node."""
 
 from __future__ import annotations
 
@@ -56,15 +53,15 @@ log = logging.getLogger(__name__)
 
 ACCUSED_KEPT: Final = 8
 CLIPPED: Final = 0.1
-"""An update that is shortened to less than this hardly counts."""
+"""Factor below which a clipped update hardly counts."""
 CLIPPED_ROUNDS: Final = 3
-"""So many in a row and somebody is told, once."""
+"""Clipped rounds in a row after which a person is warned, once."""
 PROGRESS_S: Final = 1.0
-"""Between two events of one download."""
+"""Seconds between two events of one download."""
 
 
 class RoundNews:
-    """The reports of one replica's rounds. Times are the clock's monotonic seconds."""
+    """Events and status of one replica's rounds."""
 
     def __init__(self, peer: PeerId, module: ModuleId, clock: Clock, events: EventSink) -> None:
         self._peer = peer
@@ -72,7 +69,7 @@ class RoundNews:
         self._clock = clock
         self._events = events
         self._last: tuple[RoundSettled, float] | None = None
-        """The last round in which we had a part, and when it was."""
+        """The latest round with us in it, and its time."""
         self._clipped = 0
         """Rounds in a row in which our update hardly counted."""
         self._download: CatchingUp | None = None
@@ -81,13 +78,13 @@ class RoundNews:
 
     @property
     def settled(self) -> RoundSettled | None:
-        """Reports a committed round, the last in which we had a part."""
+        """The latest round with us in it."""
         return None if self._last is None else self._last[0]
 
     # ---- what happens ------------------------------------------------------------------------------------------------
 
     def restored(self, version: AnchorVersion) -> None:
-        """Reports an anchor that was restored from a checkpoint."""
+        """Reports an anchor from a checkpoint."""
         self._events.emit(Restored(self._peer, self._module, version.round, version.digest.hex()))
 
     def exchanging(self, how_far: HowFar) -> None:
@@ -139,22 +136,20 @@ class RoundNews:
             self._events.emit(Note("warning", text))
 
     def accused(self, caught: Caught) -> None:
-        """Reports that a replica is left out of our rounds for what it did. Once a round and peer: the first reason is
-        the one to read.
-        """
+        """Reports that a replica is excluded from our rounds; once per round and peer."""
         if self._accused and (self._accused[-1].peer, self._accused[-1].round) == (caught.peer, caught.round):
             return
         self._accused = [*self._accused, caught][-ACCUSED_KEPT:]
         self._events.emit(ReplicaAccused(self._peer, self._module, caught.peer, caught.round, caught.why, caught.proof))
 
     def fetching(self, wanted: AnchorVersion) -> None:
-        """Reports that a download begins; `progressed` says how far it is, and `ended` that it is over."""
+        """Reports that a download begins."""
         self._began = self._clock.monotonic()
         self._told = self._began - PROGRESS_S
         self._download = CatchingUp(self._peer, self._module, wanted.round, 0, 0)
 
     def progressed(self, done: int, total: int) -> None:
-        """Reports a download's progress: bytes here and bytes in all."""
+        """Reports the bytes of a download."""
         if self._download is None:
             return
         self._download = CatchingUp(self._peer, self._module, self._download.round, done, total)
@@ -164,15 +159,13 @@ class RoundNews:
             self._events.emit(self._download)
 
     def ended(self) -> None:
-        """Reports that a download is over, whether it came to something or not."""
+        """Reports that a download is over."""
         self._download = None
 
     def caught_up(
         self, anchor: Anchor, known: Anchor, donors: Sequence[PeerId], received: Mapping[PeerId, int]
     ) -> None:
-        """Reports an anchor that was fetched: `known` is where we stood before, `received` what came from each
-        donor.
-        """
+        """Reports a fetched anchor. `known`: ours before; `received`: bytes by donor."""
         chunks = (len(anchor.chunk(n)) for n, new in enumerate(anchor.hashes) if new != known.hashes[n])
         self._events.emit(
             CaughtUp(
@@ -190,7 +183,7 @@ class RoundNews:
     # ---- for whoever asks --------------------------------------------------------------------------------------------
 
     def last_round(self) -> RoundStatus | None:
-        """The last round that we had a part in."""
+        """The latest round for `status`."""
         if self._last is None:
             return None
         settled, at = self._last
@@ -198,11 +191,11 @@ class RoundNews:
         return RoundStatus(len(settled.members), since, settled.codec.name.lower(), settled.codec_reason)
 
     def accused_lately(self) -> tuple[Accusation, ...]:
-        """The replicas left out of rounds here for what they did, the latest last."""
+        """The replicas excluded from our rounds, the latest last."""
         return tuple(Accusation(caught.peer, caught.round, caught.why) for caught in self._accused)
 
     def catching_up(self) -> DownloadStatus | None:
-        """The download under way."""
+        """The download in progress."""
         download = self._download
         return None if download is None else DownloadStatus(download.round, download.bytes, download.total_bytes)
 
@@ -210,33 +203,26 @@ class RoundNews:
 _ELEMENTS = 2**20
 LOOK_S = 0.05
 BETWEEN_SAVES_S = 30.0
-"""A checkpoint is asked for at rounds, but not more often than this: small modules may have a round every second."""
+"""Least seconds between two checkpoints at rounds."""
 ALONE_AFTER_S = 4.0
-"""A resumed replica that sees nobody else looks for so long: until an announcement is seen, 1.8 s were measured on a
-busy machine."""
+"""Seconds for which a resumed replica looks for others: their announcements took 1.8 s on a busy machine."""
 RESUMING_WITHIN_S = 12.0
-"""Those that resume at the same time are waited for so long."""
+"""Seconds for which those that resume at the same time are waited for."""
 
 
 def rungs_to(limit: Codec) -> tuple[Rung, ...]:
-    """The rungs up to a run's limit, mildest first."""
+    """The codec levels up to a run's limit, mildest first."""
     return tuple(rung_of(codecs) for codecs in ladder(limit))
 
 
 def rung_of(codecs: RoundCodecs) -> Rung:
-    """The rung of these codecs, with their ratios to float32."""
+    """A codec level with its ratio to float32."""
     encoded = sum(encoded_bytes(codec, _ELEMENTS) for codec in (codecs.contribution, codecs.result))
     return Rung(codecs, encoded / (2 * 4 * _ELEMENTS))
 
 
 class ModuleRounds:
-    """The rounds of a module at this node, as the rest of the node sees them; and the rest of the node as they see it
-    (`node.averaging.round_runner.RoundHost`). Made by `module_rounds`.
-
-    Args:
-        start: the anchor that the replica stands on.
-        averaging: the thread for arithmetic on anchors.
-    """
+    """The rounds of a node's module. It is also the rounds' view of the node (`RoundHost`)."""
 
     def __init__(
         self,
@@ -289,7 +275,7 @@ class ModuleRounds:
                 tasks.create_task(self.runner.run())
 
     def resume(self, since: Work) -> None:
-        """Takes over the work since its anchor of a replica that was restored."""
+        """Takes over the work of a restored replica since its anchor."""
         self._replica_sync.resume(since)
         version = self._store.current.version
         if version.round:
@@ -297,10 +283,7 @@ class ModuleRounds:
             self.news.restored(version)
 
     async def prepare(self) -> None:
-        """Waits until the replica stands where its module stands; before that it has nothing to say in its module.
-
-        With nobody else there it stands on its own state: the initial weights, or what it was resumed with.
-        """
+        """Waits until the replica holds what its module holds. With nobody else, that is its own state."""
         await self._given.session.membership_sync.looked.wait()
         await self._settled_down()
         if self._store.current.version == self._resumed:
@@ -313,9 +296,6 @@ class ModuleRounds:
             await asyncio.sleep(LOOK_S)
 
     async def _seen_who_resumes_with_us(self) -> None:
-        """Replicas that were stopped together start together, each with most of a round's work done: one that has not
-        seen the others yet would take the outer step alone, and so would they. The first by peer id goes first; that it
-        never comes is borne for a while."""
         clock = self._own.clock
         begun = clock.monotonic()
         while (waited := clock.monotonic() - begun) < RESUMING_WITHIN_S:
@@ -326,7 +306,7 @@ class ModuleRounds:
         await self._settled_down()
 
     def _known_here(self) -> list[Announcement]:
-        """All others that say they are in our module, whatever they do there."""
+        """All others that announce our module, with or without a state."""
         return [known for known in self._given.session.membership.peers() if known.module == self._given.module]
 
     def describe(self) -> str:
@@ -341,22 +321,20 @@ class ModuleRounds:
         return Agreed(self._store.saved(), since.steps, since.tokens)
 
     def agreed_parameters(self, names: Container[str]) -> tuple[AnchorVersion, dict[str, torch.Tensor]]:
-        """The current anchor's version, and a copy of those parameters of it that have these names; on any thread."""
+        """The anchor's version, and copies of the named parameters; on any thread."""
         anchor = self._store.current
         found = Named(anchor.layout, anchor.parameters)
         return anchor.version, {name: found[name].clone() for name in found if name in names}
 
     async def finish_round(self) -> None:
-        """Finishes the round under way before leaving: what we have worked since our anchor is in it."""
+        """Finishes the current round before leaving: our work since the anchor is in it."""
         while self._machine.under_way is not None:  # noqa: ASYNC110 - the machine has no events to wait for
             await asyncio.sleep(LOOK_S)
 
     # ---- node.averaging.round_runner.RoundHost -----------------------------------------------------------------------
 
     def others(self) -> tuple[OtherReplica, ...]:
-        """The other replicas, leaving ones included: to a newcomer one that leaves is as good as one that stays, since
-        it may be the last that has the state.
-        """
+        """The other replicas. Before we serve, leaving ones count as well: one may be the last with the state."""
         found = (
             OtherReplica(known.peer, known.anchor, known.state is PeerState.SERVING or not self._ready)
             for known in self._given.session.membership.with_state(self._given.module)
@@ -397,11 +375,7 @@ class ModuleRounds:
 async def module_rounds(
     given: ModuleContext, replica: LocalReplica, first: Anchor | None = None
 ) -> AsyncIterator[ModuleRounds]:
-    """Runs the rounds of the module that the node hosts within the block.
-
-    Args:
-        first: the anchor on which the replica is put; None for what it is already.
-    """
+    """Runs the rounds of the hosted module within the block. `first`: the anchor to put the replica on, if any."""
     start = await given.compute.run(Priority.UPKEEP, partial(_put_on, replica, first))
     saved, since = given.resumed.state, Work()
     with ComputeThread(set_up=lambda: torch.set_num_threads(1), name="averaging") as averaging:
@@ -435,7 +409,7 @@ def round_rules(manifest: Manifest, layout: Layout) -> RoundRules:
 
 
 def _put_on(replica: LocalReplica, first: Anchor | None) -> Anchor:
-    """On the compute thread."""
+    """Puts the replica on its first anchor, on the compute thread."""
     if first is None:
         return anchor_of(replica)
     for part, array in first.parameters.pieces():
@@ -446,7 +420,7 @@ def _put_on(replica: LocalReplica, first: Anchor | None) -> Anchor:
 
 
 def _restored(given: ModuleContext, layout: Layout, saved: AnchorState) -> Anchor | None:
-    """The saved anchor; None, and a word to the person, when it is of no use."""
+    """The saved anchor; None, with a warning, if it is corrupt."""
     try:
         return restored_anchor(layout, saved)
     except CorruptSnapshot as error:

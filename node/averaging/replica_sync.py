@@ -1,8 +1,6 @@
-"""The state of a replica between its anchors: snapshots, carrying over, starting anew, and the work done since the
-anchor.
+"""A replica between its anchors: snapshots, carrying over, adoption, and the work since the anchor.
 
-The replica belongs to the compute thread, so what is done to it is done there, in slices: between two of them
-microbatches are computed. One such thing is under way at a time, in the order in which they were asked for.
+The replica is touched on the compute thread only, in slices: microbatches are computed between two of them.
 """
 
 from __future__ import annotations
@@ -32,12 +30,12 @@ from swarm.vocabulary.errors import StateError
 log = logging.getLogger(__name__)
 
 SLICE: Final = 2**22
-"""Elements (16 MiB) that hold the compute thread at a time: a few milliseconds."""
+"""Elements per job on the compute thread (16 MiB): a few milliseconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """An amount of work: inner steps and the tokens in them."""
+    """Inner steps and their tokens."""
 
     steps: int = 0
     tokens: int = 0
@@ -57,7 +55,7 @@ class Snapshot:
     part: slice
     """The fragment's elements."""
     norm: float
-    """Euclidean; not finite when the replica is broken."""
+    """Euclidean; not finite if the replica is broken."""
     done: Work
     """All work of the replica up to it."""
     since_anchor: Work
@@ -65,18 +63,14 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SteppedTo:
-    """An outer step that a replica took without company: the new anchor, and the tokens in it."""
+    """The anchor of an outer step without company, and its tokens."""
 
     anchor: Anchor
     tokens: int
 
 
 class ReplicaSync:
-    """The access of the event loop to one replica on the compute thread.
-
-    Args:
-        averaging: the thread for arithmetic on anchors.
-    """
+    """The event loop's access to one replica. `averaging`: the thread for arithmetic on anchors."""
 
     def __init__(
         self,
@@ -91,7 +85,7 @@ class ReplicaSync:
         self.is_alone: Callable[[], bool] = lambda: False
         """Whether nobody else serves the module; asked on the compute thread at each inner step."""
         self.lost = Work()
-        """Given up by adopting another anchor, since the start."""
+        """Work given up by adopting other anchors, since the start."""
         self._replica = replica
         self._store = store
         self._compute = compute
@@ -113,17 +107,15 @@ class ReplicaSync:
         return self._done - self._at_anchor
 
     def resume(self, since: Work) -> None:
-        """Takes over the work since its anchor of a replica that was restored. To be called before it takes a step."""
+        """Takes over the work of a restored replica since its anchor, before its first step."""
         self._done, self._at_anchor = since, Work()
 
     def trained_by(self, replicas: int) -> None:
-        """Sets how many replicas train the module: the learning rate follows from the tokens of all of them."""
+        """Sets how many replicas train the module: the learning rate follows the tokens of all."""
         self._replica.optimizer.replicas = max(1, replicas)
 
     def after_inner_step(self, figures: StepFigures) -> SteppedTo | None:
-        """Counts an inner step; returns the outer step that a lone replica took at its beginning. To be called on the
-        compute thread, in the same job as the step.
-        """
+        """Counts an inner step, in the same job; returns the outer step that went before it, if any."""
         self._done += Work(1, figures.tokens)
         stepped_to, self._stepped_to = self._stepped_to, None
         return stepped_to
@@ -140,14 +132,11 @@ class ReplicaSync:
             return Snapshot(source, part, math.sqrt(squares), done, since)
 
     def committed(self, snapshot: Snapshot) -> None:
-        """Notes that the anchor made with this snapshot holds now: what came after the snapshot is our work since the
-        anchor.
-        """
+        """Notes that the anchor of this snapshot is current: work after the snapshot counts from it."""
         self._stand(snapshot.done)
 
     async def carry(self, snapshot: Snapshot, anchor: Anchor, sent: SentParts | None) -> None:
-        """Puts the replica on the new anchor, with the work done since the snapshot, and with what was left out of what
-        was sent, if that is known."""
+        """Puts the replica on the new anchor, plus the work since the snapshot and what the codec left out."""
         async with self._turn:
             before, after = snapshot.source.snapshot, anchor.parameters
             if sent is not None:
@@ -159,8 +148,7 @@ class ReplicaSync:
             await self._compute.run(Priority.UPKEEP, partial(self._follow_schedule, anchor))
 
     async def adopt(self, anchor: Anchor) -> None:
-        """Puts the replica on an anchor and forgets its own work and its inner optimizer's state. The anchor is on the
-        store already."""
+        """Puts the replica on the current anchor; drops its own work and inner optimizer state."""
         self.lost += self.since_anchor
         self._stand(self._done)
         async with self._turn:
@@ -199,7 +187,7 @@ class ReplicaSync:
     # ---- inside ------------------------------------------------------------------------------------------------------
 
     async def _copy(self, part: slice, source: Source) -> float:
-        """Copies slice after slice, and returns the sum of squares of what is to be sent."""
+        """Copies slice after slice; returns the pseudo-gradient's sum of squares."""
         norms = []
         async with asyncio.TaskGroup() as tasks:
             for piece in _slices(part):
@@ -209,26 +197,17 @@ class ReplicaSync:
         return math.fsum(norm.result() for norm in norms)
 
     def _carry(self, piece: slice, before: Vector | SharedVector, after: SharedVector, done: Work | None) -> None:
-        """On the compute thread. Where there was no work since the snapshot, the replica is the new anchor, and one
-        copy makes it so.
-
-        Args:
-            done: all work up to the snapshot; None when that says nothing of the replica.
-        """
         if done == self._done:
             self._replica.write(piece, after[piece])
         else:
             self._replica.carry(piece, before[piece], after[piece])
 
     def _room_for_a_fragment(self) -> Vector:
-        """Written once, so that the system gives the memory now and not to the compute thread, slice by slice: a mean
-        of 47 ms for the first two snapshots of 40 MB instead of 3."""
         layout = self._replica.layout
         parts = [layout.range_of(*fragment) for fragment in layout.fragments]
         return np.full(max(part.stop - part.start for part in parts), 0, np.float32)
 
     def _where_we_stand(self) -> tuple[Anchor, Work, Work]:
-        """On the compute thread, where no outer step can come between."""
         return self._store.current, self._done, self.since_anchor
 
     def _follow_schedule(self, anchor: Anchor) -> None:
@@ -237,13 +216,11 @@ class ReplicaSync:
         optimizer.tokens = anchor.version.tokens + since.tokens * optimizer.replicas
 
     def _start_anew(self, anchor: Anchor) -> None:
-        """What inner steps came between two slices is gone, too."""
         self.lost += self.since_anchor
         self._stand(self._done)
         self._replica.optimizer.start_anew(anchor.version.steps, anchor.version.tokens)
 
     def _stand(self, done: Work) -> None:
-        """On a new anchor, which has this much of our work in it."""
         self._at_anchor, self._anchored_at = done, self._clock.monotonic()
 
 

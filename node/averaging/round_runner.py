@@ -1,8 +1,4 @@
-"""The runner of the round machine: one replica's part in the rounds of its module.
-
-Decisions are all in `swarm.averaging`; here are the messages, the workspace with the snapshot and the exchange, the
-anchors, and the tasks that go with them.
-"""
+"""The runner of one replica's round machine: messages, snapshots, exchanges, anchors, and their tasks."""
 
 from __future__ import annotations
 
@@ -82,7 +78,7 @@ class _Running:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StagedRound:
-    """A complete result with its snapshot and record."""
+    """A complete result with its snapshot and what was sent."""
 
     anchor: Anchor
     snapshot: Snapshot
@@ -91,7 +87,7 @@ class StagedRound:
 
 @dataclass(slots=True)
 class Traffic:
-    """The bytes of pieces of one round, over all attempts at it."""
+    """Bytes of pieces of one round, over all attempts."""
 
     number: int
     sent: int = 0
@@ -99,12 +95,13 @@ class Traffic:
 
 
 class RoundWorkspace:
-    """The working state of one replica's rounds.
+    """The snapshot, the exchange and the complete results of the current round. Used on the event loop.
+
+    What comes too late (a past round, another anchor) is ignored: the round machine has its time limits.
 
     Args:
-        report: gets what the exchange has to say to the round machine.
-        begin: does something in a task of its own.
-        auditor: told what there is to audit.
+        report: gets the events of the exchange.
+        begin: starts a task.
     """
 
     def __init__(
@@ -137,7 +134,7 @@ class RoundWorkspace:
     # ---- the round -------------------------------------------------------------------------------------------------
 
     async def take_snapshot(self, round_id: RoundId) -> Snapshot | None:
-        """Takes the snapshot for this round, or returns the one there is. None when the round is over meanwhile."""
+        """Takes the snapshot of this round, or returns the one there is. None if the round is over meanwhile."""
         self._expect(round_id)
         releases = self._releases
         async with self._turn:
@@ -153,7 +150,7 @@ class RoundWorkspace:
             return snapshot
 
     async def exchange(self, roster: Roster) -> None:
-        """Begins the exchange in a task of its own; ends the one before."""
+        """Begins the exchange in a task; ends the one before."""
         self._wanted = roster
         self._expect(roster.round)
         arrivals = self._arrivals
@@ -167,7 +164,7 @@ class RoundWorkspace:
                     log.warning("no part in round %d: %s", roster.round.number, error)
 
     async def release(self, number: int) -> None:
-        """Frees everything kept for rounds up to this one, which are over."""
+        """Frees everything of rounds up to this one."""
         self._releases += 1
         if self._wanted is not None and self._wanted.round.number <= number:
             self._wanted = None
@@ -187,11 +184,7 @@ class RoundWorkspace:
             self._store.give_back(staged.anchor.parameters, staged.anchor.momentum)
 
     def take_staged(self, version: AnchorVersion) -> StagedRound:
-        """Removes and returns the complete result of this version, to be committed.
-
-        Raises:
-            SkipstoneError: it is not here, or was made from another anchor than the current one.
-        """
+        """Removes and returns a complete result. Raises SkipstoneError if it is not of the current anchor."""
         staged = self._staged.pop(version.digest, None)
         if (
             staged is None
@@ -204,7 +197,7 @@ class RoundWorkspace:
         return staged
 
     def traffic(self, number: int) -> Traffic:
-        """The traffic of this round, if it is the last one that was begun."""
+        """The traffic of this round, if it is the latest."""
         self._count_traffic()
         return self._traffic if self._traffic.number == number else Traffic(number)
 
@@ -237,11 +230,10 @@ class RoundWorkspace:
     # ---- inside ----------------------------------------------------------------------------------------------------
 
     def _is_next(self, number: int) -> bool:
-        """Whether our anchor is from before this round. (Numbers may leave some out.)"""
         return self._store.current.version.round < number
 
     def _expect(self, round_id: RoundId) -> None:
-        """Pieces of this attempt are taken in from now on, and no others."""
+        """From now on takes pieces of this attempt only."""
         if self._arrivals is None or self._arrivals.round != round_id:
             self._count_traffic()
             self._arrivals = Arrivals(
@@ -270,7 +262,6 @@ class RoundWorkspace:
         self._running = None if task is None else _Running(exchange, vectors, task)
 
     async def _end_exchange(self) -> None:
-        """Whatever the thread still does for it is done before its vectors are written for something else."""
         self._count_traffic()
         running, self._running = self._running, None
         if running is None:
@@ -295,7 +286,6 @@ class RoundWorkspace:
                 self.drop_staged(staged.anchor.version)
 
     def _count_traffic(self) -> None:
-        """Takes over what the exchange and the arrivals have counted so far."""
         if self._arrivals is not None and self._arrivals.round.number == self._traffic.number:
             self._traffic.received += self._arrivals.received_bytes
             self._arrivals.received_bytes = 0
@@ -306,7 +296,7 @@ class RoundWorkspace:
 
 
 async def _run(exchange: AllReduce) -> None:
-    """An exchange that fails here is to the others a member that has fallen silent; the round goes on without it."""
+    """Runs an exchange. To the others, a failed one is a silent member."""
     try:
         await exchange.run()
         exchange.let_go()
@@ -315,30 +305,30 @@ async def _run(exchange: AllReduce) -> None:
 
 
 MAX_WAITING_MESSAGES: Final = 64
-"""Messages on the way to one peer; who takes in fewer is taken for lost."""
+"""Unsent control messages per peer. Beyond this the peer counts as lost."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoundSettled:
-    """A round that has been committed here."""
+    """A round that was committed here."""
 
     version: AnchorVersion
     members: tuple[PeerId, ...]
     contributors: tuple[PeerId, ...]
     tokens: int
-    """Of the round, over all members."""
+    """Tokens of the round, over all members."""
     attempts: int
     seconds: float
-    """From our snapshot to the replica's standing on the new anchor."""
+    """From our snapshot until the replica is on the new anchor."""
     sent_bytes: int
-    """Of pieces, over all attempts."""
+    """Bytes of pieces, over all attempts."""
     received_bytes: int
     codec: Codec = Codec.NONE
     codec_reason: str = ""
     clipping: float = 1.0
-    """What our own update was shortened to, as a share of its length."""
+    """Factor by which our own update was clipped."""
     audit_sent_bytes: int = 0
-    """For audits, since the round before."""
+    """Bytes for audits since the round before."""
     audit_received_bytes: int = 0
 
 
@@ -346,21 +336,15 @@ class RoundHost(Protocol):
     """The interface of a replica's rounds to the rest of the node."""
 
     def others(self) -> tuple[OtherReplica, ...]:
-        """The live replicas of our module now, ourselves not included."""
+        """The other live replicas of our module."""
         ...
 
     async def catch_up(self, version: AnchorVersion, donors: tuple[PeerId, ...]) -> Anchor:
-        """Fetches an anchor from donors.
-
-        Raises:
-            PeerError, StateError, ResourceExhausted: it cannot be had.
-        """
+        """Fetches an anchor. Raises PeerError, StateError or ResourceExhausted."""
         ...
 
     def anchored(self, anchor: Anchor) -> None:
-        """Takes note of another anchor: to announce it, to write a checkpoint. Its arrays hold until the round after
-        the next.
-        """
+        """Takes note of another anchor. Its arrays hold until the round after the next."""
         ...
 
     def settled(self, settled: RoundSettled) -> None: ...
@@ -396,7 +380,7 @@ class RoundRunner(MachineRunner[Event, Action]):
         self._drift = AnchorDrift()
         self._others: tuple[OtherReplica, ...] | None = None
         self._begun: tuple[int, float] = (0, 0.0)
-        """Which round we took a snapshot for last, and when."""
+        """The round of the latest snapshot, and its time."""
         self._catching: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -410,7 +394,7 @@ class RoundRunner(MachineRunner[Event, Action]):
         await super().run()
 
     def receiving(self, dispatcher: Dispatcher) -> AbstractContextManager[None]:
-        """Registers for what arrives for rounds by the links, within the block."""
+        """Registers for messages and pieces of rounds within the block."""
         return dispatcher.registered(
             tensors={RoundPiece: self.workspace}, messages={RoundControl: self.receive}, link_down=self.link_down
         )
@@ -418,19 +402,18 @@ class RoundRunner(MachineRunner[Event, Action]):
     # ---- what happens ------------------------------------------------------------------------------------------------
 
     def after_inner_step(self, figures: StepFigures) -> None:
-        """Counts an inner step on the compute thread, in the same job. A lone replica may have taken its outer step at
-        its beginning."""
+        """Counts an inner step, in the same job on the compute thread."""
         step = self.replica_sync.after_inner_step(figures)
         if step is not None and self._loop is not None:
             self._loop.call_soon_threadsafe(self._stepped_alone, step)
 
     def stepped(self) -> None:
-        """Tells the machine that an inner step has been taken."""
+        """Tells the machine that an inner step was taken."""
         work = self.replica_sync.since_anchor
         self.handle(Worked(work.steps, work.tokens))
 
     def receive(self, sender: PeerId, message: RoundControl) -> None:
-        """Takes in a small message."""
+        """Takes in a control message."""
         if module_of(message) != self._module:
             return
         if isinstance(message, AuditControl):
@@ -478,7 +461,6 @@ class RoundRunner(MachineRunner[Event, Action]):
                 self._host.accused(caught)
 
     def _send_or_lose(self, to: PeerId, message: RoundControl) -> None:
-        """Who does not read is taken for lost."""
         if not self.send(to, message):
             self.handle(LinkLost(to))
 
@@ -556,9 +538,7 @@ class RoundRunner(MachineRunner[Event, Action]):
         self._catching = self.begin(self._catch_up(action))
 
     def gave_other_state(self, donor: PeerId, detail: str) -> None:
-        """Notes that a donor sent what is not the state that was agreed on. Its memory may be at fault, so it is not
-        certain that it lies.
-        """
+        """Notes a donor of wrong state. Its memory may be at fault, so it is no certain lie."""
         number = self._store.current.version.round
         self.handle(Caught(donor, number, f"it gave away other state than was agreed on: {detail}", certain=False))
 
@@ -580,7 +560,7 @@ class RoundRunner(MachineRunner[Event, Action]):
         self.handle(CaughtUp(anchor.version))
 
     async def _astray(self, anchor: Anchor) -> str | None:
-        """The reason not to follow an anchor that others hold, but not most of us; None when there is none."""
+        """The reason not to follow an anchor of a minority; None to follow it."""
         measure = partial(distance_between, self._store.current, anchor)
         distance = await self._averaging.run(Priority.UPKEEP, measure)
         farthest = self._drift.farthest(self.clock.wall())
@@ -589,10 +569,10 @@ class RoundRunner(MachineRunner[Event, Action]):
         return f"it is {distance:.3g} from ours, where {farthest:.3g} can be after the rounds since we were together"
 
     def _bandwidth(self) -> float:
-        """Bytes per second of our best link; 0 when none was measured."""
+        """Goodput of our best link in bytes per second; 0 if unknown."""
         return max((link.goodput_bytes_per_s for link in self.transport.figures().values()), default=0.0)
 
 
 def module_of(message: RoundControl) -> ModuleId:
-    """The module whose round a message is about."""
+    """The module that a message is about."""
     return message.module if isinstance(message, Progress) else message.round.module

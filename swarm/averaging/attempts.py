@@ -1,4 +1,4 @@
-"""The attempt under way: as convener or member, its exchange, its result, its commit."""
+"""The current attempt at a round: as leader or member, its exchange, its result, its commit."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ from swarm.vocabulary.averaging_messages import (
 from swarm.vocabulary.types import AnchorVersion, PeerId, short
 
 PIECE_SLACK = 4.0
-"""A piece may take so many times what it should before its sender is said to be waited for."""
+"""Factor on the expected time of a piece before its sender counts as late."""
 
 
 class Phase(enum.Enum):
-    """A member's progress. Until FINISHING it keeps telling the convener, so that no lost message stops a round."""
+    """A member's phase. Until FINISHING it repeats its status to the leader, so no lost message stops a round."""
 
     PREPARING = "prepares"
     ENTERED = "waits for the roster"
@@ -85,30 +85,28 @@ class Participation:
 
     round: RoundId
     heard: float
-    """When the convener last said anything."""
+    """Time of the last message from the leader."""
     rules: RoundRules
     until: float = field(init=False)
-    """No honest convener lets it last longer."""
+    """No honest leader lets the attempt last longer."""
     phase: Phase = Phase.PREPARING
     entry: Entry | None = None
     bandwidth: float = 0.0
-    """Of our own best link, bytes per second; 0 when not known."""
+    """Goodput of our best link in bytes per second; 0 if unknown."""
     roster: Roster | None = None
     entries: tuple[Entry, ...] = ()
-    """From which the roster follows."""
     version: AnchorVersion | None = None
-    """What it prepared, or finishes."""
+    """The prepared or committed version."""
     prepared_at: float = 0.0
-    """Since when it has the result."""
     prepared: dict[PeerId, AnchorVersion] = field(default_factory=dict)
-    """What other members have told us, and not only the convener, that they have."""
+    """Versions that other members told us they have."""
     told: float = 0.0
     link_lost: bool = False
-    """To the convener, and nothing has come since."""
+    """The link to the leader broke, and nothing arrived since."""
     owing: dict[PeerId, float] = field(default_factory=dict)
-    """Since when each member owes us pieces, or when the last one came."""
+    """By member, the time since when it owes us pieces, or of its last piece."""
     broken: set[PeerId] = field(default_factory=set)
-    """Members to which the link broke since their last piece."""
+    """Members whose link broke since their last piece."""
     rejected: set[PeerId] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -118,13 +116,11 @@ class Participation:
         self.heard, self.link_lost = now, False
 
     def silence(self, now: float) -> float:
-        """The seconds for which the convener has been silent; a broken link counts for half of the patience."""
+        """Seconds without a message from the leader; a broken link counts as half of the timeout."""
         return now - self.heard + (self.rules.silence_s / 2 if self.link_lost else 0.0)
 
     def loyal(self, now: float) -> bool:
-        """Whether the member stays with its convener when another one calls: the exchange has begun and the convener
-        was heard lately.
-        """
+        """Whether to stay with this leader if another one calls: the exchange runs and the leader is alive."""
         return self.roster is not None and self.silence(now) < self.rules.silence_s / 2
 
     def begin(self, roster: Roster, until: float) -> None:
@@ -138,11 +134,11 @@ class Participation:
         self.phase, self.version, self.prepared_at = Phase.PREPARED, version, now
 
     def overdue(self, now: float) -> bool:
-        """Whether an honest convener would have committed by now, if most members have the result."""
+        """Whether an honest leader would have committed by now, if most members have the result."""
         return self.phase is Phase.PREPARED and now - self.prepared_at > self.rules.silence_s
 
     def holders(self) -> frozenset[PeerId]:
-        """The members that have said that they have our result, besides us."""
+        """Other members that say they have our result."""
         return frozenset(peer for peer, version in self.prepared.items() if version == self.version)
 
     def piece_came(self, sender: PeerId, now: float) -> None:
@@ -151,13 +147,11 @@ class Participation:
             self.owing[sender] = now
 
     def waiting_for(self, now: float) -> tuple[PeerId, ...]:
-        """The members that owe us pieces when none has come for longer than one should take."""
+        """Members that owe us pieces for longer than one takes."""
         return tuple(sorted(self._late(now, self._patience_s())))
 
     def was_waiting_for(self, now: float) -> frozenset[PeerId]:
-        """As `waiting_for` with half the patience, for an attempt that ends in vain: others may have lost patience a
-        little before us.
-        """
+        """As `waiting_for` with half the timeout, for a failed attempt: others may have given up a little earlier."""
         return self._late(now, self._patience_s() / 2)
 
     def _late(self, now: float, patience_s: float) -> frozenset[PeerId]:
@@ -165,8 +159,7 @@ class Participation:
         return frozenset(late | (self.broken & self.owing.keys()))
 
     def stalled(self, now: float) -> bool:
-        """Whether the result will hardly become complete here any more: nothing has come since the commit for longer
-        than a piece takes. Less patient than `waiting_for`, because the result can be had elsewhere by now."""
+        """Whether the committed result will hardly become complete here."""
         latest = max(self.owing.values(), default=self.heard)
         if self.owing and self.owing.keys() <= self.broken:
             return True
@@ -180,7 +173,7 @@ class Participation:
         return self.rules.chunk_bytes / (self.bandwidth or ASSUMED_BANDWIDTH)
 
     def status(self, now: float) -> RoundControl | None:
-        """The member's repeated report to the convener."""
+        """The member's repeated report to the leader."""
         match self.phase:
             case Phase.PREPARING:
                 return Accepting(self.round)
@@ -196,19 +189,13 @@ class Participation:
 
 
 def can_be_meant(sender: PeerId, attempt: RoundId, view: ReplicaView) -> bool:
-    """Whether an invitation deserves an answer: from the convener itself, with numbers that can be, and not from a
-    repeated offender.
-    """
+    """Whether an invitation deserves an answer: from the leader itself, with possible numbers, from no offender."""
     plausible = plausible_round(view.version, attempt.number) and 0 <= attempt.attempt < MAX_ATTEMPTS
     return attempt.convener == sender and plausible and sender not in view.penalties.excluded(view.now)
 
 
 def refusal_of(invitation: Invitation, part: Participation | None, view: ReplicaView) -> DeclineReason | None:
-    """The reason not to follow an invitation; None when we do.
-
-    Args:
-        part: what we take part in now.
-    """
+    """The reason to refuse an invitation; None to follow it."""
     attempt = invitation.round
     if attempt.number <= view.version.round:
         return DeclineReason.PAST
@@ -243,15 +230,13 @@ def _precedence(attempt: RoundId, base: AnchorVersion) -> bytes:
 Actions = list[Action]
 AttemptEvent = SnapshotTaken | SnapshotBroken | PieceCame | Owing | PieceRejected | Staged
 PATIENCE = 2.0
-"""Times what an exchange may take, until a convener that is heard and does not end it is left."""
+"""Factor on the time limit of an exchange after which a live leader is left."""
 FORGED_ENTRY = "the entry that it sent is not signed by it, or has impossible figures"
 ToConvener = Accepting | Entry | Declined | Pulse | Prepared
 
 
 class Attempts:
-    """One replica's attempts, of which at most one is under way. What the replica tells itself comes back through
-    `arrived`.
-    """
+    """One replica's attempts, of which at most one is current."""
 
     def __init__(self, view: ReplicaView) -> None:
         self._view = view
@@ -264,7 +249,7 @@ class Attempts:
     # ---- opening and following ------------------------------------------------------------------------------------
 
     def open(self, why: str) -> Actions:
-        """Convenes the next attempt."""
+        """Opens the next attempt as its leader."""
         view = self._view
         attempt = view.attempt_log.next_attempt(view.module, view.own, view.next_number())
         view.attempt_log.follow(attempt)
@@ -307,9 +292,6 @@ class Attempts:
     # ---- leaving ----------------------------------------------------------------------------------------------------
 
     def leave(self, why: str) -> Actions:
-        """Leaves the attempt. Once an exchange has begun from this anchor, later attempts use the same pseudo-gradient,
-        and a complete result is kept; else the next attempt takes a new one.
-        """
         self._remember_delays()
         part, self.part, self._convening = self.part, None, None
         if part is None:
@@ -317,16 +299,16 @@ class Attempts:
         self.latest = f"round {part.round.number} attempt {part.round.attempt} ended: {why}"
         attempt_log = self._view.attempt_log
         attempt_log.ended, attempt_log.due_since = part.round, None
+        # Once an exchange has begun from this anchor, later attempts use the same pseudo-gradient.
         return [Release(part.round.number - 1 if attempt_log.rosters else part.round.number, why)]
 
     def _remember_delays(self) -> None:
-        """The attempt that ends has come to nothing here."""
         if self.part is not None:
             for peer in self.part.was_waiting_for(self._view.now):
                 self._view.penalties.kept_waiting(peer, self._view.now)
 
     def forget(self, why: str) -> Actions:
-        """Leaves the attempt, and gives up whatever came of this and earlier ones."""
+        """Leaves the attempt, and drops all results of this and earlier ones."""
         number = self._view.attempt_log.highest[0]
         self.part = self._convening = self._staged = None
         return [Release(number, why)] if number else []
@@ -356,7 +338,7 @@ class Attempts:
                 return []
 
     def _hear_convener(self, sender: PeerId, attempt: RoundId) -> bool:
-        """Whether this comes from the convener that we follow, about the attempt that we are in."""
+        """Whether this comes from our leader, about the current attempt."""
         part = self.part
         if part is None or part.round != attempt or attempt.convener != sender:
             return False
@@ -410,11 +392,7 @@ class Attempts:
         return [Exchange(roster)]
 
     def _refuse(self, part: Participation, why: str, lie: bool) -> Actions:
-        """This convener is not followed again at this round.
-
-        Args:
-            lie: no honest one sends what it has sent.
-        """
+        """Does not follow this leader again at this round. `lie`: no honest one sends what it sent."""
         view, convener = self._view, part.round.convener
         accused: Actions = []
         if lie:
@@ -424,7 +402,6 @@ class Attempts:
         return [*accused, *self._decline(part, DeclineReason.NOT_READY, f"{short(convener)} is not followed: {why}")]
 
     def _accuse(self, peer: PeerId, attempt: RoundId, why: str) -> Actions:
-        """It has sent what no honest replica sends."""
         self._view.penalties.sent_rubbish(peer, self._view.now)
         return [Accuse(Caught(peer, attempt.number, why))]
 
@@ -449,7 +426,7 @@ class Attempts:
     # ---- events of the attempt --------------------------------------------------------------------------------------
 
     def befell(self, event: AttemptEvent) -> Actions:
-        """Handles an event of our own part; of another attempt it is ignored."""
+        """Handles an event of our own part; those of other attempts are ignored."""
         part, now = self.part, self._view.now
         accused = self._accuse(event.sender, event.round, event.why) if isinstance(event, PieceRejected) else []
         if part is None or event.round != part.round:
@@ -508,11 +485,10 @@ class Attempts:
         return [*([] if before is None else self._not_wanted(before.version)), *self._tell_convener(part)]
 
     def _not_wanted(self, version: AnchorVersion) -> Actions:
-        """A result that is not, or not any more, the one that we could commit. (Two attempts may give the same.)"""
         return [] if self._staged is not None and self._staged.version == version else [DropStaged(version)]
 
     def link_lost(self, peer: PeerId) -> Actions:
-        """Loses patience with that peer sooner; who waits for its pieces says so at once."""
+        """Shortens the patience with that peer; if we wait for its pieces, the leader hears so at once."""
         if self._convening is not None:
             self._convening.lost(peer)
         part = self.part
@@ -527,14 +503,14 @@ class Attempts:
     # ---- the result -------------------------------------------------------------------------------------------------
 
     def adopt_if_others_did(self) -> Actions:
-        """Commits what we have prepared when a replica stands on it, which shows that it was committed."""
+        """Commits our prepared result if a replica holds it: so it was committed."""
         staged, view = self._staged, self._view
         if staged is None or not view.others.on(staged.version, view.now):
             return []
         return self._adopt(staged)
 
     def finish_alone(self) -> Actions:
-        """Commits a complete result when nobody is left: somebody who is gone may have committed it."""
+        """Commits a complete result when nobody else is left: a peer that is gone may have committed it."""
         return self.forget("nobody else is there") if self._staged is None else self._adopt(self._staged)
 
     def _adopt(self, result: StagedResult) -> Actions:
@@ -554,7 +530,7 @@ class Attempts:
     # ---- time --------------------------------------------------------------------------------------------------------
 
     def advance(self) -> Actions:
-        """Carries the convener's side forward: what it sends by now, and its end."""
+        """Advances the leader's side."""
         convening, view = self._convening, self._view
         if convening is None:
             return []
@@ -605,7 +581,7 @@ class Attempts:
         return left + self.open(why)
 
     def upkeep(self) -> Actions:
-        """Carries the member's side forward: pulses, patience, commit."""
+        """Advances the member's side: pulses, timeouts, commit."""
         part, view = self.part, self._view
         if part is None:
             return []
@@ -621,7 +597,7 @@ class Attempts:
         return []
 
     def _tell_members(self, part: Participation) -> Actions:
-        """What only the convener need know, when it makes nothing of that."""
+        # Members learn what usually only the leader needs, in case it does not commit.
         status, roster = part.status(self._view.now), part.roster
         if roster is None or not isinstance(status, Prepared) or not part.overdue(self._view.now):
             return []
@@ -629,14 +605,13 @@ class Attempts:
         return [Tell(peer, status) for peer in roster.peers if peer not in apart]
 
     def _commit_without_convener(self, part: Participation) -> Actions:
-        """Most members have told each other that they have the same result: it holds, whatever the convener says. That
-        it is kept for the next attempt (`Leader._found`) comes to the same, later."""
         view, staged = self._view, self._staged
         if staged is None or staged.version != part.version or not part.overdue(view.now):
             return []
         holders = {view.own, *part.holders()}
         if 2 * len(holders) <= len(staged.roster.members):
             return []
+        # A majority has the same result: it holds, whatever the leader says.
         commit = Commit(part.round, staged.version, tuple(sorted(holders)))
         tells = [Tell(peer, commit) for peer in sorted(holders) if peer != view.own]
         adopted = self._adopt(staged)
@@ -644,8 +619,6 @@ class Attempts:
         return [*tells, *adopted]
 
     def _succeed(self, part: Participation) -> Actions:
-        """The convener is silent: the next in order opens another attempt without it, the one after that a little
-        later."""
         view = self._view
         if not view.may_convene():
             return self.leave("its convener is silent, and the module has gone on")
@@ -656,5 +629,6 @@ class Attempts:
         view.attempt_log.left_out.add(part.round.convener)
         candidates = {view.own, *(peers - view.attempt_log.left_out)}
         rank = convener_order(view.module, view.version, part.round.number, candidates).index(view.own)
+        # The next in order opens at once, those after it a little later.
         patience_s = view.rules.silence_s + rank * view.rules.answer_s
         return self.open("the convener is silent") if part.silence(view.now) > patience_s else []

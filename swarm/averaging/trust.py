@@ -1,8 +1,4 @@
-"""Penalties of replicas that cost rounds, by sending what cannot be used or by keeping the others waiting. Only what
-this replica has seen itself counts; what others accuse somebody of is not kept.
-
-It stands alone because what is held against a replica outlives attempts and anchors.
-"""
+"""Trust between replicas: plausible results, audits, measured rates, usual lengths, and penalties."""
 
 from __future__ import annotations
 
@@ -18,26 +14,21 @@ from swarm.vocabulary.backoff import Exclusions, ExponentialBackoff
 from swarm.vocabulary.types import AnchorVersion, Codec, PeerId
 
 OPPOSED: Final = -0.25
-"""A mean whose cosine with our own pseudo-gradient is less points away from it."""
+"""A mean with a smaller cosine to our own pseudo-gradient points away from it. Honest ones were above 0.19."""
 LONGEST: Final = 1.75
-"""Times what all members' norms allow in this piece, if they lie like ours there."""
+"""Largest length of a mean, as a share of what all norms allow in this piece. Honest ones were below 1.1."""
 ALIGNED: Final = 1.25
-"""Times the same: so long a mean can be where all members' updates point the same way, and in the same round the rows
-of an embedding, where they have nothing in common, can be 1 / members as long as allowed. (0.2 and 0.8 after two inner
-steps of four replicas of a tiny model.)"""
+"""Length of a mean whose updates all point the same way."""
 LONGER_THAN_OURS: Final = 4.0
-"""Times the share of the allowed that the mean has in the pieces that we reduce ourselves, where that is more than
-ALIGNED."""
+"""Largest ratio to the length in pieces that we reduce ourselves, beyond ALIGNED."""
 SHORTEST: Final = 0.1
-"""Times our own part of the mean: less is as good as nothing."""
+"""Smallest length of a mean, in lengths of our own part."""
 AUDITED_BYTES: Final = 0.11
-"""Of a round's bytes, on average: the most that audits fetch."""
+"""Share of a round's bytes that audits fetch, on average."""
 SLACK: Final = 1.5
-"""How much longer a reducer's own part of a mean may be than its norm and the others' distribution of theirs make
-it."""
+"""Factor on a reducer's expected share of norm in a piece."""
 SMALLEST: Final = 4096
-"""Elements of a piece: over so few the shares of two replicas' norms were seen to differ by 1.95, over 15,000 by 1.34.
-`SLACK` is that much wider for them."""
+"""Elements of a small piece, for which `SLACK` is wider: shares there differ by up to 1.95 instead of 1.34."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,25 +37,17 @@ class Beside:
 
     reducer: PeerId
     share: float
-    """Of the fragment's elements."""
+    """Share of the fragment's elements."""
     own_squares: float
     result_squares: float
     product: float
-    """Of the two vectors."""
+    """Dot product of the two."""
 
 
 def oddities(
     own: PeerId, pieces: Sequence[Beside], coefficient: float, norm: float, largest_norm: float
 ) -> dict[PeerId, str]:
-    """The reducers whose results cannot be the mean, with the reasons.
-
-    What we reduce ourselves tells whether it is we who are odd: if our own means look like that to us, we have nothing
-    to say about those of others.
-
-    Args:
-        coefficient, norm: ours in the roster.
-        largest_norm: that the mean can have by all members' norms.
-    """
+    """The reducers whose results cannot be the mean, with reasons; none if our own results look odd, too."""
     if coefficient * norm == 0:
         return {}
     scale = largest_norm / norm
@@ -92,8 +75,7 @@ def _oddity(piece: Beside, coefficient: float, norm: float, scale: float, longes
 
 
 def _length(piece: Beside, norm: float, scale: float) -> float:
-    """Of the result, as a share of what all members' norms allow in this piece. Where ours is next to nothing (rows of
-    an embedding whose tokens we have not seen), norms are taken to be spread evenly."""
+    """The result's length as a share of what all norms allow there. Where ours is tiny, norms count as even."""
     there = scale * math.sqrt(max(piece.own_squares, piece.share * norm * norm))
     return math.sqrt(piece.result_squares) / there if there > 0 else 0.0
 
@@ -106,7 +88,7 @@ RESULT_ERROR: Final[Mapping[Codec, float]] = {
     Codec.INT8: 0.01,
     Codec.INT4: 0.2,
 }
-"""What a result's encoding may be off by, in lengths of the result; sums in another order are far less."""
+"""Largest error of a result's encoding, in lengths of the result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,35 +97,19 @@ class Reckoning:
 
     elements: int
     rest: float
-    """Length of what is left of the result when the others' contributions are taken away."""
+    """Length of the result minus the others' contributions."""
     result: float
-    """Length of the result."""
     shares: tuple[float, ...]
-    """Which part of their norm the other contributors have in this piece, each from 0 to 1."""
+    """Shares of the other contributors' norms in this piece, each from 0 to 1."""
 
 
 def chance_of_audit(round_bytes: int, members: int, audit_bytes: int) -> float:
-    """The probability with which a member audits a piece, so that together they fetch at most AUDITED_BYTES of what the
-    round sent.
-
-    Args:
-        round_bytes: that all members together have sent.
-        audit_bytes: of one audit on average.
-    """
+    """The probability with which a member audits a piece, so that audits fetch AUDITED_BYTES of the round."""
     return min(1.0, AUDITED_BYTES * round_bytes / (members * audit_bytes)) if audit_bytes else 1.0
 
 
 def unexplained(reckoning: Reckoning, coefficient: float, norm: float, codec: Codec) -> str | None:
-    """The reason why what is left of a result cannot be the reducer's own contribution; None when it can.
-
-    That it is within the norm which the reducer declared, spread as the others' norms are, is all that can be known:
-    its own part is nowhere encoded. A reducer that stays within that has no more power over the mean than by
-    contributing.
-
-    Args:
-        coefficient, norm: of the reducer, in the roster.
-        codec: of results.
-    """
+    """The reason why the rest of a result cannot be the reducer's own contribution; None if it can."""
     wider = (SLACK + 0.5 * math.sqrt(min(1.0, SMALLEST / reckoning.elements))) * max(reckoning.shares, default=1.0)
     own = coefficient * norm * min(1.0, wider)
     allowed = own + RESULT_ERROR[codec] * reckoning.result
@@ -157,32 +123,25 @@ def unexplained(reckoning: Reckoning, coefficient: float, norm: float, codec: Co
 
 
 TOO_SHORT: Final = 64.0
-"""Times shorter for each token than it should be: equal replicas differ by less than two, and one that did less work
-has more for each token."""
+"""An update this many times shorter per token than expected is a lie; equal replicas differ by less than two."""
 FADING: Final = 0.9
-"""Of what was usual counts at the next round, so that a learning rate that falls is followed and a liar cannot lead it
-down quickly."""
+"""Weight of the usual length at the next round: follows a falling learning rate, resists a liar."""
 
 ASTRAY: Final = 8.0
-"""Times what a round of steps like ours comes to: outer momentum lengthens a row of updates in one direction, and
-other replicas are faster than we are."""
+"""Largest distance between anchors, in rounds of steps like ours: momentum and faster replicas lengthen it."""
 FEWEST_APART: Final = 2.0
 """Rounds by which two anchors may differ however short the time."""
 NEWS: Final = 0.1
-"""The weight of the latest time between two rounds."""
+"""Weight of the latest time between two rounds."""
 
 
 def mark_of(peer: PeerId) -> int:
-    """A peer's 24-bit mark, of its name's hash: names are long, and a roster tells of many links. Who shares another's
-    mark shares what is measured of it.
-    """
+    """A peer's 24-bit mark in rosters, from the hash of its name."""
     return int.from_bytes(hashlib.sha256(peer.encode()).digest()[:3], "big")
 
 
 def measured_of(bytes_per_s: Mapping[PeerId, float], base: AnchorVersion) -> tuple[LinkRate, ...]:
-    """The measured rates of others' links for an entry. Of more than MAX_MEASURED links the anchor draws some, other
-    ones each round.
-    """
+    """Measured rates for an entry. The anchor draws MAX_MEASURED of them, others each round."""
 
     def drawn(peer: PeerId) -> bytes:
         return hashlib.sha256(base.digest + peer.encode()).digest()
@@ -192,7 +151,7 @@ def measured_of(bytes_per_s: Mapping[PeerId, float], base: AnchorVersion) -> tup
 
 
 def rates(entries: Mapping[PeerId, Entry]) -> dict[PeerId, int]:
-    """The rate of each member that another one has measured."""
+    """The rate of each member that others have measured: lower median, so one accomplice lifts nobody."""
     said: dict[int, list[tuple[PeerId, int]]] = {}
     for by, entry in entries.items():
         for measured in entry.measured:
@@ -202,7 +161,7 @@ def rates(entries: Mapping[PeerId, Entry]) -> dict[PeerId, int]:
 
 
 def slowest_bytes_per_s(entries: Mapping[PeerId, Entry]) -> float:
-    """The slowest rate of the members' links; 0 when nobody has measured any."""
+    """The slowest rate of the members' links; 0 if none was measured."""
     known = rates(entries)
     return 4.0 ** min(known.values()) if known else 0.0
 
@@ -212,17 +171,13 @@ def _rate(bytes_per_s: float) -> int:
 
 
 class UsualLength:
-    """The usual length of a module's pseudo-gradients, as norm a token, as one replica has seen it."""
+    """The usual norm per token of a module's pseudo-gradients, as one replica has seen it."""
 
     def __init__(self) -> None:
         self._usual = 0.0
-        """Norm for each token; 0 before the first round."""
 
     def too_short(self, entry: Entry, own: Entry) -> bool:
-        """Whether an entry's pseudo-gradient is so short that it can only be meant to make the others' count nothing.
-        The shorter of our own and of what was usual is compared: should our own have become too long, it is not the
-        others' fault.
-        """
+        """Whether a pseudo-gradient is so short that it can only be meant to clip the others'."""
         if not (entry.tokens and own.tokens):
             return False
         expected = min(_norm_per_token(own), self._usual or math.inf)
@@ -236,33 +191,18 @@ class UsualLength:
 
 
 class AnchorDrift:
-    """The drift of a module's anchor: how far an honest anchor can be from ours.
-
-    Only rounds that this replica was in count: how long its own pseudo-gradient would have been with all steps of the
-    round, how far the round can have moved it at most, and the time from round to round. Replicas that have lost sight
-    of each other move apart from the last anchor that they had in common, each by steps like ours; but one that gets
-    all the work takes all steps of a round, where we take one or none. So one replica alone, whom we would follow where
-    as many stand here as there, can set the module back by some rounds, and cannot put something else in its place.
-    """
+    """How far an honest anchor can be from ours, by the rounds that this replica was in."""
 
     def __init__(self) -> None:
         self._length = 0.0
-        """Of the update of a round; 0 before the first."""
+        """Length of a round's update; 0 before the first."""
         self._between_s = 0.0
-        """The mean time from one round to the next, later ones counting more; 0 before there are two."""
+        """Mean seconds between rounds; 0 before there are two."""
         self._round_at: float | None = None
         self._shared_at: float | None = None
 
     def committed(self, norm: float, steps_share: float, mean_norm: float, shared: bool, at: float) -> None:
-        """Notes a round.
-
-        Args:
-            norm: of our own pseudo-gradient in it; 0 when there was none.
-            steps_share: our inner steps in it, of those of all in it.
-            mean_norm: of what was agreed on, at most, clipped as it was.
-            shared: whether another replica was in it.
-            at: seconds of a clock that goes on while the computer sleeps.
-        """
+        """Notes a round: our norm and share of its steps, the norm of its clipped mean at most."""
         own = norm / min(1.0, steps_share) if steps_share > 0 else 0.0
         # Ours says little where we do next to nothing (or did at the beginning of the warm-up); the agreed one is
         # clipped to what is usual, so it says little where others do next to nothing.
@@ -287,21 +227,21 @@ def _norm_per_token(entry: Entry) -> float:
 
 
 FORGIVEN_AFTER_S: Final = 600.0
-"""After the end of the last pause."""
+"""Seconds after the end of the last exclusion."""
 FOR_RUBBISH: Final = ExponentialBackoff(60.0, 3600.0, free=1)
-"""The first time costs only the attempt in which it happened."""
+"""The first offence costs only its attempt."""
 FOR_FRAUD: Final = ExponentialBackoff(3600.0, 86_400.0)
 """An audit leaves no honest explanation."""
 FOR_SILENCE: Final = ExponentialBackoff(300.0, 3600.0)
-"""No answers to audits, or groundless accusations, several times: that may happen to honest ones too."""
+"""Unanswered audits or groundless accusations: that can happen to honest replicas."""
 FOR_STRAYING: Final = ExponentialBackoff(60.0, 600.0)
-"""Two honest parts of a module may be that far from each other after a long time."""
+"""Two honest parts of a module may be that far apart after a long time."""
 FOR_WAITING: Final = ExponentialBackoff(30.0, 600.0, free=1)
 """Milder: a link between two honest peers may be at fault."""
 
 
 class Penalties:
-    """This replica's record of the others' offences."""
+    """Offences that this replica has seen itself. They outlive attempts and anchors."""
 
     def __init__(self) -> None:
         self._rubbish = Exclusions(FOR_RUBBISH, FORGIVEN_AFTER_S)
@@ -311,30 +251,25 @@ class Penalties:
         self._straying = Exclusions(FOR_STRAYING, FORGIVEN_AFTER_S)
 
     def sent_rubbish(self, peer: PeerId, now: float) -> None:
-        """Notes that a replica sent what cannot be used."""
         self._rubbish.add(peer, now)
 
     def was_caught(self, peer: PeerId, certain: bool, now: float) -> None:
-        """Notes that an audit caught a replica; what is not certain costs less."""
         (self._fraud if certain else self._silence).add(peer, now)
 
     def strayed(self, peer: PeerId, now: float) -> None:
-        """Notes that a replica stands on an anchor that is farther from ours than an honest one can be."""
         self._straying.add(peer, now)
 
     def kept_waiting(self, peer: PeerId, now: float) -> None:
-        """Notes that an exchange ended while overdue pieces of a replica had not come."""
         self._waiting.add(peer, now)
 
     def delivered(self, peer: PeerId) -> None:
-        """Notes that an exchange with a replica has succeeded: what kept us waiting before has passed."""
         self._waiting.forgive(peer)
 
     def excluded(self, now: float) -> frozenset[PeerId]:
-        """The replicas that get no invitation, and whose invitations are not answered."""
+        """Replicas that get no invitation, and whose invitations are not answered."""
         return self.distrusted(now).union(*(kind.excluded(now) for kind in (self._waiting, self._silence)))
 
     def distrusted(self, now: float) -> frozenset[PeerId]:
-        """Those of them whose state nobody should take over because of their word alone."""
+        """Those of them whose anchor must not be followed on their claim alone."""
         kinds = (self._rubbish, self._fraud, self._straying)
         return frozenset[PeerId]().union(*(kind.excluded(now) for kind in kinds))

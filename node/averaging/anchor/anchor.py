@@ -1,10 +1,6 @@
-"""The store of a replica's anchors: the current one, and older ones for whoever is half through downloading them.
+"""The anchor: a module's last agreed parameters and outer momentum, with the hashes that prove them; and its store.
 
-Anchors share the arrays of the fragments that they have in common and are never written again, so an older one takes
-the memory of one fragment a round, and whoever reads an anchor may go on when it is not kept any more. At most `STATES`
-are here at once: the current anchor, up to two in the making (a staged result that must not be lost, and the next one),
-and older anchors in what room is left. Rounds come first: an older anchor that nobody has a lease on goes when the next
-one is begun, and when room is short, a lease ends, and its reader starts again with a newer anchor.
+Both vectors are float32 in host memory. The digest is BLAKE3 over the version's numbers and the list of chunk hashes.
 """
 
 from __future__ import annotations
@@ -45,7 +41,7 @@ _DOMAIN: Final = b"skipstone-anchor:1\0"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Anchor:
-    """Immutable by agreement: a commit makes another one, which shares the arrays of the fragments that it leaves."""
+    """Never written again: a commit makes another one, which shares the arrays of unchanged fragments."""
 
     layout: Layout
     version: AnchorVersion
@@ -54,16 +50,15 @@ class Anchor:
     momentum: SharedVector
     """[elements]; of the outer optimizer."""
     hashes: tuple[bytes, ...]
-    """Of each chunk of the parameters, then of each chunk of the momentum."""
+    """Of each chunk of the parameters, then of the momentum."""
 
     def chunk(self, number: int) -> memoryview:
-        """The bytes of a chunk, little-endian float32; numbers as in
-        `swarm.vocabulary.averaging_messages.StateRequest`."""
+        """The bytes of a chunk, little-endian float32, numbered as in `StateRequest`."""
         return chunk_bytes(self.layout, self.parameters, self.momentum, number)
 
 
 def initial_anchor(layout: Layout, parameters: Vector | SharedVector) -> Anchor:
-    """The anchor before the first round: `parameters`, which it keeps if they are a `SharedVector`, and momentum 0."""
+    """The anchor before the first round: `parameters`, kept if they are a `SharedVector`, and momentum 0."""
     if not isinstance(parameters, SharedVector):
         parameters = cut_vector(layout, parameters)
     momentum = _zeros_like(parameters)
@@ -72,8 +67,7 @@ def initial_anchor(layout: Layout, parameters: Vector | SharedVector) -> Anchor:
 
 
 def distance_between(one: Anchor, other: Anchor) -> float:
-    """The Euclidean distance between two anchors of one layout, over parameters and momentum; not finite when an
-    element is not. Chunks with the same hash are the same."""
+    """Euclidean distance over parameters and momentum; not finite if an element is not."""
     total = 0.0
     for number, (left, right) in enumerate(zip(one.hashes, other.hashes, strict=True)):
         if left != right:
@@ -104,11 +98,7 @@ def hash_of(data: memoryview) -> bytes:
 def chunk_bytes(
     layout: Layout, parameters: Vector | SharedVector, momentum: Vector | SharedVector, number: int
 ) -> memoryview:
-    """A view of one chunk's bytes; writable when the arrays are.
-
-    Raises:
-        IndexError: there is no such chunk.
-    """
+    """A view of one chunk's bytes; writable if the arrays are. Raises IndexError."""
     if not 0 <= number < 2 * layout.chunks:
         raise IndexError(f"chunk {number} of {2 * layout.chunks}")
     vector, index = (parameters, number) if number < layout.chunks else (momentum, number - layout.chunks)
@@ -124,11 +114,7 @@ def anchor_state(anchor: Anchor) -> AnchorState:
 
 
 def restored_anchor(layout: Layout, saved: AnchorState) -> Anchor:
-    """The anchor of a saved state.
-
-    Raises:
-        CorruptSnapshot: it is of another model, or not the state that its digest names.
-    """
+    """The anchor of a saved state. Raises CorruptSnapshot."""
     try:
         parameters = _vector(layout, saved.parameters)
         momentum = _zeros_like(parameters) if saved.momentum is None else _vector(layout, saved.momentum)
@@ -141,9 +127,7 @@ def restored_anchor(layout: Layout, saved: AnchorState) -> Anchor:
 
 
 class Named(TensorsInParts):
-    """The parameters in a vector, by name, each made when it is asked for. A tensor shares the vector's memory, unless
-    it lies in several of its arrays: then it is a copy.
-    """
+    """A vector's parameters by name; views, except where one lies in several arrays."""
 
     def __init__(self, layout: Layout, vector: Vector | SharedVector) -> None:
         self._places = {place.name: place for place in layout.places}
@@ -170,7 +154,7 @@ class Named(TensorsInParts):
 
 
 def tensors_of(layout: Layout, vector: Vector | SharedVector) -> dict[str, Tensor]:
-    """The parameters in a vector, by name, as `Named` gives them."""
+    """A vector's parameters by name."""
     return dict(Named(layout, vector))
 
 
@@ -191,24 +175,24 @@ def _zeros_like(vector: SharedVector) -> SharedVector:
 
 
 STATES: Final = 4
-"""In memory at once, those in the making included."""
+"""States in memory at once, those in the making included."""
 LENT_AT_MOST: Final = 2
 
 
 class AnchorStore:
-    """The anchors of one replica. Used from the event loop and one other thread; no method blocks for longer
-    than allocating arrays takes.
+    """A replica's current anchor, and older ones for downloads in progress; at most `STATES`.
+
+    Rounds come first: if memory is short, a lease ends, and its reader starts again. Used from two threads.
     """
 
     def __init__(self, current: Anchor, now: Callable[[], float] = time.monotonic) -> None:
-        """`now` is a monotonic clock in seconds; leases end by it."""
         self._lock = threading.Lock()
         self._now = now
         self._current = current
         self._older: list[Anchor] = []  # the newest last
         self._leased_until: dict[bytes, float] = {}
         self._lent: list[weakref.ref[Vector]] = []
-        """To be written for the next anchors: an array of each."""
+        """An array of each anchor in the making."""
         parts = [self.layout.range_of(*fragment) for fragment in self.layout.fragments]
         self._arrays = SpareArrays(max(part.stop - part.start for part in parts))
 
@@ -221,16 +205,16 @@ class AnchorStore:
         return self._current.layout
 
     def get(self, digest: bytes) -> Anchor | None:
-        """The current anchor or an older one that is still here."""
+        """The current or an older anchor by digest."""
         with self._lock:
             return self._find(digest)
 
     def saved(self) -> AnchorState:
-        """The current anchor in its saved form, which is not written however long its checkpoint takes."""
+        """The current anchor in its saved form."""
         return anchor_state(self._current)
 
     def lease(self, digest: bytes, seconds: float) -> bool:
-        """Keeps this anchor for so long from now, unless a round needs its room. False when it is not here."""
+        """Keeps this anchor for so many seconds, unless a round needs the memory. False if it is not here."""
         with self._lock:
             if self._find(digest) is None:
                 return False
@@ -238,12 +222,12 @@ class AnchorStore:
             return True
 
     def spare(self, part: slice | None = None) -> StateVectors:
-        """Parameters and momentum of a part, or of all, to be written for the next anchor. Older anchors may go for it.
+        """Parameters and momentum to be written for the next anchor, of a part or of all.
 
-        They count until `put`, `give_back`, or the last reference to them is dropped.
+        They count until `put`, `give_back`, or the last reference is dropped.
 
         Raises:
-            ResourceExhausted: two are being made already, or this machine has no memory for another.
+            ResourceExhausted: two are in the making, or there is no memory.
         """
         with self._lock:
             if self._alive() >= LENT_AT_MOST:
@@ -257,12 +241,12 @@ class AnchorStore:
             return pair
 
     def give_back(self, parameters: SharedVector, momentum: SharedVector) -> None:
-        """Takes note that vectors from `spare` will not become an anchor."""
+        """Notes that vectors from `spare` will not become an anchor."""
         with self._lock:
             self._forget_lent(parameters)
 
     def put(self, anchor: Anchor) -> None:
-        """Makes an anchor the current one; its arrays are not to be written any more."""
+        """Makes an anchor the current one."""
         with self._lock:
             if anchor is self._current:
                 return

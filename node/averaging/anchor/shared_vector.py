@@ -1,10 +1,6 @@
-"""Arithmetic on long float32 vectors, in stretches short enough to stay in a core's cache.
+"""A module's vector as one array per fragment, which the versions of an anchor share, and arithmetic on it.
 
-numpy does one operation at a time. On a vector of 200 MB each of them would read it from memory and write it back; on a
-stretch of 128 KiB only the first and the last do. It also lets go of the interpreter inside each operation, and so does
-BLAS.
-
-It stands alone because snapshots, reducers, outer step and audits share it.
+A round moves one fragment, so each version has one array of its own. Anchors are never written again.
 """
 
 from __future__ import annotations
@@ -25,19 +21,13 @@ from swarm.vocabulary.errors import OutOfMemory
 KEPT: Final = 2
 """Blocks: parameters and momentum of one fragment."""
 LARGEST_KEPT_BYTES: Final = 64 * 1024 * 1024
-"""Of a block. What is larger goes back to the system: it would be missed there for longer than the moment that it takes
-to have it anew."""
+"""Larger blocks go back to the system."""
 
 
 class SpareArrays:
-    """The arrays of a replica's fragments, whose memory is used again.
+    """Arrays of fragments whose memory is reused: zeroing 80 MB of new memory took a tenth of a round.
 
-    The system gives memory that is filled with zeros, which for two arrays of 40 MB took a tenth of a round of four
-    peers. An array here is not of numpy's own memory, so every view of it, also of a part and a tensor's, keeps it
-    alive; when the last is gone, its memory is spare, on whatever thread that happens.
-
-    Args:
-        elements: of the largest array.
+    Every view keeps its array alive; when the last is gone, its memory is spare.
     """
 
     def __init__(self, elements: int) -> None:
@@ -63,11 +53,7 @@ StateVectors = tuple["SharedVector", "SharedVector"]
 
 
 class SharedVector:
-    """Arrays one after the other, read as one vector of float32.
-
-    Args:
-        start: the index of the first element, for a part of a module's vector.
-    """
+    """Consecutive arrays, read as one float32 vector. `start`: index of the first element."""
 
     __slots__ = ("__weakref__", "_starts", "arrays")
 
@@ -79,7 +65,7 @@ class SharedVector:
         return self._starts[-1] - self._starts[0]
 
     def __getitem__(self, part: slice) -> Vector:
-        """The elements of a part: a view where one array has them, else a copy."""
+        """The elements of a part: a view if one array has them, else a copy."""
         pieces = [piece for _, piece in self.pieces(part)]
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces or [np.empty(0, np.float32)])
 
@@ -87,7 +73,7 @@ class SharedVector:
         return np.concatenate(self.arrays).astype(dtype or np.float32, copy=False)
 
     def pieces(self, part: slice | None = None) -> Iterator[tuple[slice, Vector]]:
-        """Views of a part, or of all, one after the other, each of one array; and which elements it has."""
+        """Views of a part or of all, each of one array, with their slices."""
         first, end = self._starts[0], self._starts[-1]
         wanted = slice(None) if part is None else part
         start = first if wanted.start is None else max(first, wanted.start)
@@ -100,16 +86,15 @@ class SharedVector:
             start, index = border, index + 1
 
     def copy(self) -> SharedVector:
-        """The same numbers in arrays of its own."""
         return SharedVector([array.copy() for array in self.arrays], self._starts[0])
 
     def replaced(self, place: int, other: SharedVector) -> SharedVector:
-        """The vector with the one array of `other` at this place, counted from 0."""
+        """The vector with the one array of `other` at this index."""
         (array,) = other.arrays
         return SharedVector((*self.arrays[:place], array, *self.arrays[place + 1 :]), self._starts[0])
 
     def sharing(self, other: SharedVector, places: Container[int]) -> SharedVector:
-        """The vector with the arrays of `other`, which is cut alike, at some places, counted from 0."""
+        """The vector with the arrays of `other` at some indices."""
         arrays = zip(self.arrays, other.arrays, strict=True)
         return SharedVector(
             [theirs if place in places else own for place, (own, theirs) in enumerate(arrays)], self._starts[0]
@@ -117,7 +102,7 @@ class SharedVector:
 
 
 def empty_vector(layout: Layout) -> SharedVector:
-    """A module's vector, to be written, with an array for each fragment. Raises OutOfMemory."""
+    """A module's vector, to be written. Raises OutOfMemory."""
     try:
         return SharedVector([_empty(layout.range_of(*fragment)) for fragment in layout.fragments])
     except MemoryError:
@@ -125,7 +110,7 @@ def empty_vector(layout: Layout) -> SharedVector:
 
 
 def empty_part(part: slice, arrays: SpareArrays) -> SharedVector:
-    """A part of a module's vector in one array, to be written. Raises OutOfMemory."""
+    """A part in one array, to be written. Raises OutOfMemory."""
     try:
         return SharedVector([arrays.empty(part.stop - part.start)], part.start)
     except MemoryError:
@@ -145,7 +130,7 @@ def _empty(part: slice) -> Vector:
 
 
 STRETCH: Final = 2**15
-"""Elements. Five vectors of this length fit into 1 MiB."""
+"""Elements per operation, so that five operands of it stay in a 1 MiB cache."""
 
 
 def stretches(length: int) -> Iterator[slice]:
@@ -154,8 +139,7 @@ def stretches(length: int) -> Iterator[slice]:
 
 
 def squares(values: Vector) -> float:
-    """The sum of squares, in float64 over stretches of float32. Not finite exactly when an element is not, or is beyond
-    1e19."""
+    """The sum of squares, in float64 over stretches of float32. Not finite if an element is not, or overflows."""
     with np.errstate(all="ignore"):  # what is not finite shows in the sum
         return sum(float(np.dot(values[part], values[part])) for part in stretches(len(values)))
 

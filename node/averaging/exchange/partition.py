@@ -1,4 +1,6 @@
-"""The progress of an exchange, and who keeps it waiting."""
+"""The partition of one exchange into pieces, and its progress. All members compute the same pieces from layout and
+roster, and anything else is refused before it costs memory.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,11 @@ from swarm.vocabulary.errors import ProtocolViolation
 from swarm.vocabulary.types import PeerId, short
 
 LARGEST_PIECE: Final = 2**20
-"""Elements; 4 MiB of float32. A chunk is never larger (`layout.LARGEST_CHUNK`)."""
+"""Elements (4 MiB of float32)."""
 SMALLEST_PIECE: Final = 2**19
-"""Elements; 2 MiB of float32. Smaller ones cost more by their number than they gain by overlapping
-(benchmarks/averaging.py)."""
+"""Elements (2 MiB of float32). Smaller ones cost more by number than they gain by overlapping."""
 PIECES_OF_A_SHARD: Final = 4
-"""So many at least, where they are not too small, so that sending, reducing and applying overlap."""
+"""Least pieces of a shard, unless they become too small: sending, reducing and applying overlap."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,6 @@ class Piece:
     end_chunk: int
     start: int
     stop: int
-    """Of its elements in the module's vector."""
 
     @property
     def part(self) -> slice:
@@ -45,12 +45,7 @@ class Piece:
 
 
 class Plan:
-    """A roster as one of its members carries it out.
-
-    Raises:
-        ProtocolViolation: the shards do not cut the fragment up, a number is not finite or negative, or we are not in
-            it.
-    """
+    """A roster as one of its members carries it out. Raises ProtocolViolation for impossible shards or weights."""
 
     def __init__(self, own: PeerId, layout: Layout, roster: Roster) -> None:
         self.own = own
@@ -75,11 +70,10 @@ class Plan:
         return self.members[self.own].coefficient > 0
 
     def piece_at(self, first_chunk: int, end_chunk: int) -> Piece | None:
-        """The piece that consists of these chunks."""
         return self._by_chunks.get((first_chunk, end_chunk))
 
     def piece_of(self, sender: PeerId, message: RoundPiece) -> Piece | None:
-        """The piece that the message is about, if the sender has reason to send it to us."""
+        """The piece of a message, if the sender has reason to send it to us."""
         piece = self._by_chunks.get((message.first_chunk, message.end_chunk))
         if piece is None or message.round != self.roster.round or sender == self.own:
             return None
@@ -130,24 +124,24 @@ class HowFar:
 
     round: RoundId
     reduced_chunks: int
-    """Of its shard."""
+    """Chunks of its shard."""
     percent: int
-    """Of the pieces that it takes in: contributions to its shard, and results, its own among them."""
+    """Of the contributions and results that it takes in."""
 
 
 Watch = Callable[[HowFar], None]
-"""Told when an exchange begins, and whenever another tenth of it is done."""
+"""Called when an exchange begins, and at each tenth of it."""
 
 
 class ExchangeProgress:
-    """The counts of an exchange's pieces; knows nothing of their contents."""
+    """The counts of an exchange's pieces."""
 
     def __init__(self, plan: Plan, watch: Watch = lambda how_far: None) -> None:
         self._plan = plan
         self._watch = watch
         contributors = frozenset(plan.contributors) - {plan.own}
         self._awaited = {piece: set(contributors) for piece in plan.shards[plan.own] if contributors}
-        """Whose contributions to each piece of our shard are not in yet, in the order in which they are sent."""
+        """Missing contributors of each piece of our shard, in order."""
         self._results_due = {peer: len(plan.shards[peer]) for peer in plan.others}
         self._contributed = dict.fromkeys(plan.others, 0)
         self._unapplied = set(plan.pieces)
@@ -157,18 +151,17 @@ class ExchangeProgress:
         self._tell()
 
     def contributed(self, reducer: PeerId) -> None:
-        """Notes that we have sent a piece to its reducer."""
         self._contributed[reducer] += 1
 
     def added(self, sender: PeerId, piece: Piece) -> None:
-        """Notes that a contribution to a piece of our shard is in its sum."""
+        """Notes that a contribution to our shard is in its sum."""
         self._awaited[piece].discard(sender)
         if not self._awaited[piece]:
             del self._awaited[piece]
         self._take_in()
 
     def applied(self, piece: Piece) -> bool:
-        """Notes that a result has been applied; whether it was the last."""
+        """Notes an applied result; returns whether it was the last."""
         self._unapplied.discard(piece)
         if piece.reducer != self._plan.own:
             self._results_due[piece.reducer] -= 1
@@ -178,10 +171,8 @@ class ExchangeProgress:
     def owing(self) -> frozenset[PeerId]:
         """The members that could send us something now and have not.
 
-        As long as contributions to our shard are due, nobody is blamed for results: whoever keeps us waiting may keep
-        the other reducers waiting, too. And only those are blamed who have not contributed to the first piece that
-        lacks something: the others may be held up by that very piece, because a member sends no more than a window
-        ahead of the results.
+        Results are nobody's fault while contributions to our shard are due: the same member may delay other reducers.
+        Only the first incomplete piece counts: a member sends no more than a window ahead of the results.
         """
         late = next(iter(self._awaited.values()), ())
         return frozenset(late) or frozenset(peer for peer in self._results_due if self._owes_result(peer))

@@ -1,9 +1,6 @@
-"""The download of an agreed state from its donors: first the hash list, which the digest proves, then the chunks, which
-the list proves.
+"""The download of an agreed state: the hash list, which the digest proves, then the chunks, which the list proves.
 
-Chunks arrive in a few buffers of this download's own, and go to their places in the new vectors only when they match: a
-donor that is slow or lies writes nowhere else. Decoding, hashing, copying and the disk are on one thread of their own,
-in order.
+Chunks arrive in a few buffers and are copied to their places only if they match.
 """
 
 from __future__ import annotations
@@ -58,11 +55,11 @@ MOST_ASKED: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class ProvenList:
-    """A hash list that the digest has proved, and the donors asked for it."""
+    """A hash list that the digest has proved, and its possible donors."""
 
     hash_list: HashList
     donors: tuple[PeerId, ...]
-    """Those asked, without the ones known not to have the state."""
+    """The donors asked, without those that lack the state."""
 
 
 async def first_hash_list(
@@ -73,12 +70,7 @@ async def first_hash_list(
     donors: Sequence[PeerId],
     on_liar: Callable[[PeerId, str], None],
 ) -> ProvenList:
-    """Fetches the hash list of `wanted`'s digest. At most the first `MOST_ASKED` of `donors` are asked.
-
-    Raises:
-        NoQuorum: none of the donors has the state.
-        Stalled: some could not be reached or did not answer, and of the others none has it.
-    """
+    """Asks several donors for the hash list and takes the first that the digest proves. Raises NoQuorum, Stalled."""
     question = Question(QuestionAbout.STATE, module=module, digest=wanted.digest)
     asked = tuple(dict.fromkeys(donors))[:MOST_ASKED]
     failed: dict[PeerId, PeerError] = {}
@@ -105,7 +97,7 @@ async def first_hash_list(
 
 
 def _proven(data: bytes, layout: Layout, wanted: AnchorVersion) -> HashList:
-    """Raises ProtocolViolation when it is not the list that the digest stands for, or of another module."""
+    """Raises ProtocolViolation if it is not the list of that digest, or of another module."""
     said = decode_hash_list(data, digest=wanted.digest, elements=layout.elements, chunk_elements=layout.chunk_elements)
     version = said.version
     if version_of(layout, said.hashes, version.round, version.steps, version.tokens, version.fragment) != version:
@@ -128,20 +120,19 @@ def _nobody_has(wanted: AnchorVersion, failed: dict[PeerId, PeerError]) -> Skips
 
 FEWEST_BUFFERS: Final = 3
 MOST_WAITING: Final = MOST_OWED
-"""Requests on the way to one donor; the plan owes none more chunks than that."""
+"""Requests in flight to one donor."""
 BUFFER_BYTES: Final = 16 * 1024 * 1024
-"""For chunks of one donor that are asked for, arriving or being checked: as many as this holds, and at least the
-above."""
+"""Memory for one donor's chunks that are asked for, arriving or being checked."""
 
 
 class StateDownloads:
     """The downloads of one module's state, one at a time.
 
     Args:
-        codecs: those in which the manifest lets chunks come.
-        folder: keeps what has been fetched over a restart.
-        on_progress: gets bytes here and bytes in all.
-        on_liar: gets a donor that sent what is not the agreed state, and what that was.
+        codecs: codecs in which chunks may come.
+        folder: keeps chunks over a restart.
+        on_progress: gets bytes here and in all.
+        on_liar: gets a donor of wrong state, and the reason.
     """
 
     def __init__(
@@ -161,41 +152,36 @@ class StateDownloads:
         self.on_progress = on_progress
         self.on_liar = on_liar
         self.received_bytes: Mapping[PeerId, int] = {}
-        """Of the last download: the bytes of good chunks from each donor, as they are in memory."""
+        """Good bytes of the last download, by donor."""
         self._space = space
         self._folder = folder
         self._random = Random(session.own.peer)  # noqa: S311 - spreads the load over donors; no secret
         self._is_busy = False
 
     async def catch_up(self, wanted: AnchorVersion, donors: Sequence[PeerId], known: Anchor | None = None) -> Anchor:
-        """Downloads the anchor of `wanted`'s digest, every byte of it checked.
+        """Downloads the anchor of `wanted`'s digest, every byte checked.
 
         Args:
-            donors: peers that are said to stand on it.
-            known: an anchor of this module in memory; chunks that it has in common with the wanted one are not fetched.
+            donors: peers that announce it.
+            known: an anchor in memory, whose equal chunks are not fetched.
 
         Raises:
-            NoQuorum: none of them has it (any more).
-            Stalled: those that have it send nothing.
+            NoQuorum: no donor has it any more.
+            Stalled: donors send nothing.
             ResourceExhausted: no memory for the state.
         """
         proven, vectors = await self._fetch(wanted, donors, 2 * self.layout.chunks, known)
         return Anchor(self.layout, proven.version, *vectors, proven.hashes)
 
     async def parameters(self, wanted: AnchorVersion, donors: Sequence[PeerId]) -> SharedVector:
-        """Downloads the parameters of that anchor, [elements], for whoever does not train it on: the momentum is not
-        fetched.
-
-        Raises:
-            As `catch_up`.
-        """
+        """Downloads only the parameters of that anchor, [elements]. Raises as `catch_up`."""
         _, (parameters, _) = await self._fetch(wanted, donors, self.layout.chunks, None)
         return parameters
 
     async def _fetch(
         self, wanted: AnchorVersion, donors: Sequence[PeerId], chunks: int, known: Anchor | None
     ) -> tuple[HashList, StateVectors]:
-        """The first `chunks` chunks of the state; what lies elsewhere in the vectors is not defined."""
+        """Fetches the first `chunks` chunks; the rest of the vectors is undefined."""
         if self._is_busy:
             raise SkipstoneError("this module is catching up already")
         self._is_busy = True
@@ -230,13 +216,7 @@ class StateDownloads:
 
 
 class _Download(MachineRunner[Event, Action]):
-    """One download under way.
-
-    Args:
-        of: whose it is.
-        chunks: the first ones of the state that are fetched.
-        room: for how many chunks of one donor there are buffers.
-    """
+    """One download. `room`: buffers per donor."""
 
     def __init__(
         self,
@@ -258,7 +238,7 @@ class _Download(MachineRunner[Event, Action]):
         self._pool = pool
         self._room = room
         self._arriving: dict[tuple[PeerId, int], memoryview] = {}
-        """The whole buffers of the chunks that are arriving or being checked."""
+        """Buffers of the chunks that are arriving or being checked."""
         self._end: Complete | Failed | None = None
 
     @property
@@ -266,7 +246,7 @@ class _Download(MachineRunner[Event, Action]):
         return isinstance(self._end, Complete)
 
     async def run(self) -> None:
-        """Fetches everything that is due. Errors as `StateDownloads.catch_up`."""
+        """Fetches everything that is due. Raises as `StateDownloads.catch_up`."""
         self._tell_progress()
         await super().run()
         if isinstance(self._end, Failed):
@@ -304,7 +284,6 @@ class _Download(MachineRunner[Event, Action]):
             self.handle(ChunkLost(sender, message.chunk))
 
     def refused(self, sender: PeerId, message: StateRefused) -> None:
-        """A donor does not send some chunks, or no more."""
         if self._is_of(message):
             self.handle(ChunksRefused(sender, message.chunks, message.reason))
 
@@ -315,7 +294,7 @@ class _Download(MachineRunner[Event, Action]):
         return message.module == self._of.module and message.digest == self._version.digest
 
     def _is_arriving(self, sender: PeerId, message: StateChunk, buffer: memoryview) -> bool:
-        """Whether the buffer is the one that was given for the chunk in this download."""
+        """Whether the buffer is the one given for this chunk."""
         given = self._arriving.get((sender, message.chunk))
         return self._is_of(message) and given is not None and given.obj is buffer.obj
 

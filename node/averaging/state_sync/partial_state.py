@@ -1,10 +1,6 @@
-"""A state in assembly: chunks are checked and put in their places, and, when there is a folder, kept for a restart.
+"""A state in assembly: the encoding of chunks, their check, their places, and a file that keeps them over a restart.
 
-The file has the state's size, parameters then momentum, each chunk at its place, and holes where none is yet. There is
-no list of what is in it: every chunk is hashed when the file is read again, and only what matches is taken. A folder
-holds one.
-
-Where the vectors of a download come from.
+The file has the state's size, with holes. Nothing lists its contents: every chunk is hashed when it is read again.
 """
 
 from __future__ import annotations
@@ -36,18 +32,14 @@ STATE_CODECS: Final[Mapping[str, frozenset[Codec]]] = {
     "none": frozenset({Codec.NONE}),
     "planes": frozenset({Codec.NONE, Codec.PLANES}),
 }
-"""Of `codecs.state`: how a chunk may come."""
+"""Codecs of chunks, by `codecs.state`."""
 
 PLANES_BELOW_BYTES_PER_S: Final = 80e6
-"""Of the link's goodput. A donor encodes a chunk before it sends it, so planes save time while (1 - 1 / ratio) /
-goodput is more than 1 / speed of encoding: with 1.2 and 1 GB/s on one core, up to 160 MB/s. There nothing is gained and
-a core is kept busy; at less than half of it, more than half of what the ratio promises is gained."""
+"""Goodput below which byte planes (ratio 1.2, 1 GB/s on one core) save more time than they cost."""
 
 
 def codec_for(allowed: frozenset[Codec], goodput_bytes_per_s: float) -> Codec:
-    """The codec of chunks over a link of this goodput; 0 is unknown, and what is sent as it is then becomes the
-    measurement.
-    """
+    """The codec of chunks over a link of this goodput; 0 is unknown."""
     slow = 0 < goodput_bytes_per_s < PLANES_BELOW_BYTES_PER_S
     return Codec.PLANES if slow and Codec.PLANES in allowed else Codec.NONE
 
@@ -58,12 +50,12 @@ def as_it_is(data: memoryview) -> Encoded:
 
 
 def in_planes(data: memoryview) -> Encoded:
-    """A chunk's bytes, float32, shortened; as they are where that gains nothing. Takes milliseconds."""
+    """A chunk's bytes in planes, or unchanged if that gains nothing. Takes milliseconds."""
     return encode(tensor_of(np.frombuffer(data, np.float32)), Codec.PLANES)
 
 
 def may_come_as(tensor: TensorSpec, elements: int, allowed: frozenset[Codec]) -> bool:
-    """Whether a chunk of so many elements may come in this encoding: encoded only when that makes it shorter."""
+    """Whether a chunk may have this encoding: none, or a shorter one."""
     return (
         (tensor.shape, tensor.dtype) == ((elements,), DType.FLOAT32)
         and tensor.codec in allowed
@@ -79,11 +71,7 @@ class ChunkDecoder:
         self._room: torch.Tensor | None = None
 
     def bytes_of(self, tensor: TensorSpec, data: memoryview) -> memoryview:
-        """The chunk's float32 elements as bytes, until the next call.
-
-        Raises:
-            ProtocolViolation: `data` is no encoding.
-        """
+        """The chunk's float32 bytes, until the next call. Raises ProtocolViolation."""
         if tensor.codec is Codec.NONE:
             return data
         if self._room is None:
@@ -97,9 +85,7 @@ SUFFIX: Final = ".partial-state"
 
 
 class PartialState:
-    """The vectors of a state in assembly. Used on one thread. What cannot be kept on disk costs a warning, never the
-    download.
-    """
+    """The vectors of a state in assembly. Used on one thread. A broken disk costs a warning only."""
 
     def __init__(
         self,
@@ -108,7 +94,6 @@ class PartialState:
         vectors: StateVectors,
         file: KeptChunks | None,
     ) -> None:
-        """`vectors` are the parameters and the momentum, to be written."""
         self._layout = layout
         self._hashes = hashes
         self.parameters, self.momentum = vectors
@@ -116,9 +101,7 @@ class PartialState:
         self._placed: set[int] = set()
 
     def take_over(self, known: Anchor | None) -> frozenset[int]:
-        """Takes over the chunks that need not be fetched: those that `known` has in common with this state, and those
-        on disk.
-        """
+        """Takes over the chunks that `known` or the file have; returns their numbers."""
         if known is not None:
             self._share(known)
         for number in range(2 * self._layout.chunks):
@@ -132,7 +115,7 @@ class PartialState:
         return frozenset(self._placed)
 
     def place(self, number: int, data: memoryview) -> bool:
-        """Puts a chunk in its place if it matches its hash, and says whether it does."""
+        """Puts a chunk in its place if it matches its hash; returns whether it does."""
         if hash_of(data) != self._hashes[number]:
             return False
         if number not in self._placed:
@@ -143,13 +126,13 @@ class PartialState:
         return True
 
     def close(self, *, complete: bool) -> None:
-        """Ends the use of the file; it is removed when the state is complete."""
+        """Closes the file, and removes it if the state is complete."""
         if self._file is not None:
             self._file.close(remove=complete)
             self._file = None
 
     def _share(self, known: Anchor) -> None:
-        """Takes over the arrays of the fragments that are the same: they are never written."""
+        """Takes over the arrays of equal fragments, which are never written."""
         chunks = self._layout.chunks
 
         def shared(first_number: int) -> set[int]:
@@ -173,15 +156,14 @@ class PartialState:
 
 
 class ChunkWriter:
-    """A `PartialState` on a thread of its own, in order: decoding, hashing, copying and the disk hold up nobody.
+    """A `PartialState` on a thread of its own.
 
     Args:
-        space: where the vectors come from, and go back to unless the state becomes complete.
-        folder: keeps what has been fetched over a restart, if given.
+        space: supplies the vectors, and gets them back unless the state becomes complete.
+        folder: keeps chunks over a restart.
     """
 
     def __init__(self, hash_list: HashList, space: Space, folder: Path | None) -> None:
-        """Raises ResourceExhausted."""
         self._vectors = space.spare()
         self._space = space
         self._digest, self._hashes, self._folder = hash_list.version.digest, hash_list.hashes, folder
@@ -195,19 +177,15 @@ class ChunkWriter:
         return self._vectors if self._state is None else (self._state.parameters, self._state.momentum)
 
     async def begin(self, known: Anchor | None) -> frozenset[int]:
-        """Takes over the chunks that need not be fetched, as `PartialState.take_over`."""
+        """Calls `PartialState.take_over`."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._begin, known)
 
     async def place(self, chunk: int, tensor: TensorSpec, data: memoryview) -> bool:
-        """Puts a chunk in its place if it matches its hash, and says whether it does. What is no encoding matches no
-        hash either.
-        """
+        """Decodes and places a chunk; False if it does not match its hash."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._place, chunk, tensor, data)
 
     async def close(self, *, complete: bool) -> None:
-        """Ends the use of the file after whatever the thread still has to do, so that nothing writes into vectors that
-        have been given back.
-        """
+        """Ends the use of file and vectors after all jobs of the thread."""
         finished = self._thread.submit(self._finish, complete)
         self._thread.shutdown(wait=False)
         await asyncio.shield(asyncio.wrap_future(finished))
@@ -237,7 +215,6 @@ class KeptChunks:
     """The file of kept chunks. Any error of the disk ends its use."""
 
     def __init__(self, folder: Path, digest: bytes, layout: Layout) -> None:
-        """Opens or makes the file for this state, and removes those of other states."""
         self._layout = layout
         self._path = folder / f"{digest.hex()[:32]}{SUFFIX}"
         self._file: io.FileIO | None = None
@@ -255,7 +232,7 @@ class KeptChunks:
             self._give_up(error)
 
     def read(self, number: int, target: memoryview) -> bool:
-        """Reads the bytes at a chunk's place, which may be anything; whether that worked."""
+        """Reads the bytes at a chunk's place, which may be anything; returns whether that worked."""
         if self._file is None or self._is_new:
             return False
         try:
@@ -266,7 +243,7 @@ class KeptChunks:
             return False
 
     def write(self, number: int, data: memoryview) -> bool:
-        """Keeps a chunk. False when the file is of no use any more."""
+        """Keeps a chunk. False if the file is not usable any more."""
         if self._file is None:
             return False
         try:
@@ -302,22 +279,20 @@ class KeptChunks:
 
 
 class Space(Protocol):
-    """A supplier of vectors to be written; `node.averaging.anchor.anchor.AnchorStore` is one."""
+    """A supplier of vectors to be written (`AnchorStore`, `FreshSpace`)."""
 
     @property
     def layout(self) -> Layout: ...
 
     def spare(self) -> StateVectors:
-        """Parameters and momentum to be written, [elements] each. Raises ResourceExhausted."""
+        """Parameters and momentum, [elements] each. Raises ResourceExhausted."""
         ...
 
     def give_back(self, parameters: SharedVector, momentum: SharedVector) -> None: ...
 
 
 class FreshSpace:
-    """Newly allocated vectors, for a node that has no store of anchors yet, because this download brings its first
-    anchor.
-    """
+    """Newly allocated vectors, for a node without a store of anchors yet."""
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
@@ -327,7 +302,6 @@ class FreshSpace:
         return self._layout
 
     def spare(self) -> StateVectors:
-        """Allocates parameters and momentum, [elements] each. Raises OutOfMemory."""
         return empty_vector(self._layout), empty_vector(self._layout)
 
     def give_back(self, parameters: SharedVector, momentum: SharedVector) -> None:
