@@ -305,7 +305,7 @@ class Attempts:
     def _remember_delays(self) -> None:
         if self.part is not None:
             for peer in self.part.was_waiting_for(self._view.now):
-                self._view.penalties.kept_waiting(peer, self._view.now)
+                self._view.penalties.waiting.add(peer, self._view.now)
 
     def forget(self, why: str) -> Actions:
         """Leaves the attempt, and drops all results of this and earlier ones."""
@@ -402,7 +402,7 @@ class Attempts:
         return [*accused, *self._decline(part, DeclineReason.NOT_READY, f"{short(convener)} is not followed: {why}")]
 
     def _accuse(self, peer: PeerId, attempt: RoundId, why: str) -> Actions:
-        self._view.penalties.sent_rubbish(peer, self._view.now)
+        self._view.penalties.rubbish.add(peer, self._view.now)
         return [Accuse(Caught(peer, attempt.number, why))]
 
     def _dissolved(self, sender: PeerId, attempt: RoundId, detail: str) -> Actions:
@@ -523,7 +523,7 @@ class Attempts:
         commit = CommitStaged(result.roster, result.version)
         self.latest = f"round {attempt.number} committed by {len(result.roster.peers)} at attempt {attempt.attempt}"
         for peer in contributors(result.roster):
-            view.penalties.delivered(peer)
+            view.penalties.waiting.forgive(peer)
         view.others.presume(result.roster.peers, result.version, view.now)
         return [*others, commit, *view.stand_on(result.version)]
 
@@ -590,7 +590,7 @@ class Attempts:
         if part.silence(view.now) > view.rules.silence_s and part.round.convener != view.own:
             return self._succeed(part)
         if view.now > part.until and part.round.convener != view.own:
-            view.penalties.kept_waiting(part.round.convener, view.now)
+            view.penalties.waiting.add(part.round.convener, view.now)
             return self._refuse(part, "its convener does not bring it to an end", lie=False)
         if view.now - part.told >= view.rules.pulse_s:
             return [*self._tell_convener(part), *self._tell_members(part)]
@@ -615,7 +615,7 @@ class Attempts:
         commit = Commit(part.round, staged.version, tuple(sorted(holders)))
         tells = [Tell(peer, commit) for peer in sorted(holders) if peer != view.own]
         adopted = self._adopt(staged)
-        view.penalties.kept_waiting(part.round.convener, view.now)
+        view.penalties.waiting.add(part.round.convener, view.now)
         return [*tells, *adopted]
 
     def _succeed(self, part: Participation) -> Actions:

@@ -296,7 +296,7 @@ class ReplicaView:
     def catch_up_failed(self, version: AnchorVersion, astray: Iterable[PeerId]) -> None:
         self.lag.failed(version, self.now)
         for peer in astray:
-            self.penalties.strayed(peer, self.now)
+            self.penalties.straying.add(peer, self.now)
 
     def may_convene(self) -> bool:
         """Whether a round from our anchor is what the module needs."""

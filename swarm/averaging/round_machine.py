@@ -172,7 +172,8 @@ class RoundMachine:
             case CaughtUp(version):
                 return [*attempts.forget("we stand on another anchor"), *self._view.stand_on(version)]
             case Caught(peer):
-                self._view.penalties.was_caught(peer, event.certain, self._view.now)
+                penalties = self._view.penalties
+                (penalties.fraud if event.certain else penalties.silence).add(peer, self._view.now)
                 return [Accuse(event)]
             case CatchUpFailed(wanted):
                 self._view.catch_up_failed(wanted, event.astray)

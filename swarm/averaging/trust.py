@@ -241,35 +241,19 @@ FOR_WAITING: Final = ExponentialBackoff(30.0, 600.0, free=1)
 
 
 class Penalties:
-    """Offences that this replica has seen itself. They outlive attempts and anchors."""
+    """Offences that this replica has seen itself, by kind. They outlive attempts and anchors."""
 
     def __init__(self) -> None:
-        self._rubbish = Exclusions(FOR_RUBBISH, FORGIVEN_AFTER_S)
-        self._waiting = Exclusions(FOR_WAITING, FORGIVEN_AFTER_S)
-        self._fraud = Exclusions(FOR_FRAUD, FORGIVEN_AFTER_S)
-        self._silence = Exclusions(FOR_SILENCE, FORGIVEN_AFTER_S)
-        self._straying = Exclusions(FOR_STRAYING, FORGIVEN_AFTER_S)
-
-    def sent_rubbish(self, peer: PeerId, now: float) -> None:
-        self._rubbish.add(peer, now)
-
-    def was_caught(self, peer: PeerId, certain: bool, now: float) -> None:
-        (self._fraud if certain else self._silence).add(peer, now)
-
-    def strayed(self, peer: PeerId, now: float) -> None:
-        self._straying.add(peer, now)
-
-    def kept_waiting(self, peer: PeerId, now: float) -> None:
-        self._waiting.add(peer, now)
-
-    def delivered(self, peer: PeerId) -> None:
-        self._waiting.forgive(peer)
+        self.rubbish = Exclusions(FOR_RUBBISH, FORGIVEN_AFTER_S)
+        self.waiting = Exclusions(FOR_WAITING, FORGIVEN_AFTER_S)
+        self.fraud = Exclusions(FOR_FRAUD, FORGIVEN_AFTER_S)
+        self.silence = Exclusions(FOR_SILENCE, FORGIVEN_AFTER_S)
+        self.straying = Exclusions(FOR_STRAYING, FORGIVEN_AFTER_S)
 
     def excluded(self, now: float) -> frozenset[PeerId]:
         """Replicas that get no invitation, and whose invitations are not answered."""
-        return self.distrusted(now).union(*(kind.excluded(now) for kind in (self._waiting, self._silence)))
+        return self.distrusted(now) | self.waiting.excluded(now) | self.silence.excluded(now)
 
     def distrusted(self, now: float) -> frozenset[PeerId]:
         """Those of them whose anchor must not be followed on their claim alone."""
-        kinds = (self._rubbish, self._fraud, self._straying)
-        return frozenset[PeerId]().union(*(kind.excluded(now) for kind in kinds))
+        return self.rubbish.excluded(now) | self.fraud.excluded(now) | self.straying.excluded(now)

@@ -17,7 +17,7 @@ from typing import Final
 from node.averaging.anchor.anchor import Anchor, version_of
 from node.averaging.anchor.layout import Layout
 from node.averaging.anchor.shared_vector import SharedVector, StateVectors
-from node.averaging.state_sync.partial_state import ChunkWriter, Space, may_come_as
+from node.averaging.state_sync.partial_state import PartialState, Space, may_come_as
 from node.concurrency.machine_runner import MachineRunner
 from node.concurrency.task_groups import task_scope
 from node.network.session import NetworkSession
@@ -193,15 +193,15 @@ class StateDownloads:
             self._is_busy = False
 
     async def _fetch_chunks(self, proven: ProvenList, chunks: int, known: Anchor | None) -> StateVectors:
-        writer = ChunkWriter(proven.hash_list, self._space, self._folder)
+        state = PartialState(proven.hash_list, self._space, self._folder)
         complete = False
         try:
-            here = await writer.begin(known)
+            here = await state.take_over(known)
             chunk_bytes = 4 * self.layout.chunk_elements
             room = max(FEWEST_BUFFERS, min(MOST_OWED, BUFFER_BYTES // chunk_bytes))
             plan = Download(chunks, chunk_bytes, here, proven.donors, self._random, room)
             pool = BufferPool(chunk_bytes, room * min(len(proven.donors), DONORS_AT_ONCE))
-            download = _Download(self, proven.hash_list.version, plan, chunks, writer, pool, room)
+            download = _Download(self, proven.hash_list.version, plan, chunks, state, pool, room)
             self.received_bytes = download.received_bytes
             with self.session.dispatcher.registered(
                 tensors={StateChunk: download},
@@ -210,9 +210,9 @@ class StateDownloads:
             ):
                 await download.run()
             complete = download.is_complete
-            return writer.vectors
+            return state.parameters, state.momentum
         finally:
-            await writer.close(complete=complete)
+            await state.close(complete=complete)
 
 
 class _Download(MachineRunner[Event, Action]):
@@ -224,7 +224,7 @@ class _Download(MachineRunner[Event, Action]):
         version: AnchorVersion,
         plan: Download,
         chunks: int,
-        writer: ChunkWriter,
+        state: PartialState,
         pool: BufferPool,
         room: int,
     ) -> None:
@@ -234,7 +234,7 @@ class _Download(MachineRunner[Event, Action]):
         self._version = version
         self._plan = plan
         self._chunks = chunks
-        self._writer = writer
+        self._state = state
         self._pool = pool
         self._room = room
         self._arriving: dict[tuple[PeerId, int], memoryview] = {}
@@ -317,7 +317,7 @@ class _Download(MachineRunner[Event, Action]):
 
     async def _check(self, sender: PeerId, chunk: int, tensor: TensorSpec, data: memoryview) -> None:
         try:
-            matches = await self._writer.place(chunk, tensor, data)
+            matches = await self._state.place(chunk, tensor, data)
         finally:
             self._pool.give_back(self._arriving.pop((sender, chunk)))
         if matches:

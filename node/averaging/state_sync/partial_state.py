@@ -85,25 +85,44 @@ SUFFIX: Final = ".partial-state"
 
 
 class PartialState:
-    """The vectors of a state in assembly. Used on one thread. A broken disk costs a warning only."""
+    """The vectors of a state in assembly, on a thread of its own. A broken disk costs a warning only.
 
-    def __init__(
-        self,
-        layout: Layout,
-        hashes: tuple[bytes, ...],
-        vectors: StateVectors,
-        file: KeptChunks | None,
-    ) -> None:
-        self._layout = layout
-        self._hashes = hashes
-        self.parameters, self.momentum = vectors
-        self._file = file
+    Args:
+        space: supplies the vectors, and gets them back unless the state becomes complete.
+        folder: keeps chunks over a restart.
+    """
+
+    def __init__(self, hash_list: HashList, space: Space, folder: Path | None) -> None:
+        self.parameters, self.momentum = self._vectors = space.spare()
+        self._space, self._layout, self._folder = space, space.layout, folder
+        self._digest, self._hashes = hash_list.version.digest, hash_list.hashes
+        self._decoder = ChunkDecoder(space.layout.chunk_elements)
+        self._file: KeptChunks | None = None
         self._placed: set[int] = set()
+        self._thread = ThreadPoolExecutor(1, "catching-up")
 
-    def take_over(self, known: Anchor | None) -> frozenset[int]:
+    async def take_over(self, known: Anchor | None) -> frozenset[int]:
         """Takes over the chunks that `known` or the file have; returns their numbers."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._take_over, known)
+
+    async def place(self, number: int, tensor: TensorSpec, data: memoryview) -> bool:
+        """Decodes a chunk and puts it in its place; False if it does not match its hash."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._place, number, tensor, data)
+
+    async def close(self, *, complete: bool) -> None:
+        """Ends the use of file and vectors after all jobs of the thread."""
+        finished = self._thread.submit(self._close, complete)
+        self._thread.shutdown(wait=False)
+        await asyncio.shield(asyncio.wrap_future(finished))
+
+    # ---- on the thread -----------------------------------------------------------------------------------------------
+
+    def _take_over(self, known: Anchor | None) -> frozenset[int]:
+        if self._folder is not None:
+            self._file = KeptChunks(self._folder, self._digest, self._layout)
         if known is not None:
-            self._share(known)
+            self.parameters = self.parameters.sharing(known.parameters, self._shared(known, 0))
+            self.momentum = self.momentum.sharing(known.momentum, self._shared(known, self._layout.chunks))
         for number in range(2 * self._layout.chunks):
             if number in self._placed:
                 continue
@@ -114,8 +133,22 @@ class PartialState:
                 self._placed.add(number)
         return frozenset(self._placed)
 
-    def place(self, number: int, data: memoryview) -> bool:
-        """Puts a chunk in its place if it matches its hash; returns whether it does."""
+    def _shared(self, known: Anchor, first_number: int) -> set[int]:
+        """The fragments that are equal: their arrays are never written, so they can be shared."""
+        same = set()
+        for place, (first, end) in enumerate(self._layout.fragments):
+            numbers = range(first_number + first, first_number + end)
+            if all(known.hashes[number] == self._hashes[number] for number in numbers):
+                same.add(place)
+                self._placed.update(numbers)
+        return same
+
+    def _place(self, number: int, tensor: TensorSpec, encoded: memoryview) -> bool:
+        try:
+            data = self._decoder.bytes_of(tensor, encoded)
+        except ProtocolViolation as error:
+            log.info("chunk %d of a state cannot be decoded: %s", number, error)
+            return False
         if hash_of(data) != self._hashes[number]:
             return False
         if number not in self._placed:
@@ -125,27 +158,12 @@ class PartialState:
                 self._file = None
         return True
 
-    def close(self, *, complete: bool) -> None:
-        """Closes the file, and removes it if the state is complete."""
+    def _close(self, complete: bool) -> None:
         if self._file is not None:
             self._file.close(remove=complete)
             self._file = None
-
-    def _share(self, known: Anchor) -> None:
-        """Takes over the arrays of equal fragments, which are never written."""
-        chunks = self._layout.chunks
-
-        def shared(first_number: int) -> set[int]:
-            same = set()
-            for place, (first, end) in enumerate(self._layout.fragments):
-                numbers = range(first_number + first, first_number + end)
-                if all(known.hashes[number] == self._hashes[number] for number in numbers):
-                    same.add(place)
-                    self._placed.update(numbers)
-            return same
-
-        self.parameters = self.parameters.sharing(known.parameters, shared(0))
-        self.momentum = self.momentum.sharing(known.momentum, shared(chunks))
+        if not complete:
+            self._space.give_back(*self._vectors)
 
     def _is_on_disk(self, number: int) -> bool:
         slot = self._slot(number)
@@ -153,62 +171,6 @@ class PartialState:
 
     def _slot(self, number: int) -> memoryview:
         return chunk_bytes(self._layout, self.parameters, self.momentum, number)
-
-
-class ChunkWriter:
-    """A `PartialState` on a thread of its own.
-
-    Args:
-        space: supplies the vectors, and gets them back unless the state becomes complete.
-        folder: keeps chunks over a restart.
-    """
-
-    def __init__(self, hash_list: HashList, space: Space, folder: Path | None) -> None:
-        self._vectors = space.spare()
-        self._space = space
-        self._digest, self._hashes, self._folder = hash_list.version.digest, hash_list.hashes, folder
-        self._decoder = ChunkDecoder(space.layout.chunk_elements)
-        self._state: PartialState | None = None
-        self._thread = ThreadPoolExecutor(1, "catching-up")
-
-    @property
-    def vectors(self) -> StateVectors:
-        """Parameters and momentum, [elements] each."""
-        return self._vectors if self._state is None else (self._state.parameters, self._state.momentum)
-
-    async def begin(self, known: Anchor | None) -> frozenset[int]:
-        """Calls `PartialState.take_over`."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._begin, known)
-
-    async def place(self, chunk: int, tensor: TensorSpec, data: memoryview) -> bool:
-        """Decodes and places a chunk; False if it does not match its hash."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._place, chunk, tensor, data)
-
-    async def close(self, *, complete: bool) -> None:
-        """Ends the use of file and vectors after all jobs of the thread."""
-        finished = self._thread.submit(self._finish, complete)
-        self._thread.shutdown(wait=False)
-        await asyncio.shield(asyncio.wrap_future(finished))
-
-    def _begin(self, known: Anchor | None) -> frozenset[int]:
-        layout = self._space.layout
-        kept = None if self._folder is None else KeptChunks(self._folder, self._digest, layout)
-        self._state = PartialState(layout, self._hashes, self._vectors, kept)
-        return self._state.take_over(known)
-
-    def _place(self, chunk: int, tensor: TensorSpec, data: memoryview) -> bool:
-        assert self._state is not None
-        try:
-            return self._state.place(chunk, self._decoder.bytes_of(tensor, data))
-        except ProtocolViolation as error:
-            log.info("chunk %d of a state cannot be decoded: %s", chunk, error)
-            return False
-
-    def _finish(self, complete: bool) -> None:
-        if self._state is not None:
-            self._state.close(complete=complete)
-        if not complete:
-            self._space.give_back(*self._vectors)
 
 
 class KeptChunks:
