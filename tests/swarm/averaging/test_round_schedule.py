@@ -44,7 +44,7 @@ from swarm.averaging.trust import (
 )
 from swarm.vocabulary.averaging_messages import Entry, LinkRate, Roster, RoundId, SignedRoster
 from swarm.vocabulary.types import MAX_COUNT, MAX_ROUND, AnchorVersion, Codec, ModuleId, PeerId
-from tests.swarm.averaging.virtual_exchange import VirtualSeal
+from tests.swarm.averaging.round_world import VirtualSeal
 
 MODULE = ModuleId(2)
 RULES = RoundRules(inner_steps=10, fragments=1, chunks=16, longest_s=60.0, step_tokens=1000)

@@ -11,7 +11,7 @@ from protocol.codecs import encoded_bytes
 from swarm.averaging.round_events import Event, Owing, PieceCame, PieceRejected
 from swarm.compression.round_codecs import RoundCodecs, ladder
 from swarm.vocabulary.types import Codec, PeerId
-from tests.node.averaging.exchanging import (
+from tests.node.averaging.small_rounds import (
     base_anchor,
     equal_weights,
     outer_reference,

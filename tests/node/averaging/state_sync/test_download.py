@@ -105,28 +105,6 @@ async def test_when_all_donors_lie_nothing_is_taken():
         assert {peer for peer, _ in joiner.liars} == {liar.peer for liar in liars}
 
 
-async def test_a_vanishing_donor_costs_nothing_but_its_part():
-    async with state_swarm(LAYOUT) as swarm:
-        vanishing = await swarm.donor(ANCHOR, Faults(freeze_after=3))
-        other = await swarm.donor(ANCHOR)
-        other.faults.gate.clear()
-        joiner = await swarm.joiner()
-        fetching = asyncio.create_task(fetch(joiner, vanishing, other))
-        await until(lambda: len(vanishing.faults.sent) == 3)
-        await vanishing.vanish()
-        other.faults.gate.set()
-        assert same(await fetching, ANCHOR)
-
-
-async def test_a_frozen_donor_does_not_hold_the_download_up():
-    async with state_swarm(LAYOUT) as swarm:
-        frozen, other = await swarm.donor(ANCHOR, Faults(freeze_after=1)), await swarm.donor(ANCHOR)
-        joiner = await swarm.joiner()
-        assert same(await fetch(joiner, frozen, other), ANCHOR)
-        assert len(frozen.faults.sent) == 1
-        assert not frozen.faults.gate.is_set()
-
-
 async def test_a_donor_that_goes_on_to_later_rounds_still_serves_what_was_begun():
     async with state_swarm(LAYOUT) as swarm:
         donor = await swarm.donor(written(ANCHOR, *FreshSpace(LAYOUT).spare()), Faults(freeze_after=5))
@@ -225,16 +203,6 @@ async def test_chunks_in_common_with_a_known_anchor_are_not_fetched():
         donor, joiner = await swarm.donor(ANCHOR), await swarm.joiner()
         assert same(await fetch(joiner, donor, known=known), ANCHOR)
         assert set(donor.faults.sent) == {0}
-
-
-async def test_four_joiners_at_once_are_spread_over_the_donors():
-    async with state_swarm(LAYOUT) as swarm:
-        donors = [await swarm.donor(ANCHOR) for _ in range(3)]
-        joiners = [await swarm.joiner() for _ in range(4)]
-        for got in await asyncio.gather(*(fetch(joiner, *donors) for joiner in joiners)):
-            assert same(got, ANCHOR)
-        served = [donor.donor.sent_bytes for donor in donors if donor.donor is not None]
-        assert max(served) / (sum(served) / len(served)) <= 2.0
 
 
 async def test_sizes_are_checked_against_our_own_layout_before_memory_is_spent():

@@ -18,7 +18,7 @@ from node.model.parts import build_block_stack
 from node.solo.solo_checkpoint import SoloReplica
 from swarm.averaging.round_events import RoundRules
 from swarm.vocabulary.types import MicrobatchId, ModuleId, PeerId
-from tests.node.averaging.exchanging import vector
+from tests.node.averaging.small_rounds import vector
 from tests.node.network.small_swarm import ManualClock
 from tests.node.small_manifest import small_manifest
 
