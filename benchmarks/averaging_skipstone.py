@@ -20,14 +20,12 @@ import torch
 import uvloop
 from torch import nn
 
-from node.averaging.anchor.anchor import Anchor
-from node.averaging.anchor.anchor_store import AnchorStore
-from node.averaging.anchor.lone_replica import anchor_of
-from node.averaging.anchor.module_vector import LocalReplica
+from node.averaging.anchor.anchor import Anchor, AnchorStore
+from node.averaging.anchor.local_replica import LocalReplica, anchor_of
 from node.averaging.anchor.outer_step import OuterRule
 from node.averaging.exchange.all_reduce import ExchangeMeans
 from node.averaging.module_rounds import rung_of
-from node.averaging.replica_sync import AloneRule, ReplicaSync
+from node.averaging.replica_sync import ReplicaSync
 from node.averaging.round_runner import RoundRunner, RoundSettled
 from node.concurrency.compute_thread import ComputeThread
 from node.model.optimizer import StepFigures
@@ -163,7 +161,7 @@ class RoundPeer:
         clock, outer = SystemClock(), OuterRule(0.7, 0.9)
         signatures = PieceSignatures(RUN, identity)
         means = ExchangeMeans(rules.codecs, outer, averaging, transport, clock, signatures, SystemRandom())
-        replica_sync = ReplicaSync(replica, store, compute, averaging, AloneRule(1, outer, clock))
+        replica_sync = ReplicaSync(replica, store, compute, averaging, rules, outer, clock)
         host = Host(book, start)
         self.settled = host.rounds
         self.runner = RoundRunner(own, MODULE, machine, store, replica_sync, means, host)

@@ -26,13 +26,11 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 from benchmarks.averaging_skipstone import dispatcher_of_one_module
 from benchmarks.raw_stream import RUN, process
-from node.averaging.anchor.anchor import Anchor, initial_anchor
-from node.averaging.anchor.anchor_store import AnchorStore
+from node.averaging.anchor.anchor import Anchor, AnchorStore, initial_anchor
 from node.averaging.anchor.layout import layout_of
-from node.averaging.state_sync.chunk_codec import STATE_CODECS
 from node.averaging.state_sync.donor import Donor
 from node.averaging.state_sync.download import StateDownloads
-from node.averaging.state_sync.partial_state import FreshSpace
+from node.averaging.state_sync.partial_state import STATE_CODECS, FreshSpace
 from node.concurrency.compute_thread import ComputeThread
 from node.concurrency.task_groups import task_scope
 from node.network.dispatcher import Dispatcher

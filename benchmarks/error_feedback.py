@@ -20,8 +20,7 @@ from typing import Final
 
 import numpy as np
 
-from node.averaging.anchor.shared_vector import Vector
-from node.averaging.anchor.vector_math import add_scaled, squares
+from node.averaging.anchor.shared_vector import Vector, add_scaled, squares
 from swarm.vocabulary.errors import StateError
 from swarm.vocabulary.types import Codec
 

@@ -25,9 +25,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from node.averaging.anchor.anchor_store import AnchorStore
-from node.averaging.anchor.lone_replica import anchor_of
-from node.averaging.anchor.module_vector import LocalReplica
+from node.averaging.anchor.anchor import AnchorStore
+from node.averaging.anchor.local_replica import LocalReplica, anchor_of
 from node.checkpoint.folder import CheckpointFolder, save_state
 from node.checkpoint.saver import capture_module
 from node.checkpoint.state import Agreed, ReplicaState

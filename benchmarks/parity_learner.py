@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from node.averaging.anchor.lone_replica import anchor_of
-from node.averaging.anchor.module_vector import LocalReplica
+from node.averaging.anchor.local_replica import LocalReplica, anchor_of
 from node.averaging.anchor.shared_vector import Vector
 from node.data.documents import Documents
 from node.data.feed import START, TrainingFeed

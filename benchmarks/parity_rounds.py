@@ -18,13 +18,12 @@ import torch
 
 from benchmarks.averaging_skipstone import Book, Host, dispatcher_of_one_module, receive_rounds
 from benchmarks.parity_learner import Learner
-from node.averaging.anchor.anchor import Anchor, version_of
-from node.averaging.anchor.anchor_store import AnchorStore
-from node.averaging.anchor.lone_replica import anchor_of
+from node.averaging.anchor.anchor import Anchor, AnchorStore, version_of
+from node.averaging.anchor.local_replica import anchor_of
 from node.averaging.anchor.outer_step import outer_rule
 from node.averaging.exchange.all_reduce import ExchangeMeans
 from node.averaging.module_rounds import rungs_to
-from node.averaging.replica_sync import AloneRule, ReplicaSync
+from node.averaging.replica_sync import ReplicaSync
 from node.averaging.round_runner import RoundRunner, RoundSettled
 from node.concurrency.compute_thread import ComputeThread, Priority
 from node.concurrency.task_groups import task_scope
@@ -155,8 +154,7 @@ def _runner(
     machine = RoundMachine(own, learner.module, rules, start, EntrySeal(identity, RUN))
     clock, outer, signatures = SystemClock(), outer_rule(manifest), PieceSignatures(RUN, identity)
     means = ExchangeMeans(rules.codecs, outer, averaging, transport, clock, signatures, SystemRandom())
-    alone = AloneRule(training.inner_steps, outer, clock)
-    replica_sync = ReplicaSync(learner.replica, store, compute, averaging, alone)
+    replica_sync = ReplicaSync(learner.replica, store, compute, averaging, rules, outer, clock)
     return RoundRunner(own, learner.module, machine, store, replica_sync, means, host)
 
 

@@ -11,13 +11,12 @@ of them (likewise), `jobs` how many they are. Between two jobs microbatches are 
 * `put_on`: a newcomer is put on the anchor that it has fetched; once, too.
 * `snapshot` and `carry`: a round's, with an inner step in between. `carry_at_rest` is without one.
 * `adopt`: the replica gives up its own work.
-* `alone`: the outer step of a lone replica that is made on the averaging thread: its snapshot, and what is left for the
-  beginning of the next inner step. `alone_at_once` is all of it there, for want of time before.
+* `alone`: the outer step of a lone replica, at the beginning of an inner step.
 * `checkpoint`: the copy of parameters and moments, nothing waiting for it; `checkpoint_in_haste`: an inner step is due
   at once, and what is left is copied in its job. Time in which that waits for a disk is no processor time.
 
 `held_ms_a_round` is snapshot and carry. `share_of_a_round` is that over the time which a device of `--tflops` (what it
-reaches) computes between two rounds of the run that the recipe (`node/dial/dial.py`) chooses for four such stages
+reaches) computes between two rounds of the run that the recipe (`node/dial/recipe.py`) chooses for four such stages
 with four replicas each: 6 operations a parameter and token, `inner_steps` times `step_tokens` tokens. `share_alone` is
 the same of a lone replica's outer step.
 
@@ -46,13 +45,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from node.averaging.anchor.anchor import Anchor
-from node.averaging.anchor.anchor_store import AnchorStore
-from node.averaging.anchor.module_vector import LocalReplica
+from node.averaging.anchor.anchor import Anchor, AnchorStore
+from node.averaging.anchor.local_replica import LocalReplica
 from node.averaging.anchor.outer_step import OuterRule, Staging
 from node.averaging.module_rounds import _put_on
-from node.averaging.replica_sync import AloneRule, ReplicaSync, Snapshot
-from node.checkpoint.saver import capture_module
+from node.averaging.replica_sync import ReplicaSync, Snapshot
+from node.checkpoint.replica import capture_as_written
 from node.checkpoint.state import Agreed
 from node.concurrency.compute_thread import ComputeThread, Priority
 from node.dial.dial import choose_recipe
@@ -60,6 +58,7 @@ from node.model.optimizer import Accumulator, InnerOptimizer, StepFigures
 from node.model.parts import build_block_stack
 from protocol.codecs import encoded_bytes
 from protocol.interfaces.clock import SystemClock
+from swarm.averaging.round_events import RoundRules
 from swarm.vocabulary.types import Codec, MicrobatchId, ModuleId, PeerId
 from tests.node.small_manifest import small_manifest
 
@@ -159,8 +158,8 @@ async def measure(rounds: int) -> tuple[int, dict[str, dict[str, float]]]:
         compute.begin("start")
         store = AnchorStore(await job(partial(_put_on, trained.local, None)))
         clock = SystemClock()
-        rule = AloneRule(LONE_EVERY, RULE, clock)
-        sync = ReplicaSync(trained.local, store, compute, averaging, rule)
+        rules = RoundRules(LONE_EVERY, 1, trained.local.layout.chunks, math.inf)
+        sync = ReplicaSync(trained.local, store, compute, averaging, rules, RULE, clock)
 
         async def step() -> StepFigures:
             compute.begin(None)
@@ -183,7 +182,7 @@ async def measure(rounds: int) -> tuple[int, dict[str, dict[str, float]]]:
             compute.begin("checkpoint")
             agreed = Agreed(store.saved(), 1, TOKENS)
             post = partial(compute.post, Priority.UPKEEP)
-            capture = partial(capture_module, (trained.part,), trained.optimizer, post)
+            capture = partial(capture_as_written, (trained.part,), trained.optimizer, post)
             state = await job(partial(capture, visits=1, tokens=TOKENS, agreed=agreed))
             assert state.copying is not None
             await asyncio.to_thread(_read, state.copying.pieces)
@@ -200,17 +199,14 @@ async def measure(rounds: int) -> tuple[int, dict[str, dict[str, float]]]:
             await job(partial(_put_on, trained.local, store.current))
             compute.begin("adopt")
             await sync.adopt(store.current)
-            sync.stand_alone(True)
-            for kind in ("alone", "alone_at_once"):
-                before = store.current.version.round
-                while not sync.lone_step_due:
-                    sync.after_inner_step(await step())
-                compute.begin(kind)
-                if kind == "alone":
-                    await sync.prepare_lone_step()
-                await job(trained.optimizer.before_step)
-                assert store.current.version.round == before + 1
-            sync.stand_alone(False)
+            before = store.current.version.round
+            for _ in range(LONE_EVERY):
+                sync.after_inner_step(await step())
+            compute.begin("alone")
+            sync.is_alone = lambda: True
+            await job(trained.optimizer.before_step)
+            sync.is_alone = lambda: False
+            assert store.current.version.round == before + 1
         return trained.local.layout.elements, compute.figures()
 
 

@@ -3,7 +3,7 @@
     python benchmarks/slow_disk.py [--rates 25 50 100 200 400] [--step-s 1.0] [--parameters 24000000]
 
 A module with AdamW and its anchor (12 bytes a parameter to be copied, 8 more to be written), the node's own classes on
-a real compute thread, and a disk that takes so many MB a second: a storage in the seam of `node.checkpoint.folder`. An
+a real compute thread, and a disk that takes so many MB a second: a storage in the seam of `node.checkpoint.storage`. An
 inner step is due `--step-s` seconds after the copy began, and has what is left copied first. `waits_s` is wall time
 that is not the thread's processor time, so other work on the machine is in it; `held_bytes_a_parameter` is what waited
 to be written when the step went on. Prints one JSON object.
@@ -26,12 +26,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from node.averaging.anchor.anchor_store import AnchorStore
-from node.averaging.anchor.lone_replica import anchor_of
-from node.averaging.anchor.module_vector import LocalReplica
-from node.checkpoint.folder import CheckpointFolder, Storage, save_state
-from node.checkpoint.saver import capture_module
+from node.averaging.anchor.anchor import AnchorStore
+from node.averaging.anchor.local_replica import LocalReplica, anchor_of
+from node.checkpoint.folder import CheckpointFolder, save_state
+from node.checkpoint.replica import capture_as_written
 from node.checkpoint.state import Agreed, ReplicaState
+from node.checkpoint.storage import DiskStorage
 from node.concurrency.compute_thread import ComputeThread, Priority
 from node.model.optimizer import Accumulator, InnerOptimizer
 from swarm.vocabulary.types import MicrobatchId, ModuleId, PeerId, RunId
@@ -42,7 +42,7 @@ PEER: Final = PeerId("benchmark")
 RUN: Final = RunId("0" * 64)
 
 
-class SlowDisk(Storage):
+class SlowDisk(DiskStorage):
     """A disk that takes so many bytes a second."""
 
     def __init__(self, bytes_per_s: float) -> None:
@@ -77,7 +77,7 @@ async def wait(module: Module, number: int, bytes_per_s: float, step_s: float) -
     with ComputeThread() as compute, tempfile.TemporaryDirectory() as path:
         post = partial(compute.post, Priority.UPKEEP)
         agreed = Agreed(module.store.saved(), 1, 32)
-        capture = partial(capture_module, (module.part,), module.optimizer, post)
+        capture = partial(capture_as_written, (module.part,), module.optimizer, post)
         state = await compute.run(Priority.UPKEEP, partial(capture, visits=1, tokens=32, agreed=agreed))
         folder = CheckpointFolder(Path(path), RUN, b"", SlowDisk(bytes_per_s))
         begun = time.monotonic()

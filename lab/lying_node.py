@@ -18,9 +18,9 @@ import numpy as np
 from node.averaging.anchor.shared_vector import Vector
 from node.averaging.exchange.partition import Piece
 from node.averaging.exchange.pseudo_gradient import Source
-from node.averaging.exchange.reducer import Reduction
+from node.averaging.exchange.reduction import Reduction
 from node.averaging.replica_sync import ReplicaSync, Snapshot
-from node.averaging.workspace import RoundWorkspace
+from node.averaging.round_runner import RoundWorkspace
 from node.network.local_peer import LocalPeer
 from protocol.codecs import encode_into
 from protocol.identity.signatures import EntrySeal

@@ -1,3 +1,1 @@
-"""The rounds' runtime: the anchor and its digest, the exchange of pseudo-gradients, catching up. Decisions are in
-`swarm.averaging`.
-"""
+"""Rounds of one replica: anchor, exchange, downloads, audits."""

@@ -1,7 +1,5 @@
-"""The state on which a new replica begins in a run that starts from an existing model: what its module stands on by
-now, or the module's part of that model. The weights do not follow from the seed there, so somebody has to have them.
-
-Whoever gives them, it is the manifest's digest that says whether they are the right ones.
+"""The first state of a new replica in a run that starts from an existing model: its module's current anchor, or its
+part of that model. The manifest's digest tells whether the weights are right.
 """
 
 from __future__ import annotations
@@ -13,11 +11,9 @@ from random import Random
 from typing import Final
 
 from node.averaging.anchor.anchor import Anchor, initial_anchor
-from node.averaging.reporting import RoundNews
-from node.averaging.state_sync.chunk_codec import STATE_CODECS
-from node.averaging.state_sync.download import StateDownloads
-from node.averaging.state_sync.hash_lists import MOST_ASKED
-from node.averaging.state_sync.partial_state import FreshSpace
+from node.averaging.module_rounds import RoundNews
+from node.averaging.state_sync.download import MOST_ASKED, StateDownloads
+from node.averaging.state_sync.partial_state import STATE_CODECS, FreshSpace
 from node.context.module_context import ModuleContext
 from node.model.memory_need import require_room
 from node.observability.events import Note
@@ -29,24 +25,19 @@ from swarm.vocabulary.types import AnchorVersion, PeerId
 log = logging.getLogger(__name__)
 
 PAUSE_S: Final = 0.5
-"""Between two tries; after each that fails twice as long, up to the next."""
+"""Seconds between two tries; doubled after each failure."""
 LONGEST_PAUSE_S: Final = 8.0
 
 
 @dataclass(frozen=True, slots=True)
 class FirstState:
-    """The anchor on which a replica begins; None where it is what it is already: the seed's, or a snapshot's."""
+    """Initial anchor, or None to keep the weights of the seed or checkpoint."""
 
     anchor: Anchor | None = None
 
 
 async def first_state(given: ModuleContext) -> FirstState:
-    """Gets the anchor on which the node's replica begins, for as long as that takes.
-
-    Raises:
-        ConfigError: the folder that was named is not that of the run's model.
-        ResourceExhausted: there is no room for the module.
-    """
+    """Gets the anchor for the node's replica, however long that takes. Raises ConfigError, ResourceExhausted."""
     if given.manifest.start is None or given.resumed.state is not None:
         return FirstState()
     allowance = given.options.allowance
@@ -57,7 +48,7 @@ async def first_state(given: ModuleContext) -> FirstState:
 
 
 class _Fetch:
-    """The download of a replica's first anchor from whoever has one."""
+    """The download of a replica's first anchor."""
 
     def __init__(self, given: ModuleContext) -> None:
         session, manifest, module = given.session, given.manifest, given.module
@@ -90,7 +81,7 @@ class _Fetch:
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     async def _agreed(self) -> Anchor | None:
-        """What the module's replicas agree on, when they have had a round and give it."""
+        """The anchor that the module's replicas hold, once they have had a round."""
         membership, module = self._given.session.membership, self._given.module
         announced = {a.peer: a.anchor for a in membership.with_state(module) if a.anchor is not None}
         version = choose_version(announced).value
@@ -107,12 +98,7 @@ class _Fetch:
             self._news.ended()
 
     async def _from_the_start(self) -> Anchor:
-        """The module's part of the existing model, of a replica without a round or of a peer with the folder.
-
-        Raises:
-            NoQuorum: nobody has it.
-            Stalled: nobody who may have it answers.
-        """
+        """The module's part of the existing model. Raises NoQuorum or Stalled."""
         self._news.fetching(self._first)
         try:
             parameters = await self._downloads.parameters(self._first, self._who_may_have(self._first))
@@ -121,7 +107,7 @@ class _Fetch:
         return await asyncio.to_thread(initial_anchor, self._layout, parameters)
 
     def _who_may_have(self, version: AnchorVersion) -> tuple[PeerId, ...]:
-        """Those who say that they stand on it, then data nodes, of which the author's is one, then all others."""
+        """Peers that announce it, then data nodes (the author runs one), then all others."""
         known = list(self._given.session.membership.peers())
         self._random.shuffle(known)  # more than are asked at once are asked in turns
         known.sort(key=lambda a: (a.anchor != version, a.module is None or a.module.stage > 0))

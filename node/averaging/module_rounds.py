@@ -1,79 +1,228 @@
-"""The rounds of one replica as a part of a node: runner, donor and downloads, joined to the rest.
-
-What the manifest allows in rounds, with the sizes that the codecs have.
-"""
+"""The rounds of a node's module: runner, donor and downloads, joined to the rest of the node."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Container
+from collections.abc import AsyncIterator, Container, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from random import SystemRandom
+from typing import Final
 
 import torch
 
-from node.averaging.anchor.anchor import Anchor, Named, restored_anchor
-from node.averaging.anchor.anchor_store import AnchorStore
+from node.averaging.anchor.anchor import Anchor, AnchorStore, Named, restored_anchor
 from node.averaging.anchor.layout import Layout
-from node.averaging.anchor.lone_replica import anchor_of
-from node.averaging.anchor.module_vector import LocalReplica
+from node.averaging.anchor.local_replica import LocalReplica, anchor_of
 from node.averaging.anchor.outer_step import outer_rule
 from node.averaging.exchange.all_reduce import ExchangeMeans
-from node.averaging.replica_sync import AloneRule, ReplicaSync, Work
-from node.averaging.reporting import RoundNews
+from node.averaging.exchange.partition import HowFar
+from node.averaging.replica_sync import ReplicaSync, Work
 from node.averaging.round_runner import RoundRunner, RoundSettled
-from node.averaging.state_sync.chunk_codec import STATE_CODECS
 from node.averaging.state_sync.donor import Donor
 from node.averaging.state_sync.download import StateDownloads
+from node.averaging.state_sync.partial_state import STATE_CODECS
 from node.checkpoint.state import Agreed, AnchorState
 from node.concurrency.compute_thread import ComputeThread, Priority
 from node.concurrency.task_groups import task_scope
 from node.context.module_context import ModuleContext
-from node.observability.events import Note
+from node.observability.events import (
+    CatchingUp,
+    CaughtUp,
+    EventSink,
+    Note,
+    ReplicaAccused,
+    Restored,
+    RoundCommitted,
+    RoundProgress,
+)
+from node.observability.status import Accusation, DownloadStatus, RoundStatus
 from protocol.codecs import encoded_bytes
 from protocol.identity.signatures import EntrySeal, PieceSignatures
+from protocol.interfaces.clock import Clock
 from protocol.manifest.manifest import Manifest
 from swarm.averaging.round_events import Caught, OtherReplica, RoundRules
 from swarm.averaging.round_machine import RoundMachine
 from swarm.compression.round_codecs import RoundCodecs, Rung, ladder
 from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.errors import CorruptSnapshot
-from swarm.vocabulary.types import AnchorVersion, Codec, PeerId, PeerState
+from swarm.vocabulary.types import AnchorVersion, Codec, ModuleId, PeerId, PeerState
 
 log = logging.getLogger(__name__)
+
+ACCUSED_KEPT: Final = 8
+CLIPPED: Final = 0.1
+"""Factor below which a clipped update hardly counts."""
+CLIPPED_ROUNDS: Final = 3
+"""Clipped rounds in a row after which a person is warned, once."""
+PROGRESS_S: Final = 1.0
+"""Seconds between two events of one download."""
+
+
+class RoundNews:
+    """Events and status of one replica's rounds."""
+
+    def __init__(self, peer: PeerId, module: ModuleId, clock: Clock, events: EventSink) -> None:
+        self._peer = peer
+        self._module = str(module)
+        self._clock = clock
+        self._events = events
+        self._last: tuple[RoundSettled, float] | None = None
+        """The latest round with us in it, and its time."""
+        self._clipped = 0
+        """Rounds in a row in which our update hardly counted."""
+        self._download: CatchingUp | None = None
+        self._accused: list[Caught] = []
+        self._began = self._told = 0.0
+
+    @property
+    def settled(self) -> RoundSettled | None:
+        """The latest round with us in it."""
+        return None if self._last is None else self._last[0]
+
+    # ---- what happens ------------------------------------------------------------------------------------------------
+
+    def restored(self, version: AnchorVersion) -> None:
+        """Reports an anchor from a checkpoint."""
+        self._events.emit(Restored(self._peer, self._module, version.round, version.digest.hex()))
+
+    def exchanging(self, how_far: HowFar) -> None:
+        """Reports that another tenth of an exchange is done."""
+        attempt = how_far.round
+        self._events.emit(
+            RoundProgress(
+                self._peer,
+                str(attempt.module),
+                attempt.number,
+                attempt.attempt,
+                attempt.convener,
+                how_far.reduced_chunks,
+                how_far.percent,
+            )
+        )
+
+    def committed(self, settled: RoundSettled) -> None:
+        version = settled.version
+        self._last = settled, self._clock.monotonic()
+        self._tell_of_clipping(settled)
+        self._events.emit(
+            RoundCommitted(
+                self._peer,
+                self._module,
+                version.round,
+                version.digest.hex(),
+                settled.members,
+                settled.contributors,
+                settled.tokens,
+                settled.attempts,
+                settled.seconds,
+                settled.sent_bytes,
+                settled.received_bytes,
+                settled.codec.name.lower(),
+                settled.audit_sent_bytes,
+                settled.audit_received_bytes,
+            )
+        )
+
+    def _tell_of_clipping(self, settled: RoundSettled) -> None:
+        self._clipped = self._clipped + 1 if settled.clipping < CLIPPED else 0
+        if self._clipped == CLIPPED_ROUNDS:
+            text = (
+                f"in {CLIPPED_ROUNDS} rounds in a row this replica's update of stage {self._module} counted "
+                f"less than {CLIPPED:.0%}, because the"
+                " others declare far shorter ones: either it has diverged, or they lie to slow training down"
+            )
+            self._events.emit(Note("warning", text))
+
+    def accused(self, caught: Caught) -> None:
+        """Reports that a replica is excluded from our rounds; once per round and peer."""
+        if self._accused and (self._accused[-1].peer, self._accused[-1].round) == (caught.peer, caught.round):
+            return
+        self._accused = [*self._accused, caught][-ACCUSED_KEPT:]
+        self._events.emit(ReplicaAccused(self._peer, self._module, caught.peer, caught.round, caught.why, caught.proof))
+
+    def fetching(self, wanted: AnchorVersion) -> None:
+        """Reports that a download begins."""
+        self._began = self._clock.monotonic()
+        self._told = self._began - PROGRESS_S
+        self._download = CatchingUp(self._peer, self._module, wanted.round, 0, 0)
+
+    def progressed(self, done: int, total: int) -> None:
+        """Reports the bytes of a download."""
+        if self._download is None:
+            return
+        self._download = CatchingUp(self._peer, self._module, self._download.round, done, total)
+        now = self._clock.monotonic()
+        if now - self._told >= PROGRESS_S:
+            self._told = now
+            self._events.emit(self._download)
+
+    def ended(self) -> None:
+        """Reports that a download is over."""
+        self._download = None
+
+    def caught_up(
+        self, anchor: Anchor, known: Anchor, donors: Sequence[PeerId], received: Mapping[PeerId, int]
+    ) -> None:
+        """Reports a fetched anchor. `known`: ours before; `received`: bytes by donor."""
+        chunks = (len(anchor.chunk(n)) for n, new in enumerate(anchor.hashes) if new != known.hashes[n])
+        self._events.emit(
+            CaughtUp(
+                self._peer,
+                self._module,
+                anchor.version.round,
+                anchor.version.digest.hex(),
+                sum(chunks),
+                self._clock.monotonic() - self._began,
+                tuple(donors),
+                tuple(received.get(donor, 0) for donor in donors),
+            )
+        )
+
+    # ---- for whoever asks --------------------------------------------------------------------------------------------
+
+    def last_round(self) -> RoundStatus | None:
+        """The latest round for `status`."""
+        if self._last is None:
+            return None
+        settled, at = self._last
+        since = round(self._clock.monotonic() - at, 1)
+        return RoundStatus(len(settled.members), since, settled.codec.name.lower(), settled.codec_reason)
+
+    def accused_lately(self) -> tuple[Accusation, ...]:
+        """The replicas excluded from our rounds, the latest last."""
+        return tuple(Accusation(caught.peer, caught.round, caught.why) for caught in self._accused)
+
+    def catching_up(self) -> DownloadStatus | None:
+        """The download in progress."""
+        download = self._download
+        return None if download is None else DownloadStatus(download.round, download.bytes, download.total_bytes)
+
 
 _ELEMENTS = 2**20
 LOOK_S = 0.05
 BETWEEN_SAVES_S = 30.0
-"""A checkpoint is asked for at rounds, but not more often than this: small modules may have a round every second."""
+"""Least seconds between two checkpoints at rounds."""
 ALONE_AFTER_S = 4.0
-"""A resumed replica that sees nobody else looks for so long: until an announcement is seen, 1.8 s were measured on a
-busy machine."""
+"""Seconds for which a resumed replica looks for others: their announcements took 1.8 s on a busy machine."""
 RESUMING_WITHIN_S = 12.0
-"""Those that resume at the same time are waited for so long."""
+"""Seconds for which those that resume at the same time are waited for."""
 
 
 def rungs_to(limit: Codec) -> tuple[Rung, ...]:
-    """The rungs up to a run's limit, mildest first."""
+    """The codec levels up to a run's limit, mildest first."""
     return tuple(rung_of(codecs) for codecs in ladder(limit))
 
 
 def rung_of(codecs: RoundCodecs) -> Rung:
-    """The rung of these codecs, with their ratios to float32."""
+    """A codec level with its ratio to float32."""
     encoded = sum(encoded_bytes(codec, _ELEMENTS) for codec in (codecs.contribution, codecs.result))
     return Rung(codecs, encoded / (2 * 4 * _ELEMENTS))
 
 
 class ModuleRounds:
-    """The rounds of a module at this node, as the rest of the node sees them; and the rest of the node as they see it
-    (`node.averaging.round_runner.RoundHost`). Made by `module_rounds`.
-
-    Args:
-        start: the anchor that the replica stands on.
-        averaging: the thread for arithmetic on anchors.
-    """
+    """The rounds of a node's module. It is also the rounds' view of the node (`RoundHost`)."""
 
     def __init__(
         self,
@@ -90,9 +239,7 @@ class ModuleRounds:
         rules, outer = round_rules(manifest, start.layout), outer_rule(manifest)
         seal = EntrySeal(session.identity, session.run)
         self._machine = RoundMachine(own.peer, module, rules, start.version, seal)
-        training = manifest.training
-        alone = AloneRule(training.inner_steps, outer, own.clock, training.round_seconds)
-        self._replica_sync = ReplicaSync(replica, self._store, given.compute, averaging, alone)
+        self._replica_sync = ReplicaSync(replica, self._store, given.compute, averaging, rules, outer, own.clock)
         means = ExchangeMeans(
             codecs=rules.codecs,
             rule=outer,
@@ -128,7 +275,7 @@ class ModuleRounds:
                 tasks.create_task(self.runner.run())
 
     def resume(self, since: Work) -> None:
-        """Takes over the work since its anchor of a replica that was restored."""
+        """Takes over the work of a restored replica since its anchor."""
         self._replica_sync.resume(since)
         version = self._store.current.version
         if version.round:
@@ -136,17 +283,11 @@ class ModuleRounds:
             self.news.restored(version)
 
     async def prepare(self) -> None:
-        """Waits until the replica stands where its module stands; before that it has nothing to say in its module.
-
-        With nobody else there it stands on its own state: the initial weights, or what it was resumed with.
-        """
+        """Waits until the replica holds what its module holds. With nobody else, that is its own state."""
         await self._given.session.membership_sync.looked.wait()
         await self._settled_down()
         if self._store.current.version == self._resumed:
             await self._seen_who_resumes_with_us()
-        elif not self._known_here():
-            # The machine waits a little before it says so; then it may be too late for the first round.
-            self._replica_sync.stand_alone(True)
         self._ready = True
         self._own.anchor = self._store.current.version
 
@@ -155,9 +296,6 @@ class ModuleRounds:
             await asyncio.sleep(LOOK_S)
 
     async def _seen_who_resumes_with_us(self) -> None:
-        """Replicas that were stopped together start together, each with most of a round's work done: one that has not
-        seen the others yet would take the outer step alone, and so would they. The first by peer id goes first; that it
-        never comes is borne for a while."""
         clock = self._own.clock
         begun = clock.monotonic()
         while (waited := clock.monotonic() - begun) < RESUMING_WITHIN_S:
@@ -168,7 +306,7 @@ class ModuleRounds:
         await self._settled_down()
 
     def _known_here(self) -> list[Announcement]:
-        """All others that say they are in our module, whatever they do there."""
+        """All others that announce our module, with or without a state."""
         return [known for known in self._given.session.membership.peers() if known.module == self._given.module]
 
     def describe(self) -> str:
@@ -183,22 +321,20 @@ class ModuleRounds:
         return Agreed(self._store.saved(), since.steps, since.tokens)
 
     def agreed_parameters(self, names: Container[str]) -> tuple[AnchorVersion, dict[str, torch.Tensor]]:
-        """The current anchor's version, and a copy of those parameters of it that have these names; on any thread."""
+        """The anchor's version, and copies of the named parameters; on any thread."""
         anchor = self._store.current
         found = Named(anchor.layout, anchor.parameters)
         return anchor.version, {name: found[name].clone() for name in found if name in names}
 
     async def finish_round(self) -> None:
-        """Finishes the round under way before leaving: what we have worked since our anchor is in it."""
+        """Finishes the current round before leaving: our work since the anchor is in it."""
         while self._machine.under_way is not None:  # noqa: ASYNC110 - the machine has no events to wait for
             await asyncio.sleep(LOOK_S)
 
     # ---- node.averaging.round_runner.RoundHost -----------------------------------------------------------------------
 
     def others(self) -> tuple[OtherReplica, ...]:
-        """The other replicas, leaving ones included: to a newcomer one that leaves is as good as one that stays, since
-        it may be the last that has the state.
-        """
+        """The other replicas. Before we serve, leaving ones count as well: one may be the last with the state."""
         found = (
             OtherReplica(known.peer, known.anchor, known.state is PeerState.SERVING or not self._ready)
             for known in self._given.session.membership.with_state(self._given.module)
@@ -239,11 +375,7 @@ class ModuleRounds:
 async def module_rounds(
     given: ModuleContext, replica: LocalReplica, first: Anchor | None = None
 ) -> AsyncIterator[ModuleRounds]:
-    """Runs the rounds of the module that the node hosts within the block.
-
-    Args:
-        first: the anchor on which the replica is put; None for what it is already.
-    """
+    """Runs the rounds of the hosted module within the block. `first`: the anchor to put the replica on, if any."""
     start = await given.compute.run(Priority.UPKEEP, partial(_put_on, replica, first))
     saved, since = given.resumed.state, Work()
     with ComputeThread(set_up=lambda: torch.set_num_threads(1), name="averaging") as averaging:
@@ -277,7 +409,7 @@ def round_rules(manifest: Manifest, layout: Layout) -> RoundRules:
 
 
 def _put_on(replica: LocalReplica, first: Anchor | None) -> Anchor:
-    """On the compute thread."""
+    """Puts the replica on its first anchor, on the compute thread."""
     if first is None:
         return anchor_of(replica)
     for part, array in first.parameters.pieces():
@@ -288,7 +420,7 @@ def _put_on(replica: LocalReplica, first: Anchor | None) -> Anchor:
 
 
 def _restored(given: ModuleContext, layout: Layout, saved: AnchorState) -> Anchor | None:
-    """The saved anchor; None, and a word to the person, when it is of no use."""
+    """The saved anchor; None, with a warning, if it is corrupt."""
     try:
         return restored_anchor(layout, saved)
     except CorruptSnapshot as error:

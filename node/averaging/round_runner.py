@@ -1,31 +1,31 @@
-"""The runner of the round machine: one replica's part in the rounds of its module.
-
-Decisions are all in `swarm.averaging`; here are the messages, the workspace with the snapshot and the exchange, the
-anchors, and the tasks that go with them.
-"""
+"""The runner of one replica's round machine: messages, snapshots, exchanges, anchors, and their tasks."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import math
+from collections.abc import Callable, Coroutine
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
-from node.averaging.anchor.anchor import Anchor, distance_between
-from node.averaging.anchor.anchor_store import AnchorStore
-from node.averaging.audit.auditor import Auditor
-from node.averaging.exchange.all_reduce import ExchangeMeans
+from node.averaging.anchor.anchor import Anchor, AnchorStore, distance_between
+from node.averaging.anchor.shared_vector import StateVectors
+from node.averaging.auditor import Auditor
+from node.averaging.exchange.all_reduce import AllReduce, ExchangeMeans
+from node.averaging.exchange.arrivals import Arrivals, Incoming
+from node.averaging.exchange.partition import Plan
+from node.averaging.exchange.pseudo_gradient import SentParts
 from node.averaging.replica_sync import ReplicaSync, Snapshot, SteppedTo
-from node.averaging.workspace import RoundWorkspace, StagedRound
 from node.concurrency.compute_thread import Priority
-from node.concurrency.machine_runner import Machine, MachineRunner
+from node.concurrency.machine_runner import MachineRunner
 from node.model.optimizer import StepFigures
 from node.network.dispatcher import Dispatcher
 from node.observability.failpoints import crash_point
-from swarm.averaging.plausibility import AnchorDrift
+from protocol.interfaces.tensor_spec import TensorSpec
+from protocol.interfaces.transport import Refusal
 from swarm.averaging.roster import contributors
 from swarm.averaging.round_events import (
     Accuse,
@@ -41,48 +41,294 @@ from swarm.averaging.round_events import (
     Exchange,
     LinkLost,
     OtherReplica,
+    PieceRejected,
     Release,
     ReplicasChanged,
     SnapshotBroken,
     SnapshotTaken,
-    StandAlone,
-    SteppedAlone,
+    Staged,
     TakeSnapshot,
     Tell,
     Tick,
     Worked,
 )
-from swarm.vocabulary.averaging_messages import AuditControl, Progress, Roster, RoundControl, RoundPiece
-from swarm.vocabulary.errors import PeerError, ResourceExhausted, SkipstoneError, StateError
+from swarm.averaging.round_machine import RoundMachine
+from swarm.averaging.trust import AnchorDrift
+from swarm.vocabulary.averaging_messages import (
+    AuditControl,
+    Contribution,
+    Progress,
+    Roster,
+    RoundControl,
+    RoundId,
+    RoundPiece,
+)
+from swarm.vocabulary.errors import PeerError, ProtocolViolation, ResourceExhausted, SkipstoneError, StateError
 from swarm.vocabulary.types import AnchorVersion, Codec, ModuleId, PeerId
 
 log = logging.getLogger(__name__)
 
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Running:
+    exchange: AllReduce
+    vectors: StateVectors
+    task: asyncio.Task[None]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StagedRound:
+    """A complete result with its snapshot and what was sent."""
+
+    anchor: Anchor
+    snapshot: Snapshot
+    sent: SentParts | None
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Bytes of pieces of one round, over all attempts."""
+
+    number: int
+    sent: int = 0
+    received: int = 0
+
+
+class RoundWorkspace:
+    """The snapshot, the exchange and the complete results of the current round. Used on the event loop.
+
+    What comes too late (a past round, another anchor) is ignored: the round machine has its time limits.
+
+    Args:
+        report: gets the events of the exchange.
+        begin: starts a task.
+    """
+
+    def __init__(
+        self,
+        own: PeerId,
+        store: AnchorStore,
+        replica_sync: ReplicaSync,
+        means: ExchangeMeans,
+        report: Callable[[Event], None],
+        begin: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None] | None],
+        auditor: Auditor,
+    ) -> None:
+        self.snapshot: Snapshot | None = None
+        self.incoming = Incoming(means.clock)
+        self._own = own
+        self._store = store
+        self._replica_sync = replica_sync
+        self._means = means
+        self._report = report
+        self._begin_task = begin
+        self._auditor = auditor
+        self._turn = asyncio.Lock()
+        self._releases = 0
+        self._wanted: Roster | None = None
+        self._arrivals: Arrivals | None = None
+        self._running: _Running | None = None
+        self._staged: dict[bytes, StagedRound] = {}
+        self._traffic = Traffic(0)
+
+    # ---- the round -------------------------------------------------------------------------------------------------
+
+    async def take_snapshot(self, round_id: RoundId) -> Snapshot | None:
+        """Takes the snapshot of this round, or returns the one there is. None if the round is over meanwhile."""
+        self._expect(round_id)
+        releases = self._releases
+        async with self._turn:
+            if not self._is_next(round_id.number) or releases != self._releases:
+                return None
+            snapshot = self.snapshot
+            if snapshot is None or snapshot.source.anchor is not self._store.current:
+                self.snapshot = None
+                snapshot = await self._replica_sync.snapshot()
+                if not self._is_next(round_id.number) or releases != self._releases:
+                    return None
+                self.snapshot = snapshot if math.isfinite(snapshot.norm) else None
+            return snapshot
+
+    async def exchange(self, roster: Roster) -> None:
+        """Begins the exchange in a task; ends the one before."""
+        self._wanted = roster
+        self._expect(roster.round)
+        arrivals = self._arrivals
+        async with self._turn:
+            await self._end_exchange()
+            # While the one before was ended, the next attempt may have begun: its pieces are not for this exchange.
+            if self._wanted is roster and self._arrivals is arrivals:
+                try:
+                    self._begin(roster)
+                except SkipstoneError as error:
+                    log.warning("no part in round %d: %s", roster.round.number, error)
+
+    async def release(self, number: int) -> None:
+        """Frees everything of rounds up to this one."""
+        self._releases += 1
+        if self._wanted is not None and self._wanted.round.number <= number:
+            self._wanted = None
+        if self._arrivals is not None and self._arrivals.round.number <= number:
+            self._arrivals = None
+        self._drop_staged(number)
+        async with self._turn:
+            if self._running is not None and self._running.exchange.plan.roster.round.number <= number:
+                await self._end_exchange()
+            if self.snapshot is not None and self.snapshot.source.anchor.version.round < number:
+                self.snapshot = None
+
+    def drop_staged(self, version: AnchorVersion) -> None:
+        """Drops a complete result that will not be committed."""
+        staged = self._staged.pop(version.digest, None)
+        if staged is not None:
+            self._store.give_back(staged.anchor.parameters, staged.anchor.momentum)
+
+    def take_staged(self, version: AnchorVersion) -> StagedRound:
+        """Removes and returns a complete result. Raises SkipstoneError if it is not of the current anchor."""
+        staged = self._staged.pop(version.digest, None)
+        if (
+            staged is None
+            or staged.snapshot is not self.snapshot
+            or staged.snapshot.source.anchor is not self._store.current
+        ):
+            raise SkipstoneError(f"round {version.round} cannot be committed here: its result was not kept")
+        self.snapshot = None
+        self._drop_staged(version.round)
+        return staged
+
+    def traffic(self, number: int) -> Traffic:
+        """The traffic of this round, if it is the latest."""
+        self._count_traffic()
+        return self._traffic if self._traffic.number == number else Traffic(number)
+
+    # ---- what comes in ---------------------------------------------------------------------------------------------
+
+    def admit(self, sender: PeerId, message: RoundPiece, tensor: TensorSpec) -> memoryview | Refusal:
+        if isinstance(message, Contribution) and self._auditor.wants(sender, message):
+            return self._auditor.admit(sender, message, tensor)
+        if self._arrivals is None:
+            return Refusal(False, "no round is under way here")
+        admitted = self._arrivals.admit(sender, message, tensor)
+        if not isinstance(admitted, Refusal):
+            self.incoming.began(sender)
+        return admitted
+
+    def received(self, sender: PeerId, message: RoundPiece, tensor: TensorSpec, buffer: memoryview) -> None:
+        if isinstance(message, Contribution) and self._auditor.received(sender, message, buffer, whole=True):
+            return
+        self.incoming.ended(sender, buffer.nbytes)
+        if self._arrivals is not None and self._arrivals.round == message.round:
+            self._arrivals.received(sender, message, buffer)
+
+    def broken_off(self, sender: PeerId, message: RoundPiece, buffer: memoryview) -> None:
+        if isinstance(message, Contribution) and self._auditor.received(sender, message, buffer, whole=False):
+            return
+        self.incoming.ended(sender, 0)
+        if self._arrivals is not None and self._arrivals.round == message.round:
+            self._arrivals.broken_off(sender, message, buffer)
+
+    # ---- inside ----------------------------------------------------------------------------------------------------
+
+    def _is_next(self, number: int) -> bool:
+        return self._store.current.version.round < number
+
+    def _expect(self, round_id: RoundId) -> None:
+        """From now on takes pieces of this attempt only."""
+        if self._arrivals is None or self._arrivals.round != round_id:
+            self._count_traffic()
+            self._arrivals = Arrivals(
+                round_id, self._means.codecs, lambda peer, why: self._report(PieceRejected(round_id, peer, why))
+            )
+        if self._traffic.number != round_id.number:
+            self._traffic = Traffic(round_id.number)
+
+    def _begin(self, roster: Roster) -> None:
+        snapshot, arrivals = self.snapshot, self._arrivals
+        if snapshot is None or arrivals is None or snapshot.source.anchor.version != roster.base:
+            raise ProtocolViolation("its roster starts from another anchor, or we never entered")
+        plan = Plan(self._own, self._store.current.layout, roster)
+        self._auditor.exchange_begins()
+        vectors = self._store.spare(plan.layout.range_of(plan.first_chunk, plan.end_chunk))
+        exchange = AllReduce(
+            plan,
+            snapshot.source,
+            vectors,
+            arrivals,
+            self._means,
+            self._report,
+            lambda anchor: self._keep(exchange, StagedRound(anchor, snapshot, exchange.sent)),
+        )
+        task = self._begin_task(_run(exchange))
+        self._running = None if task is None else _Running(exchange, vectors, task)
+
+    async def _end_exchange(self) -> None:
+        self._count_traffic()
+        running, self._running = self._running, None
+        if running is None:
+            return
+        running.task.cancel()
+        await asyncio.wait((running.task,))
+        await self._means.thread.run(Priority.UPKEEP, lambda: None)
+        if not running.exchange.is_staged:
+            self._store.give_back(*running.vectors)
+        running.exchange.let_go()
+
+    def _keep(self, exchange: AllReduce, staged: StagedRound) -> None:
+        version = staged.anchor.version
+        self.drop_staged(version)
+        self._staged[version.digest] = staged
+        self._auditor.completed(exchange.record(staged.anchor))
+        self._report(Staged(exchange.plan.roster.round, version))
+
+    def _drop_staged(self, number: int) -> None:
+        for staged in list(self._staged.values()):
+            if staged.anchor.version.round <= number:
+                self.drop_staged(staged.anchor.version)
+
+    def _count_traffic(self) -> None:
+        if self._arrivals is not None and self._arrivals.round.number == self._traffic.number:
+            self._traffic.received += self._arrivals.received_bytes
+            self._arrivals.received_bytes = 0
+        exchange = None if self._running is None else self._running.exchange
+        if exchange is not None and exchange.plan.roster.round.number == self._traffic.number:
+            self._traffic.sent += exchange.sent_bytes
+            exchange.sent_bytes = 0
+
+
+async def _run(exchange: AllReduce) -> None:
+    """Runs an exchange. To the others, a failed one is a silent member."""
+    try:
+        await exchange.run()
+        exchange.let_go()
+    except SkipstoneError as error:
+        log.warning("the exchange of round %d broke off: %s", exchange.plan.roster.round.number, error)
+
+
 MAX_WAITING_MESSAGES: Final = 64
-"""Messages on the way to one peer; who takes in fewer is taken for lost."""
+"""Unsent control messages per peer. Beyond this the peer counts as lost."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoundSettled:
-    """A round that has been committed here."""
+    """A round that was committed here."""
 
     version: AnchorVersion
     members: tuple[PeerId, ...]
     contributors: tuple[PeerId, ...]
     tokens: int
-    """Of the round, over all members."""
+    """Tokens of the round, over all members."""
     attempts: int
     seconds: float
-    """From our snapshot to the replica's standing on the new anchor."""
+    """From our snapshot until the replica is on the new anchor."""
     sent_bytes: int
-    """Of pieces, over all attempts."""
+    """Bytes of pieces, over all attempts."""
     received_bytes: int
     codec: Codec = Codec.NONE
     codec_reason: str = ""
     clipping: float = 1.0
-    """What our own update was shortened to, as a share of its length."""
+    """Factor by which our own update was clipped."""
     audit_sent_bytes: int = 0
-    """For audits, since the round before."""
+    """Bytes for audits since the round before."""
     audit_received_bytes: int = 0
 
 
@@ -90,21 +336,15 @@ class RoundHost(Protocol):
     """The interface of a replica's rounds to the rest of the node."""
 
     def others(self) -> tuple[OtherReplica, ...]:
-        """The live replicas of our module now, ourselves not included."""
+        """The other live replicas of our module."""
         ...
 
     async def catch_up(self, version: AnchorVersion, donors: tuple[PeerId, ...]) -> Anchor:
-        """Fetches an anchor from donors.
-
-        Raises:
-            PeerError, StateError, ResourceExhausted: it cannot be had.
-        """
+        """Fetches an anchor. Raises PeerError, StateError or ResourceExhausted."""
         ...
 
     def anchored(self, anchor: Anchor) -> None:
-        """Takes note of another anchor: to announce it, to write a checkpoint. Its arrays hold until the round after
-        the next.
-        """
+        """Takes note of another anchor. Its arrays hold until the round after the next."""
         ...
 
     def settled(self, settled: RoundSettled) -> None: ...
@@ -121,7 +361,7 @@ class RoundRunner(MachineRunner[Event, Action]):
         self,
         own: PeerId,
         module: ModuleId,
-        machine: Machine[Event, Action],
+        machine: RoundMachine,
         store: AnchorStore,
         replica_sync: ReplicaSync,
         means: ExchangeMeans,
@@ -129,6 +369,7 @@ class RoundRunner(MachineRunner[Event, Action]):
     ) -> None:
         super().__init__(machine, Tick(), means.transport, means.clock, MAX_WAITING_MESSAGES)
         self.replica_sync = replica_sync
+        replica_sync.is_alone = lambda: machine.is_alone
         self.auditor = Auditor(own, means, self._send_or_lose, self.handle, self.begin)
         self.workspace = RoundWorkspace(own, store, replica_sync, means, self.handle, self.begin, self.auditor)
         self._own = own
@@ -139,7 +380,7 @@ class RoundRunner(MachineRunner[Event, Action]):
         self._drift = AnchorDrift()
         self._others: tuple[OtherReplica, ...] | None = None
         self._begun: tuple[int, float] = (0, 0.0)
-        """Which round we took a snapshot for last, and when."""
+        """The round of the latest snapshot, and its time."""
         self._catching: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -153,7 +394,7 @@ class RoundRunner(MachineRunner[Event, Action]):
         await super().run()
 
     def receiving(self, dispatcher: Dispatcher) -> AbstractContextManager[None]:
-        """Registers for what arrives for rounds by the links, within the block."""
+        """Registers for messages and pieces of rounds within the block."""
         return dispatcher.registered(
             tensors={RoundPiece: self.workspace}, messages={RoundControl: self.receive}, link_down=self.link_down
         )
@@ -161,22 +402,18 @@ class RoundRunner(MachineRunner[Event, Action]):
     # ---- what happens ------------------------------------------------------------------------------------------------
 
     def after_inner_step(self, figures: StepFigures) -> None:
-        """Counts an inner step on the compute thread, in the same job. A lone replica may have taken its outer step at
-        its beginning."""
+        """Counts an inner step, in the same job on the compute thread."""
         step = self.replica_sync.after_inner_step(figures)
         if step is not None and self._loop is not None:
             self._loop.call_soon_threadsafe(self._stepped_alone, step)
 
     def stepped(self) -> None:
-        """Tells the machine that an inner step has been taken. The outer step of a lone replica that it has made due is
-        prepared."""
+        """Tells the machine that an inner step was taken."""
         work = self.replica_sync.since_anchor
         self.handle(Worked(work.steps, work.tokens))
-        if self.replica_sync.lone_step_due:
-            self.begin(self.replica_sync.prepare_lone_step())
 
     def receive(self, sender: PeerId, message: RoundControl) -> None:
-        """Takes in a small message."""
+        """Takes in a control message."""
         if module_of(message) != self._module:
             return
         if isinstance(message, AuditControl):
@@ -196,7 +433,7 @@ class RoundRunner(MachineRunner[Event, Action]):
     def _stepped_alone(self, step: SteppedTo) -> None:
         version, own = step.anchor.version, (self._own,)
         self._host.anchored(step.anchor)
-        self.handle(SteppedAlone(version))
+        self.handle(CaughtUp(version))
         self._host.settled(RoundSettled(version, own, own, step.tokens, 1, 0.0, 0, 0))
 
     # ---- what is to be done --------------------------------------------------------------------------------------
@@ -220,13 +457,10 @@ class RoundRunner(MachineRunner[Event, Action]):
                 self._commit(action)
             case CatchUp():
                 self._start_catching_up(action)
-            case StandAlone(alone):
-                self.replica_sync.stand_alone(alone)
             case Accuse(caught):
                 self._host.accused(caught)
 
     def _send_or_lose(self, to: PeerId, message: RoundControl) -> None:
-        """Who does not read is taken for lost."""
         if not self.send(to, message):
             self.handle(LinkLost(to))
 
@@ -304,9 +538,7 @@ class RoundRunner(MachineRunner[Event, Action]):
         self._catching = self.begin(self._catch_up(action))
 
     def gave_other_state(self, donor: PeerId, detail: str) -> None:
-        """Notes that a donor sent what is not the state that was agreed on. Its memory may be at fault, so it is not
-        certain that it lies.
-        """
+        """Notes a donor of wrong state. Its memory may be at fault, so it is no certain lie."""
         number = self._store.current.version.round
         self.handle(Caught(donor, number, f"it gave away other state than was agreed on: {detail}", certain=False))
 
@@ -328,7 +560,7 @@ class RoundRunner(MachineRunner[Event, Action]):
         self.handle(CaughtUp(anchor.version))
 
     async def _astray(self, anchor: Anchor) -> str | None:
-        """The reason not to follow an anchor that others hold, but not most of us; None when there is none."""
+        """The reason not to follow an anchor of a minority; None to follow it."""
         measure = partial(distance_between, self._store.current, anchor)
         distance = await self._averaging.run(Priority.UPKEEP, measure)
         farthest = self._drift.farthest(self.clock.wall())
@@ -337,10 +569,10 @@ class RoundRunner(MachineRunner[Event, Action]):
         return f"it is {distance:.3g} from ours, where {farthest:.3g} can be after the rounds since we were together"
 
     def _bandwidth(self) -> float:
-        """Bytes per second of our best link; 0 when none was measured."""
+        """Goodput of our best link in bytes per second; 0 if unknown."""
         return max((link.goodput_bytes_per_s for link in self.transport.figures().values()), default=0.0)
 
 
 def module_of(message: RoundControl) -> ModuleId:
-    """The module whose round a message is about."""
+    """The module that a message is about."""
     return message.module if isinstance(message, Progress) else message.round.module

@@ -14,9 +14,8 @@ from typing import Final
 from node.averaging.anchor.anchor import tensors_of
 from node.averaging.anchor.layout import Layout, layout_of
 from node.averaging.anchor.shared_vector import SharedVector
-from node.averaging.state_sync.chunk_codec import STATE_CODECS
 from node.averaging.state_sync.download import StateDownloads
-from node.averaging.state_sync.partial_state import FreshSpace
+from node.averaging.state_sync.partial_state import STATE_CODECS, FreshSpace
 from node.experts.route_tables import table_shapes, trained_router, without_tables
 from node.experts.router import Router
 from node.export.source import Parameters

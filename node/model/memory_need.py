@@ -60,7 +60,7 @@ def round_bytes(fragments: int) -> float:
     """The bytes of each parameter that rounds take of the machine's memory: an anchor, and of the fragment whose turn
     it is another one in the making, and the snapshot. That is 20 for a module that is averaged at once, 9.5 with 8
     fragments: what anchors have in common they share, and older ones are kept only where there is room
-    (`node.averaging.anchor.anchor_store`). Measured are 20.5 and 9.8 between rounds (docs/BENCHMARKS.md)."""
+    (`node.averaging.anchor.anchor`). Measured are 20.5 and 9.8 between rounds (docs/BENCHMARKS.md)."""
     return _ANCHOR_BYTES + (_ANCHOR_BYTES + _SNAPSHOT_BYTES) / fragments
 
 

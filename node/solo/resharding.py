@@ -9,12 +9,12 @@ from dataclasses import replace
 from typing import Protocol
 
 from node.averaging.anchor.anchor import tensors_of
-from node.averaging.anchor.lone_replica import LoneReplica
 from node.data.packing import Microbatch
 from node.experts.block_routers import BlockRouters
 from node.experts.route_tables import RouteTables, trained_router
 from node.experts.router import DocumentRouter, Router
 from node.experts.table_learner import ScoredDocument, TableLearner
+from node.solo.solo_checkpoint import SoloReplica
 from protocol.manifest.manifest import Manifest
 from swarm.experts.resharding import alternatives, regrets
 
@@ -33,7 +33,7 @@ class Resharding:
     """The router of a run as it learns; in a run whose router stays as it is, that one."""
 
     def __init__(
-        self, manifest: Manifest, model: ScoringModel, first: DocumentRouter | None, stage_zero: LoneReplica
+        self, manifest: Manifest, model: ScoringModel, first: DocumentRouter | None, stage_zero: SoloReplica
     ) -> None:
         self._experts = manifest.stages.experts_of_each[1:]
         self._model, self._first, self._stage_zero = model, first, stage_zero

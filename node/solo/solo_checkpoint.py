@@ -13,7 +13,9 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from node.averaging.anchor.lone_replica import LoneReplica
+from node.averaging.anchor.anchor import AnchorStore, restored_anchor
+from node.averaging.anchor.local_replica import LocalReplica, anchor_of
+from node.averaging.anchor.outer_step import OuterRule, step_alone
 from node.checkpoint.folder import (
     CheckpointFolder,
     Problem,
@@ -24,7 +26,7 @@ from node.checkpoint.folder import (
 )
 from node.checkpoint.saver import capture_module, restore_module
 from node.checkpoint.snapshot import Header, read_state
-from node.checkpoint.state import DataState, ReplicaState
+from node.checkpoint.state import Agreed, DataState, ReplicaState
 from node.data.packing import Cursor
 from node.model.optimizer import InnerOptimizer
 from swarm.vocabulary.errors import CorruptSnapshot
@@ -40,6 +42,42 @@ class CheckpointPlan:
     """Seconds between two saves; a run is saved at its end too."""
 
 
+class SoloReplica:
+    """The anchor of a module without company; its outer steps go before the inner steps after those that make them due.
+
+    Args:
+        every: inner steps between two outer steps.
+    """
+
+    def __init__(self, local: LocalReplica, rule: OuterRule, every: int) -> None:
+        self.store = AnchorStore(anchor_of(local))
+        self._local = local
+        self._rule = rule
+        self._every = every
+        self._steps = self._tokens = 0
+        local.optimizer.before_step = self._before_inner_step
+
+    def after_inner_step(self, tokens: int) -> None:
+        """Counts an inner step."""
+        self._steps += 1
+        self._tokens += tokens
+
+    def _before_inner_step(self) -> None:
+        if self._steps >= self._every:
+            step_alone(self._local, self.store, self._rule, self._steps, self._tokens)
+            self._steps = self._tokens = 0
+
+    def agreed(self) -> Agreed:
+        """The anchor and the work since, for a checkpoint."""
+        return Agreed(self.store.saved(), self._steps, self._tokens)
+
+    def restore(self, state: ReplicaState) -> None:
+        """Resumes from a checkpoint whose parameters the replica has already. Raises CorruptSnapshot."""
+        if state.anchor is not None:
+            self.store = AnchorStore(restored_anchor(self._local.layout, state.anchor))
+            self._steps, self._tokens = state.counters.steps_since_anchor, state.counters.tokens_since_anchor
+
+
 @dataclass(slots=True, eq=False)
 class Hosted:
     """A module, its parts, and what trains it."""
@@ -47,7 +85,7 @@ class Hosted:
     module: ModuleId
     parts: tuple[nn.Module, ...]
     optimizer: InnerOptimizer
-    replica: LoneReplica
+    replica: SoloReplica
     visits: int = 0
     """Applied."""
 

@@ -19,8 +19,7 @@ import torch
 from torch import nn
 
 from node.averaging.anchor.anchor import tensors_of
-from node.averaging.anchor.lone_replica import LoneReplica
-from node.averaging.anchor.module_vector import LocalReplica
+from node.averaging.anchor.local_replica import LocalReplica
 from node.averaging.anchor.outer_step import outer_rule
 from node.checkpoint.folder import CheckpointFolder, Problem
 from node.checkpoint.gather import Gathered
@@ -40,7 +39,7 @@ from node.network.loss_report import answer_of, held_out_loss, summed_loss
 from node.observability.events import Event, MicrobatchCounts, Note, Step, Summary
 from node.pipeline.admission import path_rules
 from node.solo.resharding import Resharding
-from node.solo.solo_checkpoint import CheckpointPlan, Hosted, load_solo, save_solo
+from node.solo.solo_checkpoint import CheckpointPlan, Hosted, SoloReplica, load_solo, save_solo
 from node.start.cut_model import CutModel
 from protocol.manifest.manifest import Manifest
 from swarm.experts.routes import module_at
@@ -328,7 +327,8 @@ class SoloTrainer:
         sums = [self._accumulators[part] for part in parts if part in self._accumulators]
         optimizer = inner_optimizer(manifest, module, sums, moments=self._moments)
         local = LocalReplica(parts, training.fragments, optimizer)
-        return Hosted(module, parts, optimizer, LoneReplica(local, outer_rule(manifest), training.inner_steps))
+        every = -(-training.inner_steps // len(local.layout.fragments))
+        return Hosted(module, parts, optimizer, SoloReplica(local, outer_rule(manifest), every))
 
     def _microbatch(self, microbatch: Microbatch) -> float:
         # Counted by route, as a data node counts: else routes that alternate would always skip the same stages.

@@ -1,16 +1,23 @@
-"""The attempt under way: as convener or member, its exchange, its result, its commit."""
+"""The current attempt at a round: as leader or member, its exchange, its result, its commit."""
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-from swarm.averaging.attempt_log import ATTEMPTS_AT_ONCE
-from swarm.averaging.convener import Convener
-from swarm.averaging.invitees import GivenUp, Settled, TryAgain
-from swarm.averaging.member import Participation, Phase, StagedResult, can_be_meant, refusal_of
-from swarm.averaging.plausibility import measured_of
-from swarm.averaging.replica_view import ReplicaView
-from swarm.averaging.roster import contributors, exchange_limit_s, leads_to, make_roster, objection, oddity
+from swarm.averaging.leader import GivenUp, Leader, Settled, TryAgain
+from swarm.averaging.replica_view import ATTEMPTS_AT_ONCE, ReplicaView
+from swarm.averaging.roster import (
+    ASSUMED_BANDWIDTH,
+    GRACE_S,
+    contributors,
+    exchange_limit_s,
+    leads_to,
+    make_roster,
+    objection,
+    oddity,
+)
 from swarm.averaging.round_events import (
     Accuse,
     Action,
@@ -23,14 +30,17 @@ from swarm.averaging.round_events import (
     PieceCame,
     PieceRejected,
     Release,
+    RoundRules,
     SnapshotBroken,
     SnapshotTaken,
     Staged,
     TakeSnapshot,
     Tell,
 )
-from swarm.averaging.schedule import convener_order
+from swarm.averaging.schedule import convener_order, plausible_round, precedence
+from swarm.averaging.trust import measured_of
 from swarm.vocabulary.averaging_messages import (
+    MAX_ATTEMPTS,
     Accepting,
     Commit,
     Declined,
@@ -40,28 +50,197 @@ from swarm.vocabulary.averaging_messages import (
     Invitation,
     Prepared,
     Pulse,
+    Roster,
     RoundControl,
     RoundId,
     SignedRoster,
 )
 from swarm.vocabulary.types import AnchorVersion, PeerId, short
 
+PIECE_SLACK = 4.0
+"""Factor on the expected time of a piece before its sender counts as late."""
+
+
+class Phase(enum.Enum):
+    """A member's phase. Until FINISHING it repeats its status to the leader, so no lost message stops a round."""
+
+    PREPARING = "prepares"
+    ENTERED = "waits for the roster"
+    EXCHANGING = "exchanges"
+    PREPARED = "has the result"
+    FINISHING = "still lacks a part of the committed result"
+
+
+@dataclass(frozen=True, slots=True)
+class StagedResult:
+    """The complete result of an exchange, not committed yet."""
+
+    roster: Roster
+    version: AnchorVersion
+
+
+@dataclass(slots=True)
+class Participation:
+    """One replica's part in one attempt."""
+
+    round: RoundId
+    heard: float
+    """Time of the last message from the leader."""
+    rules: RoundRules
+    until: float = field(init=False)
+    """No honest leader lets the attempt last longer."""
+    phase: Phase = Phase.PREPARING
+    entry: Entry | None = None
+    bandwidth: float = 0.0
+    """Goodput of our best link in bytes per second; 0 if unknown."""
+    roster: Roster | None = None
+    entries: tuple[Entry, ...] = ()
+    version: AnchorVersion | None = None
+    """The prepared or committed version."""
+    prepared_at: float = 0.0
+    prepared: dict[PeerId, AnchorVersion] = field(default_factory=dict)
+    """Versions that other members told us they have."""
+    told: float = 0.0
+    link_lost: bool = False
+    """The link to the leader broke, and nothing arrived since."""
+    owing: dict[PeerId, float] = field(default_factory=dict)
+    """By member, the time since when it owes us pieces, or of its last piece."""
+    broken: set[PeerId] = field(default_factory=set)
+    """Members whose link broke since their last piece."""
+    rejected: set[PeerId] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.until = self.heard + self.rules.prepare_s + GRACE_S
+
+    def hear_convener(self, now: float) -> None:
+        self.heard, self.link_lost = now, False
+
+    def silence(self, now: float) -> float:
+        """Seconds without a message from the leader; a broken link counts as half of the timeout."""
+        return now - self.heard + (self.rules.silence_s / 2 if self.link_lost else 0.0)
+
+    def loyal(self, now: float) -> bool:
+        """Whether to stay with this leader if another one calls: the exchange runs and the leader is alive."""
+        return self.roster is not None and self.silence(now) < self.rules.silence_s / 2
+
+    def begin(self, roster: Roster, until: float) -> None:
+        self.roster, self.phase, self.until = roster, Phase.EXCHANGING, until
+
+    def owed(self, peers: frozenset[PeerId], now: float) -> None:
+        self.owing = {peer: self.owing.get(peer, now) for peer in peers}
+        self.broken &= peers
+
+    def has_result(self, version: AnchorVersion, now: float) -> None:
+        self.phase, self.version, self.prepared_at = Phase.PREPARED, version, now
+
+    def overdue(self, now: float) -> bool:
+        """Whether an honest leader would have committed by now, if most members have the result."""
+        return self.phase is Phase.PREPARED and now - self.prepared_at > self.rules.silence_s
+
+    def holders(self) -> frozenset[PeerId]:
+        """Other members that say they have our result."""
+        return frozenset(peer for peer, version in self.prepared.items() if version == self.version)
+
+    def piece_came(self, sender: PeerId, now: float) -> None:
+        self.broken.discard(sender)
+        if sender in self.owing:
+            self.owing[sender] = now
+
+    def waiting_for(self, now: float) -> tuple[PeerId, ...]:
+        """Members that owe us pieces for longer than one takes."""
+        return tuple(sorted(self._late(now, self._patience_s())))
+
+    def was_waiting_for(self, now: float) -> frozenset[PeerId]:
+        """As `waiting_for` with half the timeout, for a failed attempt: others may have given up a little earlier."""
+        return self._late(now, self._patience_s() / 2)
+
+    def _late(self, now: float, patience_s: float) -> frozenset[PeerId]:
+        late = {peer for peer, since in self.owing.items() if now - since > patience_s}
+        return frozenset(late | (self.broken & self.owing.keys()))
+
+    def stalled(self, now: float) -> bool:
+        """Whether the committed result will hardly become complete here."""
+        latest = max(self.owing.values(), default=self.heard)
+        if self.owing and self.owing.keys() <= self.broken:
+            return True
+        return now - max(latest, self.heard) > self.rules.silence_s + self._piece_s() * PIECE_SLACK / 2
+
+    def _patience_s(self) -> float:
+        members = 1 if self.roster is None else len(self.roster.members)
+        return self.rules.silence_s + PIECE_SLACK * members * self._piece_s()
+
+    def _piece_s(self) -> float:
+        return self.rules.chunk_bytes / (self.bandwidth or ASSUMED_BANDWIDTH)
+
+    def status(self, now: float) -> RoundControl | None:
+        """The member's repeated report to the leader."""
+        match self.phase:
+            case Phase.PREPARING:
+                return Accepting(self.round)
+            case Phase.ENTERED:
+                return self.entry
+            case Phase.EXCHANGING:
+                return Pulse(self.round, self.waiting_for(now), tuple(sorted(self.rejected)))
+            case Phase.PREPARED:
+                assert self.version is not None
+                return Prepared(self.round, self.version)
+            case Phase.FINISHING:
+                return None
+
+
+def can_be_meant(sender: PeerId, attempt: RoundId, view: ReplicaView) -> bool:
+    """Whether an invitation deserves an answer: from the leader itself, with possible numbers, from no offender."""
+    plausible = plausible_round(view.version, attempt.number) and 0 <= attempt.attempt < MAX_ATTEMPTS
+    return attempt.convener == sender and plausible and sender not in view.penalties.excluded(view.now)
+
+
+def refusal_of(invitation: Invitation, part: Participation | None, view: ReplicaView) -> DeclineReason | None:
+    """The reason to refuse an invitation; None to follow it."""
+    attempt = invitation.round
+    if attempt.number <= view.version.round:
+        return DeclineReason.PAST
+    if invitation.base != view.version:
+        return DeclineReason.OTHER_ANCHOR
+    if view.lag.catching is not None or attempt == view.attempt_log.ended:
+        return DeclineReason.NOT_READY
+    if (
+        attempt.number,
+        attempt.attempt,
+    ) < view.attempt_log.highest or attempt.convener in view.attempt_log.refused:
+        return DeclineReason.OTHER_CONVENER
+    if part is not None and not _prefers(attempt, part, view):
+        return DeclineReason.OTHER_CONVENER
+    return None
+
+
+def _prefers(other: RoundId, part: Participation, view: ReplicaView) -> bool:
+    """Whether an attempt takes precedence over the one we are in."""
+    current = part.round
+    if (other.number, other.attempt) == (current.number, current.attempt):
+        return part.roster is None and _precedence(other, view.version) < _precedence(current, view.version)
+    if other.convener == current.convener:
+        return True
+    return part.phase is not Phase.FINISHING and not part.loyal(view.now)
+
+
+def _precedence(attempt: RoundId, base: AnchorVersion) -> bytes:
+    return precedence(attempt.module, base, attempt.number, attempt.convener)
+
+
 Actions = list[Action]
 AttemptEvent = SnapshotTaken | SnapshotBroken | PieceCame | Owing | PieceRejected | Staged
 PATIENCE = 2.0
-"""Times what an exchange may take, until a convener that is heard and does not end it is left."""
+"""Factor on the time limit of an exchange after which a live leader is left."""
 FORGED_ENTRY = "the entry that it sent is not signed by it, or has impossible figures"
 ToConvener = Accepting | Entry | Declined | Pulse | Prepared
 
 
 class Attempts:
-    """One replica's attempts, of which at most one is under way. What the replica tells itself comes back through
-    `arrived`.
-    """
+    """One replica's attempts, of which at most one is current."""
 
     def __init__(self, view: ReplicaView) -> None:
         self._view = view
-        self._convening: Convener | None = None
+        self._convening: Leader | None = None
         self.part: Participation | None = None
         self._staged: StagedResult | None = None
         self.latest = ""
@@ -70,13 +249,13 @@ class Attempts:
     # ---- opening and following ------------------------------------------------------------------------------------
 
     def open(self, why: str) -> Actions:
-        """Convenes the next attempt."""
+        """Opens the next attempt as its leader."""
         view = self._view
         attempt = view.attempt_log.next_attempt(view.module, view.own, view.next_number())
         view.attempt_log.follow(attempt)
         away = view.attempt_log.left_out | view.penalties.excluded(view.now)
         invitees = {view.own, *(view.others.serving - away)}
-        self._convening = Convener(view, attempt, invitees)
+        self._convening = Leader(view, attempt, invitees)
         self.latest = f"opened round {attempt.number} attempt {attempt.attempt}: {why}"
         return [*self._convening.open()]
 
@@ -113,9 +292,6 @@ class Attempts:
     # ---- leaving ----------------------------------------------------------------------------------------------------
 
     def leave(self, why: str) -> Actions:
-        """Leaves the attempt. Once an exchange has begun from this anchor, later attempts use the same pseudo-gradient,
-        and a complete result is kept; else the next attempt takes a new one.
-        """
         self._remember_delays()
         part, self.part, self._convening = self.part, None, None
         if part is None:
@@ -123,16 +299,16 @@ class Attempts:
         self.latest = f"round {part.round.number} attempt {part.round.attempt} ended: {why}"
         attempt_log = self._view.attempt_log
         attempt_log.ended, attempt_log.due_since = part.round, None
+        # Once an exchange has begun from this anchor, later attempts use the same pseudo-gradient.
         return [Release(part.round.number - 1 if attempt_log.rosters else part.round.number, why)]
 
     def _remember_delays(self) -> None:
-        """The attempt that ends has come to nothing here."""
         if self.part is not None:
             for peer in self.part.was_waiting_for(self._view.now):
-                self._view.penalties.kept_waiting(peer, self._view.now)
+                self._view.penalties.waiting.add(peer, self._view.now)
 
     def forget(self, why: str) -> Actions:
-        """Leaves the attempt, and gives up whatever came of this and earlier ones."""
+        """Leaves the attempt, and drops all results of this and earlier ones."""
         number = self._view.attempt_log.highest[0]
         self.part = self._convening = self._staged = None
         return [Release(number, why)] if number else []
@@ -162,7 +338,7 @@ class Attempts:
                 return []
 
     def _hear_convener(self, sender: PeerId, attempt: RoundId) -> bool:
-        """Whether this comes from the convener that we follow, about the attempt that we are in."""
+        """Whether this comes from our leader, about the current attempt."""
         part = self.part
         if part is None or part.round != attempt or attempt.convener != sender:
             return False
@@ -216,11 +392,7 @@ class Attempts:
         return [Exchange(roster)]
 
     def _refuse(self, part: Participation, why: str, lie: bool) -> Actions:
-        """This convener is not followed again at this round.
-
-        Args:
-            lie: no honest one sends what it has sent.
-        """
+        """Does not follow this leader again at this round. `lie`: no honest one sends what it sent."""
         view, convener = self._view, part.round.convener
         accused: Actions = []
         if lie:
@@ -230,8 +402,7 @@ class Attempts:
         return [*accused, *self._decline(part, DeclineReason.NOT_READY, f"{short(convener)} is not followed: {why}")]
 
     def _accuse(self, peer: PeerId, attempt: RoundId, why: str) -> Actions:
-        """It has sent what no honest replica sends."""
-        self._view.penalties.sent_rubbish(peer, self._view.now)
+        self._view.penalties.rubbish.add(peer, self._view.now)
         return [Accuse(Caught(peer, attempt.number, why))]
 
     def _dissolved(self, sender: PeerId, attempt: RoundId, detail: str) -> Actions:
@@ -255,7 +426,7 @@ class Attempts:
     # ---- events of the attempt --------------------------------------------------------------------------------------
 
     def befell(self, event: AttemptEvent) -> Actions:
-        """Handles an event of our own part; of another attempt it is ignored."""
+        """Handles an event of our own part; those of other attempts are ignored."""
         part, now = self.part, self._view.now
         accused = self._accuse(event.sender, event.round, event.why) if isinstance(event, PieceRejected) else []
         if part is None or event.round != part.round:
@@ -314,11 +485,10 @@ class Attempts:
         return [*([] if before is None else self._not_wanted(before.version)), *self._tell_convener(part)]
 
     def _not_wanted(self, version: AnchorVersion) -> Actions:
-        """A result that is not, or not any more, the one that we could commit. (Two attempts may give the same.)"""
         return [] if self._staged is not None and self._staged.version == version else [DropStaged(version)]
 
     def link_lost(self, peer: PeerId) -> Actions:
-        """Loses patience with that peer sooner; who waits for its pieces says so at once."""
+        """Shortens the patience with that peer; if we wait for its pieces, the leader hears so at once."""
         if self._convening is not None:
             self._convening.lost(peer)
         part = self.part
@@ -333,14 +503,14 @@ class Attempts:
     # ---- the result -------------------------------------------------------------------------------------------------
 
     def adopt_if_others_did(self) -> Actions:
-        """Commits what we have prepared when a replica stands on it, which shows that it was committed."""
+        """Commits our prepared result if a replica holds it: so it was committed."""
         staged, view = self._staged, self._view
         if staged is None or not view.others.on(staged.version, view.now):
             return []
         return self._adopt(staged)
 
     def finish_alone(self) -> Actions:
-        """Commits a complete result when nobody is left: somebody who is gone may have committed it."""
+        """Commits a complete result when nobody else is left: a peer that is gone may have committed it."""
         return self.forget("nobody else is there") if self._staged is None else self._adopt(self._staged)
 
     def _adopt(self, result: StagedResult) -> Actions:
@@ -353,14 +523,14 @@ class Attempts:
         commit = CommitStaged(result.roster, result.version)
         self.latest = f"round {attempt.number} committed by {len(result.roster.peers)} at attempt {attempt.attempt}"
         for peer in contributors(result.roster):
-            view.penalties.delivered(peer)
+            view.penalties.waiting.forgive(peer)
         view.others.presume(result.roster.peers, result.version, view.now)
         return [*others, commit, *view.stand_on(result.version)]
 
     # ---- time --------------------------------------------------------------------------------------------------------
 
     def advance(self) -> Actions:
-        """Carries the convener's side forward: what it sends by now, and its end."""
+        """Advances the leader's side."""
         convening, view = self._convening, self._view
         if convening is None:
             return []
@@ -379,7 +549,7 @@ class Attempts:
             case None:
                 return [*tells]
 
-    def _settle(self, convening: Convener, version: AnchorVersion, holders: tuple[PeerId, ...]) -> Actions:
+    def _settle(self, convening: Leader, version: AnchorVersion, holders: tuple[PeerId, ...]) -> Actions:
         view = self._view
         commit = Commit(convening.round, version, holders)
         view.attempt_log.announced(commit)
@@ -399,7 +569,7 @@ class Attempts:
             )
         return actions
 
-    def _try_again(self, convening: Convener, without: frozenset[PeerId], why: str) -> Actions:
+    def _try_again(self, convening: Leader, without: frozenset[PeerId], why: str) -> Actions:
         view = self._view
         view.attempt_log.left_out |= without | convening.mute
         left: Actions = [
@@ -411,7 +581,7 @@ class Attempts:
         return left + self.open(why)
 
     def upkeep(self) -> Actions:
-        """Carries the member's side forward: pulses, patience, commit."""
+        """Advances the member's side: pulses, timeouts, commit."""
         part, view = self.part, self._view
         if part is None:
             return []
@@ -420,14 +590,14 @@ class Attempts:
         if part.silence(view.now) > view.rules.silence_s and part.round.convener != view.own:
             return self._succeed(part)
         if view.now > part.until and part.round.convener != view.own:
-            view.penalties.kept_waiting(part.round.convener, view.now)
+            view.penalties.waiting.add(part.round.convener, view.now)
             return self._refuse(part, "its convener does not bring it to an end", lie=False)
         if view.now - part.told >= view.rules.pulse_s:
             return [*self._tell_convener(part), *self._tell_members(part)]
         return []
 
     def _tell_members(self, part: Participation) -> Actions:
-        """What only the convener need know, when it makes nothing of that."""
+        # Members learn what usually only the leader needs, in case it does not commit.
         status, roster = part.status(self._view.now), part.roster
         if roster is None or not isinstance(status, Prepared) or not part.overdue(self._view.now):
             return []
@@ -435,23 +605,20 @@ class Attempts:
         return [Tell(peer, status) for peer in roster.peers if peer not in apart]
 
     def _commit_without_convener(self, part: Participation) -> Actions:
-        """Most members have told each other that they have the same result: it holds, whatever the convener says. That
-        it is kept for the next attempt (`Convener._found`) comes to the same, later."""
         view, staged = self._view, self._staged
         if staged is None or staged.version != part.version or not part.overdue(view.now):
             return []
         holders = {view.own, *part.holders()}
         if 2 * len(holders) <= len(staged.roster.members):
             return []
+        # A majority has the same result: it holds, whatever the leader says.
         commit = Commit(part.round, staged.version, tuple(sorted(holders)))
         tells = [Tell(peer, commit) for peer in sorted(holders) if peer != view.own]
         adopted = self._adopt(staged)
-        view.penalties.kept_waiting(part.round.convener, view.now)
+        view.penalties.waiting.add(part.round.convener, view.now)
         return [*tells, *adopted]
 
     def _succeed(self, part: Participation) -> Actions:
-        """The convener is silent: the next in order opens another attempt without it, the one after that a little
-        later."""
         view = self._view
         if not view.may_convene():
             return self.leave("its convener is silent, and the module has gone on")
@@ -462,5 +629,6 @@ class Attempts:
         view.attempt_log.left_out.add(part.round.convener)
         candidates = {view.own, *(peers - view.attempt_log.left_out)}
         rank = convener_order(view.module, view.version, part.round.number, candidates).index(view.own)
+        # The next in order opens at once, those after it a little later.
         patience_s = view.rules.silence_s + rank * view.rules.answer_s
         return self.open("the convener is silent") if part.silence(view.now) > patience_s else []

@@ -1,13 +1,7 @@
-"""The plan of one download of a state from several donors at once: who is asked for which chunks.
+"""The plan of one download of a state from several donors: which donor is asked for which chunks.
 
-Each donor is given a batch, and the next when it is about done with it, so each serves in proportion to its speed;
-chunks are handed out from a random place on, to donors in random order, so that joiners who come together do not crowd
-on one (hivemind's all asked the same donor). When nothing is left to hand out, a donor with nothing to do is asked for
-what a slower or silent one still owes; whichever comes first counts. A donor whose chunk does not match its hash, or
-that does not keep the state any more, is not asked again; one that is busy, or whose link breaks, rests for a while.
-
-Everything ends: with all chunks; with no donor left; or when no chunk has come for PATIENCE_S.
-Nothing here does IO. `handle` takes what happened and the time, and returns what is to be done, in order.
+Each donor gets batches in proportion to its speed, from a random place on. Idle donors take over what slow ones owe.
+A donor of a wrong chunk is excluded. It ends with all chunks, without donors, or after PATIENCE_S without a chunk.
 """
 
 from __future__ import annotations
@@ -26,24 +20,23 @@ from swarm.vocabulary.types import PeerId, short
 
 LARGEST_BATCH: Final = 16
 MOST_OWED: Final = LARGEST_BATCH + LARGEST_BATCH // 2
-"""Chunks that one donor is asked for and that have not come; fewer where the receiver has less room."""
+"""Largest number of chunks in flight from one donor."""
 BATCH_S: Final = 1.0
-"""How much work, at the measured speed, a donor is asked for at once."""
+"""Work of one batch at the measured speed, in seconds."""
 DONORS_AT_ONCE: Final = 8
 PATIENCE_S: Final = 60.0
-"""Without a single chunk from anybody for so long (longer for large chunks), the download has failed."""
+"""Seconds without any chunk after which the download has failed; longer for large chunks."""
 SILENCE_S: Final = 5.0
-"""A donor that owes chunks and of which nothing came for so long, and for `SILENT_CHUNKS` times what a chunk takes it,
-rests."""
+"""Seconds without a chunk after which a donor rests, and `SILENT_CHUNKS` times what a chunk takes it."""
 SILENT_CHUNKS: Final = 8.0
 SLOWEST_BYTES_PER_S: Final = 256 * 1024
-"""A donor whose speed is not known yet counts as silent as one that is so slow would."""
+"""Assumed speed of a donor before it is measured."""
 STEAL_AFTER_S: Final = 1.0
 REST_S: Final = ExponentialBackoff(0.2, 5.0)
 MAX_STRIKES: Final = 5
-"""Broken links and silences in a row, without a chunk between, after which a donor is given up."""
+"""Broken links and silences in a row after which a donor is given up."""
 COPIES: Final = 2
-"""Of how many donors a chunk is asked at the same time, at most."""
+"""Most donors that are asked for the same chunk at once."""
 
 
 # ---- what happens -------------------------------------------------------------------------------------------------
@@ -51,7 +44,7 @@ COPIES: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class ChunkCame:
-    """A chunk of a donor has come and has been checked against its hash."""
+    """A chunk arrived and was checked against its hash."""
 
     donor: PeerId
     chunk: int
@@ -60,7 +53,7 @@ class ChunkCame:
 
 @dataclass(frozen=True, slots=True)
 class ChunkLost:
-    """A chunk was under way and will not be completed."""
+    """A chunk in flight will not be completed."""
 
     donor: PeerId
     chunk: int
@@ -68,7 +61,7 @@ class ChunkLost:
 
 @dataclass(frozen=True, slots=True)
 class ChunksRefused:
-    """A donor has refused chunks that it was asked for."""
+    """A donor refused chunks."""
 
     donor: PeerId
     chunks: tuple[int, ...]
@@ -77,14 +70,14 @@ class ChunksRefused:
 
 @dataclass(frozen=True, slots=True)
 class DonorLost:
-    """There is no link to the donor (any more), or none could be made."""
+    """The link to the donor broke, or none could be made."""
 
     donor: PeerId
 
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time has passed; comes several times a second. The first one begins the download."""
+    """Time has passed; the first one begins the download."""
 
 
 Event = ChunkCame | ChunkLost | ChunksRefused | DonorLost | Tick
@@ -103,7 +96,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Report a donor that sent what is not the state that was agreed on."""
+    """Report a donor that sent other state than the agreed one."""
 
     donor: PeerId
     detail: str
@@ -111,16 +104,16 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Complete:
-    """The download is complete: all chunks are here."""
+    """All chunks are here."""
 
 
 class FailureKind(enum.Enum):
     """Why a download has failed."""
 
     NO_DONOR = 1
-    """None is left that has the state."""
+    """No donor has the state."""
     STALLED = 2
-    """Those that may have it cannot be reached, or send nothing."""
+    """Donors that may have it cannot be reached, or send nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +122,6 @@ class Failed:
 
     kind: FailureKind
     detail: str
-    """What happened with each donor, for a person."""
 
 
 Action = Ask | Report | Complete | Failed
@@ -139,24 +131,23 @@ Action = Ask | Report | Complete | Failed
 class _Donor:
     peer: PeerId
     owes: dict[int, None] = field(default_factory=dict)
-    """Chunks asked for and not here, in the order in which they will come."""
+    """Chunks in flight, in order."""
     seconds_per_byte: Ewma = field(default_factory=lambda: Ewma(0.3))
     news: float = 0.0
-    """When it last sent something, or was asked for something while it owed nothing."""
+    """Time of its last message, or of the request that ended its idleness."""
     rests_until: float = 0.0
     strikes: int = 0
     out: str = ""
-    """Why it is not asked any more."""
+    """Why it is excluded."""
     trouble: str = "it sent nothing"
 
 
 class Download:
-    """The state machine of one download. Chunks are numbered from 0; `chunk_bytes` is the size of most.
+    """The state machine of one download.
 
     Args:
         here: chunks that need not be fetched.
-        donors: who may have the state; at most `DONORS_AT_ONCE` of them are asked at the same time.
-        most_owed: for how many chunks of one donor there is room.
+        most_owed: chunks of one donor that there is memory for.
     """
 
     def __init__(
@@ -180,18 +171,14 @@ class Download:
 
     @property
     def missing(self) -> int:
-        """The number of chunks that are not here yet."""
         return len(self._missing)
 
     def expects(self, donor: PeerId, chunk: int) -> bool:
-        """Whether this chunk is wanted of this donor."""
         asked = self._donors.get(donor)
         return not self._over and chunk in self._missing and asked is not None and chunk in asked.owes
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        """The actions that follow from `event`. News of donors or chunks that have nothing to do with this download are
-        ignored.
-        """
+        """The actions that follow from `event`. Unrelated news is ignored."""
         if self._over:
             return []
         if self._progressed_at is None:
@@ -295,7 +282,7 @@ class Download:
         return sum(chunk in donor.owes for donor in self._donors.values())
 
     def _measure(self, donor: _Donor, now: float) -> None:
-        """Smooths time per byte, not bytes per time: chunks that come in pairs would make a donor look fast."""
+        # Time per byte, not bytes per time: chunks that arrive in pairs would make a donor look fast.
         donor.seconds_per_byte.add(max(now - donor.news, 1e-6) / self._chunk_bytes)
 
     def _chunk_s(self, donor: _Donor) -> float | None:
@@ -336,7 +323,6 @@ class Download:
         return actions
 
     def _batch(self, donor: _Donor, now: float) -> tuple[int, ...]:
-        """The next chunks for a donor: none while it has enough to do."""
         chunk_s = self._chunk_s(donor)
         size = 2 if chunk_s is None else min(self._largest_batch, max(1, math.floor(BATCH_S / chunk_s)))
         if len(donor.owes) > size // 2:
@@ -353,7 +339,7 @@ class Download:
         return self._stolen(donor, now)
 
     def _stolen(self, thief: _Donor, now: float) -> tuple[int, ...]:
-        """The chunk that will take longest to come from whoever owes it, if the thief is likely to be faster."""
+        """The chunk that will take longest to arrive, if the thief is likely to be faster."""
         own_s = self._chunk_s(thief) or 0.0
         best, longest = None, 0.0
         for holder in self._donors.values():

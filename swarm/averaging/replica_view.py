@@ -1,9 +1,4 @@
-"""The view of the other replicas of our module: who is there, on which version each stands, how far each has worked.
-
-Whether this replica is behind its module, and whom it follows when it is.
-
-What a replica knows at this moment: where it stands, how far it is, who the others are and where they stand.
-"""
+"""A replica's view of its module: the other replicas, their anchors and work, and the attempts so far."""
 
 from __future__ import annotations
 
@@ -12,29 +7,106 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from swarm.averaging.attempt_log import AttemptLog
-from swarm.averaging.penalties import Penalties
-from swarm.averaging.plausibility import UsualLength
 from swarm.averaging.roster import MOST_STEPS
 from swarm.averaging.round_events import OtherReplica, RoundRules, Seal, Tell
 from swarm.averaging.schedule import convener_order, due, next_number, plausible_round, standing
-from swarm.vocabulary.averaging_messages import MAX_MEMBERS, Progress
+from swarm.averaging.trust import Penalties, UsualLength
+from swarm.vocabulary.averaging_messages import MAX_ATTEMPTS, MAX_MEMBERS, Commit, Progress, Roster, RoundId
 from swarm.vocabulary.statistics import ExponentialBackoff
 from swarm.vocabulary.types import AnchorVersion, ModuleId, PeerId, Reasoned
 
+ATTEMPTS_AT_ONCE = 4
+"""Attempts without a pause; then the leader backs off."""
+ATTEMPTS = 16
+"""Attempts per round number. Then the next number is taken and everybody is asked again."""
+LONGEST_PAUSE_S = 30.0
+_ROSTERS = 4
+_COMMITS = 8
+
+assert ATTEMPTS <= MAX_ATTEMPTS
+
+
+class AttemptLog:
+    """The attempts from one anchor. Announced commits are kept longer, for late questions."""
+
+    def __init__(self, rules: RoundRules) -> None:
+        self._backoff = ExponentialBackoff(rules.answer_s, LONGEST_PAUSE_S)
+        self._commits: dict[RoundId, Commit] = {}
+        self._failures = 0
+        self.highest: tuple[int, int] = (0, 0)
+        """Highest (number, attempt) that we followed from this anchor."""
+        self.left_out: set[PeerId] = set()
+        self.refused: set[PeerId] = set()
+        """Leaders whose roster we refused: not followed again at this round."""
+        self.doubted: set[PeerId] = set()
+        """Peers that accused another member alone."""
+        self.rosters: list[Roster] = []
+        """The latest rosters whose exchange we began from this anchor."""
+        self.quiet_until = 0.0
+        self.due_since: float | None = None
+        self.ended: RoundId | None = None
+        """The latest attempt that ended without a commit here."""
+
+    def next_attempt(self, module: ModuleId, own: PeerId, number: int) -> RoundId:
+        """Names the next attempt."""
+        # The number stays, so that pseudo-gradients do, until a version of it turned up or the attempts are too many.
+        highest, attempt = self.highest
+        if number > highest:
+            return RoundId(module, number, 0, own)
+        return (
+            RoundId(module, highest, attempt + 1, own)
+            if attempt + 1 < ATTEMPTS
+            else RoundId(module, highest + 1, 0, own)
+        )
+
+    def follow(self, attempt: RoundId) -> None:
+        if attempt.number > self.highest[0]:
+            self._forgive()
+        self.highest = max(self.highest, (attempt.number, attempt.attempt))
+        self.due_since = None
+
+    def began(self, roster: Roster) -> None:
+        self.rosters = [*self.rosters, roster][-_ROSTERS:]
+
+    def failed(self, now: float) -> None:
+        """Notes a failed attempt; the pauses become longer."""
+        self._failures += 1
+        self.pause(now, self._backoff.seconds(self._failures))
+
+    def pause(self, now: float, seconds: float) -> None:
+        self.quiet_until = max(self.quiet_until, now + seconds)
+        self.due_since = None
+
+    def announced(self, commit: Commit) -> None:
+        self._commits[commit.round] = commit
+        while len(self._commits) > _COMMITS:
+            del self._commits[next(iter(self._commits))]
+
+    def commit_of(self, attempt: RoundId) -> Commit | None:
+        return self._commits.get(attempt)
+
+    def new_anchor(self) -> None:
+        self._failures = 0
+        self.highest, self.quiet_until, self.due_since, self.ended = (0, 0), 0.0, None, None
+        self._forgive()
+        self.rosters = []
+
+    def _forgive(self) -> None:
+        self.left_out.clear()
+        self.refused.clear()
+        self.doubted.clear()
+
+
 WORD_HOLDS_S = 30.0
-"""What another replica told us itself is worth more than an announcement for so long: announcements come late and out
-of order."""
+"""Seconds for which a replica's own message outranks its announcement: those come late and reordered."""
 
 PRESUMED_S = 5.0
-"""A member of a round that we have committed is taken to stand on its result for so long without having said so: it is
-about to."""
+"""Time for which a member of our committed round is assumed to hold its result, in seconds."""
 
 OVERTAKEN_S = 5.0
-"""For so long after a replica has named a round, lower ones come from messages that were overtaken on the way. Later,
-it has started anew."""
+"""Time for which lower rounds of a replica count as overtaken messages, in seconds. Later it has restarted."""
 PATIENCE_PULSES = 2
-"""So long a difference lasts before a replica acts on it: most are a commit's messages under way."""
+"""Pulses for which a difference lasts before we act: most are commits in flight."""
 REMEMBERED = 16
 
 
@@ -45,9 +117,8 @@ class _Known:
     said: AnchorVersion | None = None
     said_at: float = 0.0
     presumed: bool = False
-    """Nobody has said it."""
     base: AnchorVersion | None = None
-    """Of the work below."""
+    """Anchor of the work in `steps`."""
     steps: int = 0
 
     def version(self, now: float) -> AnchorVersion:
@@ -64,14 +135,14 @@ class OtherReplicas:
         return peer in self._known
 
     def changed(self, others: Iterable[OtherReplica], now: float) -> frozenset[PeerId]:
-        """Takes over a new membership view; returns who is gone."""
+        """Takes over a new membership view; returns the peers that are gone."""
         before = self._known
         listed = sorted(others, key=lambda replica: (not replica.serving, replica.peer))[: MAX_MEMBERS - 1]
         self._known = {replica.peer: _renewed(before.get(replica.peer), replica, now) for replica in listed}
         return frozenset(before) - frozenset(self._known)
 
     def said(self, peer: PeerId, version: AnchorVersion, now: float) -> None:
-        """Notes the version on which another replica says it stands. What strangers say is not kept."""
+        """Notes the version that a replica reports. Strangers' reports are dropped."""
         known = self._known.get(peer)
         if known is None:
             return
@@ -80,9 +151,7 @@ class OtherReplicas:
             known.said, known.said_at, known.presumed = version, now, False
 
     def presume(self, members: Iterable[PeerId], version: AnchorVersion, now: float) -> None:
-        """Presumes the members of a round that we have committed on its version. Whoever commits first would otherwise
-        be alone on it for a moment, and could find the next round due for itself.
-        """
+        # The first to commit would else be alone on its version for a moment, and find the next round due.
         for peer in members:
             known = self._known.get(peer)
             if known is not None and known.version(now).round < version.round:
@@ -102,19 +171,19 @@ class OtherReplicas:
         return frozenset(self._known)
 
     def versions(self, now: float) -> dict[PeerId, AnchorVersion]:
-        """The versions on which the serving replicas stand."""
+        """Versions of the serving replicas."""
         return {peer: known.version(now) for peer, known in self._known.items() if known.serving}
 
     def on(self, version: AnchorVersion, now: float) -> frozenset[PeerId]:
-        """The serving replicas that stand on the version."""
+        """The serving replicas on this version."""
         return frozenset(peer for peer, stands in self.versions(now).items() if stands == version)
 
     def donors(self, version: AnchorVersion, now: float) -> tuple[PeerId, ...]:
-        """All replicas that have the version, whether they serve or not."""
+        """All replicas that have the version, serving or not."""
         return tuple(sorted(peer for peer, known in self._known.items() if known.version(now) == version))
 
     def steps(self, base: AnchorVersion, now: float) -> list[int]:
-        """The work that those on `base` have reported, in inner steps."""
+        """Inner steps since `base`, as its replicas reported."""
         return [self._known[peer].steps for peer in self.on(base, now) if self._known[peer].base == base]
 
 
@@ -138,30 +207,24 @@ class _Failure:
 
 
 class Lag:
-    """How far our anchor is behind the others', with patience: most differences are gone in a moment.
-
-    Versions never go back: a module that stands on a lower or equal round, but on another anchor, is not followed
-    before its next round, which gets a number above all that are seen.
-    """
+    """How far our anchor is behind. Versions never go back; another anchor of an equal round is left alone."""
 
     def __init__(self, rules: RoundRules) -> None:
         self._rules = rules
         self._failures: dict[AnchorVersion, _Failure] = {}
         self._since: float | None = None
         self.catching: AnchorVersion | None = None
-        """What we are getting now."""
+        """The version that we are fetching."""
 
     def standing(
         self, own: AnchorVersion, others: Mapping[PeerId, AnchorVersion], now: float
     ) -> Reasoned[AnchorVersion]:
-        """The version that the module stands on, but for what could not be had lately."""
+        """The version that the module holds, without those that could not be fetched lately."""
         vain = {version for version, failure in self._failures.items() if now < failure.until}
         return standing(self._rules, own, {peer: version for peer, version in others.items() if version not in vain})
 
     def may_convene(self, own: AnchorVersion, best: AnchorVersion, now: float) -> bool:
-        """Whether a round may start from our anchor: not when the module has left it. If nothing comes of waiting, it
-        goes on after `longest_s`.
-        """
+        """Whether a round may start from our anchor. After `longest_s` it may, though the module has left it."""
         if self.catching is not None:
             return False
         return best == own or (self._since is not None and now - self._since > self._rules.longest_s)
@@ -169,12 +232,7 @@ class Lag:
     def target(
         self, own: AnchorVersion, best: AnchorVersion, now: float, certain: bool, busy: bool
     ) -> AnchorVersion | None:
-        """The version to catch up to now; None when there is no need, no way, or when it may settle by itself.
-
-        Args:
-            certain: more than half of all replicas stand there.
-            busy: a round is under way here; it comes first.
-        """
+        """The version to fetch now; None if there is none, or a round is in flight, or it may settle by itself."""
         if best == own or self.catching is not None:
             self._since = None
             return None
@@ -187,9 +245,7 @@ class Lag:
         self.catching, self._since = version, None
 
     def failed(self, version: AnchorVersion, now: float) -> None:
-        """Notes that a version could not be had. It is tried again later and later; of the versions that failed the
-        latest few are remembered.
-        """
+        """Notes that a version could not be fetched; it is retried with backoff."""
         self.catching = None
         before = self._failures.pop(version, None)
         count = 1 if before is None else before.count + 1
@@ -198,12 +254,11 @@ class Lag:
             del self._failures[next(iter(self._failures))]
 
     def moved(self) -> None:
-        """Notes that we stand on another anchor."""
         self.catching = self._since = None
 
 
 class ReplicaView:
-    """This replica's view of its module. Shared by the parts of one `RoundMachine`, which keeps `now` up to date."""
+    """State shared by the parts of one `RoundMachine`, which keeps `now` up to date."""
 
     def __init__(self, own: PeerId, module: ModuleId, rules: RoundRules, version: AnchorVersion, seal: Seal) -> None:
         self.own = own
@@ -213,9 +268,9 @@ class ReplicaView:
         self.version = version
         self.now = 0.0
         self.steps = 0
-        """Our own since our anchor."""
+        """Our inner steps since our anchor."""
         self.anchored_at: float | None = None
-        """Since when we stand on our anchor; None before the first event."""
+        """Time when we took our anchor; None before the first event."""
         self._highest = 0
         self.others = OtherReplicas()
         self.attempt_log = AttemptLog(rules)
@@ -224,8 +279,7 @@ class ReplicaView:
         self.usual = UsualLength()
 
     def standing(self) -> Reasoned[AnchorVersion]:
-        """The version that the module stands on, as we see it. Whom we distrust is followed where most replicas stand,
-        and nowhere else."""
+        """The version that the module holds. Distrusted replicas count only with the majority."""
         versions, distrusted = self.others.versions(self.now), self.penalties.distrusted(self.now)
         held = Counter(versions.values())
         counted = {
@@ -236,23 +290,22 @@ class ReplicaView:
         return self.lag.standing(self.version, counted, self.now)
 
     def are_most(self, others: int) -> bool:
-        """Whether so many others are more than half of all serving replicas, we included."""
+        """Whether that many other replicas are more than half of all."""
         return 2 * others > len(self.others.serving) + 1
 
     def catch_up_failed(self, version: AnchorVersion, astray: Iterable[PeerId]) -> None:
-        """Notes that a version could not be had, and who is not to be followed for a while because it stands there."""
         self.lag.failed(version, self.now)
         for peer in astray:
-            self.penalties.strayed(peer, self.now)
+            self.penalties.straying.add(peer, self.now)
 
     def may_convene(self) -> bool:
-        """Whether a round from our anchor is what the module needs, and there is a number left for it."""
+        """Whether a round from our anchor is what the module needs."""
         possible = plausible_round(self.version, self.next_number())
         return possible and self.lag.may_convene(self.version, self.standing().value, self.now)
 
     @property
     def anchored_s(self) -> float:
-        """The seconds for which we have stood on our anchor."""
+        """Age of our anchor in seconds."""
         return 0.0 if self.anchored_at is None else self.now - self.anchored_at
 
     def due(self) -> Reasoned[bool]:
@@ -260,19 +313,17 @@ class ReplicaView:
         return due(self.rules, self.steps, self.others.steps(self.version, self.now), len(on) + 1, self.anchored_s)
 
     def next_number(self) -> int:
-        """The number of the next round: above every version we have ever seen, also of replicas that are gone now, so
-        that no number gets two results only because somebody was away.
-        """
+        """The number of the next round: above every version ever seen, so that no number gets two results."""
         self._highest = max(self._highest, next_number(self.version, self.others.versions(self.now).values()))
         return max(self._highest, self.attempt_log.highest[0])
 
     def order(self) -> tuple[PeerId, ...]:
-        """The order of conveners of the next round: the serving replicas on our anchor, we included."""
+        """The order of leaders of the next round."""
         others = self.others.on(self.version, self.now) - self.penalties.excluded(self.now)
         return convener_order(self.module, self.version, self.next_number(), {self.own, *others})
 
     def stand_on(self, version: AnchorVersion) -> list[Tell]:
-        """Takes our new anchor; all others learn it from ourselves."""
+        """Takes our new anchor, and tells everybody."""
         self.version, self.steps, self.anchored_at = version, 0, self.now
         self.attempt_log.new_anchor()
         self.lag.moved()

@@ -1,8 +1,4 @@
-"""Rosters: each member's weight, the shards that members reduce, and the objections to a roster that somebody sent.
-
-All of it follows from the entries that the members have signed, by integers and by operations that IEEE 754 rounds
-alike everywhere, so that every member works out the same, bit for bit.
-"""
+"""A round's roster: weights, shards, and objections. All members compute the same bits of it."""
 
 from __future__ import annotations
 
@@ -10,42 +6,37 @@ import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
-from swarm.averaging.plausibility import rates, slowest_bytes_per_s
 from swarm.averaging.round_events import RoundRules
 from swarm.averaging.schedule import WORK_AT_MOST, fragment_chunks, fragments_of, lower_median, steps_between_rounds
+from swarm.averaging.trust import rates, slowest_bytes_per_s
 from swarm.compression.round_codecs import RoundCodecs, choose
 from swarm.vocabulary.averaging_messages import MAX_MEMBERS, Entry, Member, Roster, RoundId, SignedRoster
 from swarm.vocabulary.types import MAX_COUNT, AnchorVersion, PeerId, Reasoned, short
 
 TOKENS_AT_MOST = 4
-"""Times the median: more tokens of one member count no more, because they are its own claim."""
+"""Largest token weight, in medians: tokens are the member's own claim."""
 NORM_AT_MOST = 1.5
-"""Times the median, and times the root of how many times the median's tokens are in it: a longer update is scaled down
-to it. Replicas of equal work have updates of nearly equal norm, so an honest one is rarely touched and a liar can
-hardly lengthen the step."""
+"""Largest update norm, in medians, per root of its tokens in medians. Longer updates are scaled down."""
 FASTER = 2
-"""How much more chunks a member reduces that is faster than the slowest. No more than that, because who reduces more
-can falsify more."""
+"""Ratio of the shards of fast and slow members. A larger one would let a member falsify more."""
 BELIEVED_TOKENS = 64
-"""Times the median: more of one member's tokens do not enter the version."""
+"""Most tokens of one member in the version, in medians."""
 MOST_STEPS = 2**32
 MOST_TOKENS = 2**48
 STRANGERS = 4
-"""One in so many members may be one that we do not see: two replicas that do not see each other must not hold up the
-others, but a convener that makes members up shall not have the most weight."""
+"""One in this many members may be unknown to us: enough for partial views, too few for an invented majority."""
 ASSUMED_BANDWIDTH = 2.0**20
-"""Bytes per second, where none has been measured."""
+"""Bytes per second where none was measured."""
 SLACK = 8.0
-"""An exchange may take so many times what it should."""
+"""Factor on the expected time of an exchange."""
 GRACE_S = 20.0
-"""And so much more."""
+"""Seconds on top of that."""
 CONVENER_REDUCES_FROM = 2
-"""From this attempt on the convener alone reduces, so that no two members that cannot reach each other hold up the
-round."""
+"""Attempt from which the leader alone reduces, in case two members cannot reach each other."""
 
 
 def sound_entry(entry: Entry) -> bool:
-    """Whether an entry's figures can be true at all."""
+    """Whether an entry's figures are possible."""
     return (
         0 <= entry.steps <= MOST_STEPS
         and 0 <= entry.tokens <= MOST_TOKENS
@@ -60,18 +51,18 @@ class Weight:
     """The weight of one member's pseudo-gradient."""
 
     share: float = 0.0
-    """Of the tokens."""
+    """Share of the tokens."""
     clipping: float = 1.0
-    """What shortens it to the norm that is allowed."""
+    """Factor that clips the norm."""
 
     @property
     def coefficient(self) -> float:
-        """The factor of the pseudo-gradient in the sum."""
+        """Factor of the pseudo-gradient in the sum."""
         return self.share * self.clipping
 
 
 def weigh(entries: Mapping[PeerId, Entry]) -> dict[PeerId, Weight]:
-    """The weight of each pseudo-gradient. All shares are 0 when nobody worked."""
+    """The weight of each pseudo-gradient. All are 0 if nobody worked."""
     working = [entry for entry in entries.values() if entry.tokens > 0]
     if not working:
         return dict.fromkeys(entries, Weight())
@@ -88,9 +79,7 @@ def weigh(entries: Mapping[PeerId, Entry]) -> dict[PeerId, Weight]:
 
 
 def shards(chunks: range, rates: Mapping[PeerId, int], peers: Collection[PeerId]) -> dict[PeerId, tuple[int, int]]:
-    """Cuts a run of chunks into one run for each peer (maybe empty), in the order of the peers' names; who is faster
-    than the slowest has twice as many. Whole chunks by the largest remainder. An unknown rate counts as the median of
-    the others."""
+    """Cuts chunks into one run per peer, by name; fast peers get twice as many. Unknown rates count as the median."""
     known = list(rates.values())
     median, slowest = (lower_median(known), min(known)) if known else (0, 0)
     ordered = sorted(peers)
@@ -109,9 +98,7 @@ def shards(chunks: range, rates: Mapping[PeerId, int], peers: Collection[PeerId]
 
 
 def make_roster(rules: RoundRules, signed: SignedRoster) -> Roster | None:
-    """Works the roster out from the entries; None when none of those who entered has worked. The convener must be among
-    them.
-    """
+    """Computes the roster of the entries; None if nobody has worked."""
     entries = {entry.peer: entry for entry in signed.entries}
     number, base = signed.round, signed.base
     weights = weigh(entries)
@@ -139,44 +126,27 @@ def codec_of(
     interval_s: float,
     own: float,
 ) -> Reasoned[RoundCodecs]:
-    """The codec that the convener chooses.
-
-    Args:
-        interval_s: the time that the work since `base` has taken.
-        own: bytes per second of the convener's best link, for when nobody has measured any in rounds yet; 0 when not
-            known.
-    """
+    """The leader's choice of codec. `own`: goodput of its best link, used if rounds have measured none."""
     slowest = slowest_bytes_per_s(entries) or own
     return choose(rules.rungs, exchanged_bytes(rules, base, len(entries), number.attempt), slowest, interval_s)
 
 
 def exchanged_bytes(rules: RoundRules, base: AnchorVersion, members: int, attempt: int) -> float:
-    """The bytes of float32 that the busiest member sends and receives in one exchange: everybody the fragment about
-    twice; a convener that reduces alone, once each way for every other member.
-    """
+    """Float32 bytes that the busiest member sends and receives in one exchange."""
     first, end = fragment_chunks(rules, base.fragment)
     times = 2 * (members - 1) if attempt >= CONVENER_REDUCES_FROM else 2 * (members - 1) / members
     return times * (end - first) * rules.chunk_bytes
 
 
 def exchange_limit_s(rules: RoundRules, signed: SignedRoster, own: float) -> float:
-    """The time limit of the exchange in seconds, as for float32.
-
-    Args:
-        own: bytes per second of our own best link; 0 when not known.
-    """
+    """Time limit of the exchange in seconds, as for float32. `own`: goodput of our best link, 0 if unknown."""
     entries = {entry.peer: entry for entry in signed.entries}
     slowest = min(slowest_bytes_per_s(entries) or ASSUMED_BANDWIDTH, own or ASSUMED_BANDWIDTH)
     return GRACE_S + SLACK * exchanged_bytes(rules, signed.base, len(entries), signed.round.attempt) / slowest
 
 
 def objection(rules: RoundRules, signed: SignedRoster, own: Entry, verify: Callable[[Entry], bool]) -> str | None:
-    """The reason why a convener's roster is wrong; None when it is not.
-
-    Args:
-        own: our entry.
-        verify: whether an entry is signed by who enters; asked last, once for each of the others.
-    """
+    """The reason why a leader's roster is wrong; None if it is right."""
     peers = [entry.peer for entry in signed.entries]
     if not 1 <= len(peers) <= MAX_MEMBERS or len(set(peers)) != len(peers):
         return "its members are none, too many, or twice there"
@@ -195,16 +165,7 @@ def objection(rules: RoundRules, signed: SignedRoster, own: Entry, verify: Calla
 
 
 def oddity(signed: SignedRoster, own: PeerId, known: Collection[PeerId], here: Collection[PeerId]) -> str | None:
-    """The reason not to follow a roster though its convener may be honest, which may see other replicas than we do;
-    None when nothing is odd.
-
-    At the first attempt nobody has been left out for a reason yet, so one that lacks most of us would throw their work
-    away.
-
-    Args:
-        known: the other replicas of the module that we see.
-        here: those of them that stand on our anchor and serve.
-    """
+    """The reason not to follow a roster that may be honest, since views differ; None if nothing is odd."""
     strangers = {entry.peer for entry in signed.entries} - {own, *known}
     if len(strangers) > max(1, len(signed.entries) // STRANGERS):
         return f"{len(strangers)} in it are no replicas of this module that we see"
@@ -214,24 +175,24 @@ def oddity(signed: SignedRoster, own: PeerId, known: Collection[PeerId], here: C
 
 
 def contributors(roster: Roster) -> tuple[PeerId, ...]:
-    """The members whose pseudo-gradients are in the result: one that has done no work is there with weight 0."""
+    """Members whose pseudo-gradients are in the result; idle ones have weight 0."""
     return tuple(member.peer for member in roster.members if member.coefficient > 0)
 
 
 def leads_to(rules: RoundRules, roster: Roster, version: AnchorVersion) -> bool:
-    """Whether a version can be the result of this roster's exchange; only the digest is not known beforehand."""
+    """Whether a version can result from this roster; only the digest is not known beforehand."""
     after = (roster.base.fragment + 1) % fragments_of(rules)
     expected = (roster.round.number, roster.steps, roster.tokens, after)
     return (version.round, version.steps, version.tokens, version.fragment) == expected
 
 
 def may_be_committed(roster: Roster, without: int) -> bool:
-    """Whether a majority can have prepared this roster's result when so many of its members are known not to have."""
+    """Whether a majority can have this result when `without` members are known not to."""
     return 2 * (len(roster.members) - without) > len(roster.members)
 
 
 def _steps(rules: RoundRules, entries: Mapping[PeerId, Entry]) -> int:
-    """The mean. One that lies makes the schedule of two go half as fast or half as fast again, and no more."""
+    """The mean. A lying member of two halves the schedule or adds half, and no more."""
     steps = [entry.steps for entry in entries.values() if entry.tokens > 0]
     ceiling = WORK_AT_MOST * max(lower_median(steps), steps_between_rounds(rules))
     return (2 * sum(min(count, ceiling) for count in steps) + len(steps)) // (2 * len(steps))

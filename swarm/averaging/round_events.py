@@ -1,6 +1,4 @@
-"""The events and actions of the round machine, and its rules. Plain data; `swarm.averaging.round_machine` is the
-machine.
-"""
+"""Events and actions of the round machine, and its rules."""
 
 from __future__ import annotations
 
@@ -15,50 +13,50 @@ from swarm.vocabulary.types import AnchorVersion, PeerId
 
 @dataclass(frozen=True, slots=True)
 class RoundRules:
-    """The manifest's rules of rounds, and the limits of patience in seconds."""
+    """The manifest's rules of rounds, and timeouts in seconds."""
 
     inner_steps: int
-    """A round of each fragment is due after so many inner steps of work by every replica on average."""
+    """Inner steps per replica, on average, that make a round of each fragment due."""
     fragments: int
     chunks: int
-    """Of the whole module's state vector (parameters only)."""
+    """Chunks of the whole module's parameters."""
     longest_s: float
-    """A round is due after so long, however little has been done, provided that something has."""
+    """After this long a round is due if any work was done."""
     answer_s: float = 2.0
-    """An invited replica from which nothing has come for so long is left out."""
+    """Timeout of an invited replica that sends nothing."""
     prepare_s: float = 30.0
-    """One that has said it prepares gets so long (the grace for the slow)."""
+    """Timeout of a replica that said it prepares."""
     silence_s: float = 2.0
-    """A member (or convener) of which nothing is heard for so long during the exchange is taken for silent."""
+    """Silence during the exchange after which a member or leader counts as lost."""
     pulse_s: float = 0.5
     step_tokens: int = 2**20
-    """Of one inner step of one replica, about."""
+    """Approximate tokens of one inner step of one replica."""
     chunk_bytes: int = 4 * 2**20
-    """Of one chunk on the wire at most: how long a piece may take follows from it."""
+    """Largest chunk on the wire; the time limit of a piece follows from it."""
     rungs: tuple[Rung, ...] = (FLOAT32,)
-    """The codecs that the run allows in rounds, mildest first, with what they make of float32."""
+    """Codec levels that the run allows in rounds, mildest first."""
 
     @property
     def codecs(self) -> tuple[RoundCodecs, ...]:
-        """The codecs that the run's rosters may name."""
+        """Codecs that the run's rosters may name."""
         return tuple(rung.codecs for rung in self.rungs)
 
 
 class Seal(Protocol):
-    """Signs our entries and checks the others'; there is no cryptography here."""
+    """Signs our entries and verifies those of others."""
 
     def sign(self, entry: Entry) -> Entry:
-        """The entry with our signature."""
+        """Returns the entry with our signature."""
         ...
 
     def verify(self, entry: Entry) -> bool:
-        """Whether the entry's peer has signed it."""
+        """Whether the entry carries its peer's signature."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class OtherReplica:
-    """A live replica of our module as the membership view has it."""
+    """A live replica of our module, as membership shows it."""
 
     peer: PeerId
     version: AnchorVersion
@@ -72,14 +70,14 @@ class OtherReplica:
 
 @dataclass(frozen=True, slots=True)
 class ReplicasChanged:
-    """The membership view of our module has changed; ourselves not included."""
+    """The membership of our module, without ourselves, has changed."""
 
     others: tuple[OtherReplica, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Worked:
-    """Our replica has worked: its work since our anchor, in sum; after every inner step."""
+    """Our replica's work since our anchor; sent after every inner step."""
 
     steps: int
     tokens: int
@@ -87,7 +85,7 @@ class Worked:
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """A message about a round has come from another replica."""
+    """A message about a round from another replica."""
 
     sender: PeerId
     message: RoundControl
@@ -95,29 +93,28 @@ class Arrived:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotTaken:
-    """The snapshot that was asked for is taken: the pseudo-gradient is fixed."""
+    """The requested snapshot is complete: the pseudo-gradient is fixed."""
 
     round: RoundId
     steps: int
     tokens: int
     norm: float
     bandwidth: float = 0.0
-    """Bytes per second of our own best link; 0 when not known. For our own patience and choices: nobody else believes
-    it."""
+    """Goodput of our best link in bytes per second; 0 if unknown. Only our own timeouts use it."""
     received: Mapping[PeerId, float] = field(default_factory=dict)
-    """Bytes per second at which other members' pieces have come in."""
+    """Measured rates of other members' pieces, in bytes per second."""
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotBroken:
-    """The snapshot could not be taken: our own update is not finite. The replica has gone back to its anchor."""
+    """Our own update is not finite. The replica has returned to its anchor."""
 
     round: RoundId
 
 
 @dataclass(frozen=True, slots=True)
 class PieceCame:
-    """A piece from a member arrived and was of use."""
+    """A useful piece arrived from a member."""
 
     round: RoundId
     sender: PeerId
@@ -125,9 +122,7 @@ class PieceCame:
 
 @dataclass(frozen=True, slots=True)
 class Owing:
-    """Which members still owe us pieces that they could send now: contributions to our shard, or results for which they
-    have everything. Said whenever it changes. (A reducer that itself waits for others is not listed when that is
-    known.)"""
+    """Members that owe us pieces they could send now; reported whenever the set changes."""
 
     round: RoundId
     peers: frozenset[PeerId]
@@ -135,7 +130,7 @@ class Owing:
 
 @dataclass(frozen=True, slots=True)
 class PieceRejected:
-    """A member sent what cannot be used; why is for the log."""
+    """A member sent an unusable piece."""
 
     round: RoundId
     sender: PeerId
@@ -144,23 +139,20 @@ class PieceRejected:
 
 @dataclass(frozen=True, slots=True)
 class Caught:
-    """A replica did what no honest one does: an audit of a round that has been committed shows it, or what it sent
-    us."""
+    """A replica did what no honest one does: shown by an audit of a committed round, or by what it sent."""
 
     peer: PeerId
     round: int
     why: str
-    """For people."""
     proof: str = ""
-    """BLAKE3 over the signed hashes behind it, hexadecimal; empty when nobody else could be shown it."""
+    """BLAKE3 of the signed hashes behind it, in hexadecimal; empty if nobody else could verify it."""
     certain: bool = True
-    """False for what may befall an honest one: it was asked several times and did not answer, or accuses others of what
-    we do not see."""
+    """False for what can also happen to an honest replica."""
 
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """The whole result of the exchange is here; it would make this anchor."""
+    """The result of the exchange is complete; it would make this anchor."""
 
     round: RoundId
     version: AnchorVersion
@@ -168,38 +160,31 @@ class Staged:
 
 @dataclass(frozen=True, slots=True)
 class LinkLost:
-    """The link to a replica broke, or a message to it could not be delivered."""
+    """The link to a replica broke, or a message could not be delivered."""
 
     peer: PeerId
 
 
 @dataclass(frozen=True, slots=True)
-class SteppedAlone:
-    """Being alone, the replica took the outer step by itself, with an inner step."""
-
-    version: AnchorVersion
-
-
-@dataclass(frozen=True, slots=True)
 class CaughtUp:
-    """We stand on another anchor now."""
+    """Our anchor has changed by a download, or by an outer step without company."""
 
     version: AnchorVersion
 
 
 @dataclass(frozen=True, slots=True)
 class CatchUpFailed:
-    """The anchor could not be had; we stand where we stood."""
+    """The anchor could not be fetched; ours is unchanged."""
 
     wanted: AnchorVersion
     detail: str
     astray: tuple[PeerId, ...] = ()
-    """Who stands there, when it is farther from ours than an honest one can be."""
+    """Peers on that anchor, if it is farther from ours than an honest one can be."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time has passed; comes at least ten times a second."""
+    """Time has passed; at least ten times a second."""
 
 
 Event = (
@@ -214,7 +199,6 @@ Event = (
     | Caught
     | Staged
     | LinkLost
-    | SteppedAlone
     | CaughtUp
     | CatchUpFailed
     | Tick
@@ -225,7 +209,7 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class Tell:
-    """Send a message; when it cannot be delivered, LinkLost follows."""
+    """Send a message. LinkLost follows if it cannot be delivered."""
 
     to: PeerId
     message: RoundControl
@@ -233,9 +217,7 @@ class Tell:
 
 @dataclass(frozen=True, slots=True)
 class TakeSnapshot:
-    """Fix the pseudo-gradient of a fragment: what the replica has done since its anchor, kept for every attempt at this
-    round `number`. A later TakeSnapshot for the same number and base gives the same one again ("with the same
-    pseudo-gradients")."""
+    """Fix the pseudo-gradient of a fragment. Attempts with the same number and base get the same one."""
 
     round: RoundId
     fragment: int
@@ -243,26 +225,21 @@ class TakeSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """Begin the exchange with this roster; whatever exchange was under way ends without a trace (its staged result, if
-    it was complete, is kept until `Release` of its number or a commit). Pieces of this attempt may have come before
-    it."""
+    """Begin the exchange of this roster; end the one before. A complete result is kept until `Release` or a commit."""
 
     roster: Roster
 
 
 @dataclass(frozen=True, slots=True)
 class DropStaged:
-    """Drop a complete result that will not be committed by us: it is of an attempt that is over, or a later one has
-    replaced it. At most one is kept, so that there is always room to make the next.
-    """
+    """Drop a complete result that we will not commit. At most one is kept."""
 
     version: AnchorVersion
 
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """End the exchange and forget the snapshots and everything staged for rounds up to this number. A number below that
-    of the attempt under way only ends the exchange: its snapshot and staged results are kept for the next attempt."""
+    """End the exchange, and forget snapshots and results of rounds up to this number."""
 
     number: int
     why: str
@@ -270,9 +247,7 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class CommitStaged:
-    """Make the staged result of this version the anchor, and carry the work done since the snapshot over to it. All
-    snapshots and staged results are forgotten, but pieces that others still need of this exchange go on being sent
-    until the next one begins."""
+    """Make the staged result the anchor, and carry over the work since the snapshot. Sending to others goes on."""
 
     roster: Roster
     version: AnchorVersion
@@ -280,30 +255,20 @@ class CommitStaged:
 
 @dataclass(frozen=True, slots=True)
 class CatchUp:
-    """Get this anchor from those who have it. Ends with CaughtUp or CatchUpFailed. Work since our own anchor is lost,
-    and counted."""
+    """Fetch this anchor from donors. CaughtUp or CatchUpFailed follows. Work since our own anchor is lost."""
 
     version: AnchorVersion
     donors: tuple[PeerId, ...]
     why: str
     by_most: bool
-    """Most replicas stand there. Else it is held against how far ours has come."""
-
-
-@dataclass(frozen=True, slots=True)
-class StandAlone:
-    """Say whether there is nobody to average with: then the replica takes the outer step by itself when it is due."""
-
-    alone: bool
+    """Most replicas hold it. If not, its distance from ours is checked."""
 
 
 @dataclass(frozen=True, slots=True)
 class Accuse:
-    """Tell whoever watches that a replica has sent what no honest one sends, and that less is asked of it from
-    now on.
-    """
+    """Report a replica that sent what no honest one sends."""
 
     caught: Caught
 
 
-Action = Tell | TakeSnapshot | Exchange | DropStaged | Release | CommitStaged | CatchUp | StandAlone | Accuse
+Action = Tell | TakeSnapshot | Exchange | DropStaged | Release | CommitStaged | CatchUp | Accuse

@@ -1,31 +1,19 @@
-"""The round machine: the state machine of one replica's rounds, from events to actions
-(`swarm.averaging.round_events`).
+"""The state machine of one replica's rounds: events in, actions out (`swarm.averaging.round_events`).
 
-The story. A replica works from its anchor and tells the three who would convene the next round how far it is. When the
-work of all is enough, the first in hash order invites everybody (Convening); who accepts fixes its pseudo-gradient and
-enters (Participation); the convener fixes the roster, the members exchange, and each says when it has the whole result,
-and which. When more than half of the roster has the same, the convener says Commit, and it holds.
+A replica tells the next three leaders its progress. When the work of all is enough, the first in hash order invites
+everybody (`Leader`). Members fix their pseudo-gradients and enter (`Participation`), the leader fixes the roster, the
+members exchange, and report the digest of the result. When more than half of the roster has the same, it commits.
 
-What is kept whatever happens:
+What holds under any failure:
 
-* One attempt at a time. The highest (number, attempt) is followed, of equals the one whose convener is first in hash
-  order; but who exchanges stays with a convener that it hears. A silent convener is replaced by the next in order, a
-  silent or rejected member is left out of the next attempt.
-* Who has prepared a result keeps it until it stands on another anchor, and says so in every entry. A convener does not
-  start a new exchange while a majority of an earlier roster may have prepared one: somebody may have committed it.
-* Nobody is believed because it convenes: entries are signed, travel in the roster, and every member works out weights,
-  shards, steps and tokens from them for itself. A convener that sends anything else is left out.
-* A replica applies only what it has prepared itself from the anchor it stands on, after a Commit or when another stands
-  on it.
-* A replica leaves its anchor for another only when the module stands there (`rules.standing`), and only for a higher
-  round: versions never go back. Nobody's word but that of the replicas that stand there counts for it, with one
-  exception: a convener takes over a result that it found as above.
-* Time during which the process did not run is no time: nobody is taken for silent because we slept. After a long sleep
-  the attempt is dropped.
-
-Nothing here does IO or draws random numbers. Messages to ourselves (the convener is a member too) never leave.
-
-Time that stands still while the process does: a frozen computer does not take the others for silent when it thaws.
+* The highest (number, attempt) is followed, of equals that of the first leader in hash order; members of a running
+  exchange stay with a live leader. A silent leader is replaced, silent or rejected members are excluded.
+* A prepared result is kept until the anchor changes, and named in every entry. While a majority of an earlier roster
+  may have prepared one, no new exchange begins: somebody may have committed it.
+* Entries are signed, and every member computes weights, shards, steps and tokens from them.
+* A replica applies only what it prepared itself from its own anchor, after a Commit or when another replica holds it.
+* It leaves its anchor only for that of the module (`schedule.standing`), and only for a higher round.
+* Time in which the process did not run does not count.
 """
 
 from __future__ import annotations
@@ -53,8 +41,6 @@ from swarm.averaging.round_events import (
     SnapshotBroken,
     SnapshotTaken,
     Staged,
-    StandAlone,
-    SteppedAlone,
     Tell,
     Tick,
     Worked,
@@ -72,18 +58,18 @@ from swarm.vocabulary.averaging_messages import (
 from swarm.vocabulary.types import AnchorVersion, ModuleId, PeerId, short
 
 GAP_S = 0.5
-"""The machine is called ten times a second; a longer pause means that the process was stopped or held up."""
+"""Pause between two calls, in seconds, after which the process counts as stopped. Usual are 0.1 s."""
 
 
 class WakingTime:
-    """A clock of seconds awake, over a monotonic clock that goes on in sleep."""
+    """A clock that stops while the process does: a frozen computer does not count others as silent when it thaws."""
 
     def __init__(self) -> None:
         self._last: float | None = None
         self._slept = 0.0
 
     def advance(self, now: float) -> tuple[float, float]:
-        """The seconds awake, and how long it slept since the last call (0 when it did not)."""
+        """Seconds awake, and seconds slept since the last call."""
         gap = 0.0 if self._last is None else now - self._last
         self._last = now
         slept = gap if gap > GAP_S else min(gap, 0.0)
@@ -95,51 +81,45 @@ Actions = list[Action]
 
 
 class RoundMachine:
-    """One replica's part in the rounds of its module.
-
-    Args:
-        own: this peer.
-        version: the anchor it stands on at the start.
-        seal: signs our entries and checks the others'.
-    """
+    """One replica's part in the rounds of its module."""
 
     def __init__(self, own: PeerId, module: ModuleId, rules: RoundRules, version: AnchorVersion, seal: Seal) -> None:
         self._view = ReplicaView(own, module, rules, version, seal)
         self._attempts = Attempts(self._view)
         self._time = WakingTime()
         self._seen = False
-        """Whether there was a view of the others yet."""
         self._alone: bool | None = None
-        """What we told last; None when nothing yet."""
+        """Whether no other replica serves; None before the first view."""
         self._alone_since: float | None = None
-        """When another serving replica was there last, or when we began to look."""
 
     # ---- looking -----------------------------------------------------------------------------------------------------
 
     @property
     def version(self) -> AnchorVersion:
-        """The version of our anchor."""
         return self._view.version
 
     @property
     def under_way(self) -> RoundId | None:
-        """The attempt in which we take part."""
+        """The current attempt."""
         part = self._attempts.part
         return None if part is None else part.round
 
     @property
     def settled(self) -> bool:
-        """Whether we have seen the others and stand where the module stands. Until then a replica should not announce
-        that it serves."""
+        """Whether we have seen the others and hold what the module holds: only then a replica should serve."""
         return self._seen and self._view.lag.catching is None and self._view.standing().value == self.version
 
     @property
+    def is_alone(self) -> bool:
+        """Whether no other replica has served for a while: then the outer step needs no round."""
+        return self._alone is True
+
+    @property
     def in_company(self) -> bool:
-        """Whether another replica serves the module."""
         return bool(self._view.others.serving)
 
     def describe(self) -> str:
-        """The machine's state in one line for people."""
+        """One line for people."""
         view, part = self._view, self._attempts.part
         where = f"round {self.version.round}"
         if view.lag.catching is not None:
@@ -156,12 +136,7 @@ class RoundMachine:
     # ---- the machine -------------------------------------------------------------------------------------------------
 
     def handle(self, event: Event, now: float) -> Actions:
-        """The actions that follow from an event, in order. Events of attempts that are over are ignored, never an
-        error.
-
-        Args:
-            now: seconds of a monotonic clock.
-        """
+        """The actions that follow from an event, in order. Events of past attempts are ignored."""
         view = self._view
         view.now, slept = self._time.advance(now)
         if view.anchored_at is None:
@@ -194,10 +169,11 @@ class RoundMachine:
                 return attempts.befell(event)
             case LinkLost(peer):
                 return attempts.link_lost(peer)
-            case SteppedAlone(version) | CaughtUp(version):
+            case CaughtUp(version):
                 return [*attempts.forget("we stand on another anchor"), *self._view.stand_on(version)]
             case Caught(peer):
-                self._view.penalties.was_caught(peer, event.certain, self._view.now)
+                penalties = self._view.penalties
+                (penalties.fraud if event.certain else penalties.silence).add(peer, self._view.now)
                 return [Accuse(event)]
             case CatchUpFailed(wanted):
                 self._view.catch_up_failed(wanted, event.astray)
@@ -206,7 +182,7 @@ class RoundMachine:
         return []
 
     def _follow_up(self) -> Actions:
-        """The first thing that time and the new state make due; asked again until nothing is."""
+        """What time and the new state make due first; asked again until nothing is."""
         attempts = self._attempts
         return (
             attempts.adopt_if_others_did()
@@ -220,7 +196,6 @@ class RoundMachine:
     # ---- ourselves and the others ------------------------------------------------------------------------------------
 
     def _arrived(self, sender: PeerId, message: RoundControl) -> Actions:
-        """Only live replicas of our module are heard. What they say of themselves tells where they stand."""
         view = self._view
         module = message.module if isinstance(message, Progress) else message.round.module
         if sender not in view.others or module != view.module:
@@ -254,16 +229,15 @@ class RoundMachine:
         return [Tell(peer, report) for peer in view.order()[:INFORMED] if peer != view.own]
 
     def _notice_company(self) -> Actions:
-        """Being alone must last a little: after a long sleep all announcements have run out, and the new ones are under
-        way."""
         view, alone = self._view, not self._view.others.serving
         if self._alone_since is None or not alone:
             self._alone_since = view.now
-        lasts = view.now - self._alone_since >= view.rules.answer_s
+        # After a long sleep all announcements have run out, and the new ones are on their way.
+        lasts = self._alone is None or view.now - self._alone_since >= view.rules.answer_s
         if not self._seen or alone == self._alone or (alone and not lasts):
             return []
         self._alone = alone
-        return [*(self._attempts.finish_alone() if alone else []), StandAlone(alone)]
+        return self._attempts.finish_alone() if alone else []
 
     # ---- what time brings -------------------------------------------------------------------------------------------
 
@@ -280,7 +254,7 @@ class RoundMachine:
         return [*self._attempts.forget("catching up"), CatchUp(wanted, donors, best.reason, certain)]
 
     def _convene_if_due(self) -> Actions:
-        """The first in order opens a due round at once, the next one when nothing has come from those before."""
+        """The first in order opens a due round at once, the next one if those before stay silent."""
         view = self._view
         attempt_log = view.attempt_log
         if not view.others.serving or self._attempts.part is not None or view.now < attempt_log.quiet_until:

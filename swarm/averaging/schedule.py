@@ -1,7 +1,4 @@
-"""The arithmetic of rounds: convener order, due rounds, round numbers, and the version the module stands on.
-
-Which state a newcomer takes: it has none of its own to compare, only what the module's replicas say.
-"""
+"""The arithmetic of rounds: order of leaders, due rounds, round numbers, and the version that the module holds."""
 
 from __future__ import annotations
 
@@ -18,64 +15,54 @@ from swarm.vocabulary.types import AnchorVersion, ModuleId, PeerId, Reasoned
 Number = TypeVar("Number", int, float)
 
 INFORMED = 3
-"""So many in the order of conveners learn how far a replica is."""
+"""First leaders in order that learn the progress of a replica."""
 LARGEST_LEAD = 2**20
 FIRST_LEAD = 1024
 LEAD_TIMES = 4
-"""A single replica's word is taken for a round so many times ours, or so much beyond a small one: one that was cut off
-has gone on by itself, hardly several times as fast. Without a limit one lie could use up the numbers."""
+"""Largest round number accepted from one replica: 4x ours, or ours + 1024. A partitioned replica is hardly faster."""
 MOST_ROUNDS = 2**36
-"""A hundred a second for twenty years: no run is further, whoever says so, and numbers are left."""
+"""A hundred a second for twenty years."""
 SLACK_ROUNDS = 1024
 SLACK_WORK = 1024
-"""A version has at most so many times the steps and tokens that its rounds, and SLACK_ROUNDS more, are there for:
-rounds that fail for hours add to the next one."""
+"""Largest ratio of steps and tokens of a version to its rounds + SLACK_ROUNDS."""
 STEPS_TIMES_ALONE = 2
-"""A replica that has so many times `inner_steps` behind it opens a round whatever it knows of the others."""
+"""After this many times `inner_steps` a replica opens a round, whatever the others did."""
 WORK_AT_MOST = 2
-"""Times the average share: more of one replica's steps are not counted, so that one claim alone makes no round due."""
+"""Counted steps of one replica, in average shares: one claim makes no round due."""
 
 
 def precedence(module: ModuleId, base: AnchorVersion, number: int, peer: PeerId) -> bytes:
-    """A replica's precedence as convener of this round from this anchor: the smallest value convenes.
+    """A replica's precedence as leader of this round from this anchor: the smallest value leads.
 
-    Rendezvous hashing (Thaler and Ravishankar 1998): everybody computes the same order, each round has another one, and
-    a peer that comes or goes changes nobody else's place. The anchor's digest is in it, so that nobody knows the order
-    before the round before has been committed: a key that convenes a given round cannot be made in advance.
+    Rendezvous hashing (Thaler and Ravishankar 1998). The digest prevents keys made to lead a given round.
     """
     header = struct.pack("<IIQ", module.stage, module.expert, number) + base.digest
     return hashlib.sha256(b"skipstone-convener:2\0" + header + peer.encode()).digest()
 
 
 def convener_order(module: ModuleId, base: AnchorVersion, number: int, peers: Iterable[PeerId]) -> tuple[PeerId, ...]:
-    """The order of conveners: the first convenes, the next steps in when those before are silent."""
+    """The order of leaders: each replaces those before it that are silent."""
     return tuple(sorted(set(peers), key=lambda peer: precedence(module, base, number, peer)))
 
 
 def lower_median(values: Sequence[Number]) -> Number:
-    """The lower median: of two values, the smaller, so that one cannot lift the other's limit.
-
-    Raises:
-        IndexError: there is no value.
-    """
+    """The lower median: one of two values cannot raise the limit. Raises IndexError if there is none."""
     return sorted(values)[(len(values) - 1) // 2]
 
 
 def fragments_of(rules: RoundRules) -> int:
-    """The number of fragments of a module, at most that of its chunks."""
+    """The number of a module's fragments, at most that of its chunks."""
     return max(1, min(rules.fragments, rules.chunks))
 
 
 def fragment_chunks(rules: RoundRules, fragment: int) -> tuple[int, int]:
-    """The first and end chunk of a fragment; the same borders as the module's layout has."""
+    """First and end chunk of a fragment, as in the layout."""
     count = fragments_of(rules)
     return round(fragment * rules.chunks / count), round((fragment + 1) * rules.chunks / count)
 
 
 def steps_between_rounds(rules: RoundRules) -> int:
-    """The inner steps of the average replica from one round to the next: each fragment has its turn once in
-    `inner_steps`.
-    """
+    """Inner steps of the average replica between two rounds."""
     return -(-rules.inner_steps // fragments_of(rules))
 
 
@@ -100,26 +87,23 @@ def due(
 
 
 def plausible_round(own: AnchorVersion, number: int) -> bool:
-    """Whether a round with this number can be the next one for us."""
     return 0 <= number <= min(own.round + LARGEST_LEAD, MOST_ROUNDS)
 
 
 def possible(rules: RoundRules, version: AnchorVersion) -> bool:
-    """Whether a version's figures can be true, and fit each other, in this run at all."""
+    """Whether a version's figures are possible in this run."""
     steps = SLACK_WORK * rules.inner_steps * (version.round + SLACK_ROUNDS)
     tokens = steps * rules.step_tokens * MAX_MEMBERS
     return 0 <= version.round <= MOST_ROUNDS and 0 <= version.steps <= steps and 0 <= version.tokens <= tokens
 
 
 def near(own: AnchorVersion, number: int) -> bool:
-    """Whether a round's number is so close to ours that one replica alone is believed to have come so far."""
+    """Whether one replica alone is believed to have come this far."""
     return number <= own.round + min(LARGEST_LEAD, max(FIRST_LEAD, LEAD_TIMES * own.round))
 
 
 def next_number(own: AnchorVersion, seen: Iterable[AnchorVersion]) -> int:
-    """The number of the next round: one more than any live replica has, so that whoever takes over the result moves
-    forward.
-    """
+    """The number of the next round: one more than any live replica has."""
     return 1 + max([own.round, *(version.round for version in seen if near(own, version.round))])
 
 
@@ -157,14 +141,9 @@ def standing(rules: RoundRules, own: AnchorVersion, others: Mapping[PeerId, Anch
 
 
 def choose_version(announced: Mapping[PeerId, AnchorVersion]) -> Reasoned[AnchorVersion | None]:
-    """The version on which most replicas stand, if at least half of those that say so stand on it.
+    """The version that most replicas announce, if at least half of them do.
 
-    One vote a peer, so one that lies never prevails against two that agree. Of two halves (a partition that has just
-    healed) the one with more tokens behind it wins, then the higher round, then the higher digest: as the replicas
-    themselves decide. Whether a lone replica tells the truth cannot be known.
-
-    Args:
-        announced: what each live replica with a state announces.
+    One vote a peer. Of two halves the one with more tokens wins, then the higher round, then the higher digest.
     """
     if not announced:
         return Reasoned(None, "no replica of this module has announced a state")

@@ -74,7 +74,7 @@ class LinkRate:
     """The measured rate at which the tensors of another replica came in."""
 
     mark: Annotated[int, Range(0, 2**24 - 1)]
-    """24 bits that stand for its name (`swarm.averaging.plausibility.mark_of`)."""
+    """24 bits that stand for its name (`swarm.averaging.trust.mark_of`)."""
     rate: Annotated[int, Range(1, MAX_RATE)]
     """4 to this power bytes per second, 1 to MAX_RATE: what is measured varies by a factor of two among equals."""
 

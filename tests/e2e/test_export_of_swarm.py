@@ -13,7 +13,7 @@ import pytest
 from node.averaging.anchor.anchor import hash_of
 from node.averaging.anchor.layout import layout_of
 from node.averaging.anchor.shared_vector import Vector
-from node.averaging.state_sync.hash_lists import first_hash_list
+from node.averaging.state_sync.download import first_hash_list
 from node.export.open_model import open_model
 from node.export.source import checked_module
 from node.export.swarm_source import open_swarm

@@ -19,18 +19,18 @@ import torch
 from node.__main__ import main
 from node.averaging import module_rounds as service
 from node.averaging.anchor.anchor import Anchor, version_of
-from node.averaging.anchor.module_vector import LocalReplica
+from node.averaging.anchor.local_replica import LocalReplica
 from node.averaging.anchor.shared_vector import Vector
 from node.averaging.exchange.partition import Piece
 from node.averaging.exchange.pseudo_gradient import Source
-from node.averaging.exchange.reducer import Reduction
+from node.averaging.exchange.reduction import Reduction
 from node.averaging.replica_sync import ReplicaSync, Snapshot
 from node.pipeline.runner import Job, Output
 from node.pipeline.worker import HopWorker
 from protocol.identity.signatures import EntrySeal
 from protocol.interfaces.tensor_spec import TensorSpec
 from protocol.transport.grpc_transport import GrpcTransport
-from swarm.averaging import convener as convening
+from swarm.averaging import leader as convening
 from swarm.vocabulary.averaging_messages import Contribution, Entry, RoundId, SignedRoster
 from swarm.vocabulary.pipeline_messages import TensorMessage
 from swarm.vocabulary.types import MAX_ROUND, AnchorVersion, Codec, PeerId

@@ -1,15 +1,16 @@
-"""The anchor: a module's last agreed parameters and outer momentum, with the hashes that prove them.
+"""The anchor: a module's last agreed parameters and outer momentum, with the hashes that prove them; and its store.
 
-Both vectors are float32 in this machine's memory, never on the compute device: they are touched once a round. The
-digest is BLAKE3 over the version's numbers and the list of chunk hashes, so whoever has the digest can check the list,
-and with the list each chunk. In a checkpoint the vectors lie by parameter name.
+Both vectors are float32 in host memory. The digest is BLAKE3 over the version's numbers and the list of chunk hashes.
 """
 
 from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -19,10 +20,18 @@ from blake3 import blake3
 from torch import Tensor
 
 from node.averaging.anchor.layout import Layout
-from node.averaging.anchor.shared_vector import SharedVector, Vector, cut_vector, empty_vector
-from node.averaging.anchor.vector_math import squares_of_difference
+from node.averaging.anchor.shared_vector import (
+    SharedVector,
+    SpareArrays,
+    StateVectors,
+    Vector,
+    cut_vector,
+    empty_part,
+    empty_vector,
+    squares_of_difference,
+)
 from node.checkpoint.state import AnchorState, TensorsInParts
-from swarm.vocabulary.errors import CorruptSnapshot
+from swarm.vocabulary.errors import CorruptSnapshot, ResourceExhausted
 from swarm.vocabulary.types import AnchorVersion
 
 HASH_BYTES: Final = 32
@@ -32,7 +41,7 @@ _DOMAIN: Final = b"skipstone-anchor:1\0"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Anchor:
-    """Immutable by agreement: a commit makes another one, which shares the arrays of the fragments that it leaves."""
+    """Never written again: a commit makes another one, which shares the arrays of unchanged fragments."""
 
     layout: Layout
     version: AnchorVersion
@@ -41,16 +50,15 @@ class Anchor:
     momentum: SharedVector
     """[elements]; of the outer optimizer."""
     hashes: tuple[bytes, ...]
-    """Of each chunk of the parameters, then of each chunk of the momentum."""
+    """Of each chunk of the parameters, then of the momentum."""
 
     def chunk(self, number: int) -> memoryview:
-        """The bytes of a chunk, little-endian float32; numbers as in
-        `swarm.vocabulary.averaging_messages.StateRequest`."""
+        """The bytes of a chunk, little-endian float32, numbered as in `StateRequest`."""
         return chunk_bytes(self.layout, self.parameters, self.momentum, number)
 
 
 def initial_anchor(layout: Layout, parameters: Vector | SharedVector) -> Anchor:
-    """The anchor before the first round: `parameters`, which it keeps if they are a `SharedVector`, and momentum 0."""
+    """The anchor before the first round: `parameters`, kept if they are a `SharedVector`, and momentum 0."""
     if not isinstance(parameters, SharedVector):
         parameters = cut_vector(layout, parameters)
     momentum = _zeros_like(parameters)
@@ -59,8 +67,7 @@ def initial_anchor(layout: Layout, parameters: Vector | SharedVector) -> Anchor:
 
 
 def distance_between(one: Anchor, other: Anchor) -> float:
-    """The Euclidean distance between two anchors of one layout, over parameters and momentum; not finite when an
-    element is not. Chunks with the same hash are the same."""
+    """Euclidean distance over parameters and momentum; not finite if an element is not."""
     total = 0.0
     for number, (left, right) in enumerate(zip(one.hashes, other.hashes, strict=True)):
         if left != right:
@@ -91,11 +98,7 @@ def hash_of(data: memoryview) -> bytes:
 def chunk_bytes(
     layout: Layout, parameters: Vector | SharedVector, momentum: Vector | SharedVector, number: int
 ) -> memoryview:
-    """A view of one chunk's bytes; writable when the arrays are.
-
-    Raises:
-        IndexError: there is no such chunk.
-    """
+    """A view of one chunk's bytes; writable if the arrays are. Raises IndexError."""
     if not 0 <= number < 2 * layout.chunks:
         raise IndexError(f"chunk {number} of {2 * layout.chunks}")
     vector, index = (parameters, number) if number < layout.chunks else (momentum, number - layout.chunks)
@@ -111,11 +114,7 @@ def anchor_state(anchor: Anchor) -> AnchorState:
 
 
 def restored_anchor(layout: Layout, saved: AnchorState) -> Anchor:
-    """The anchor of a saved state.
-
-    Raises:
-        CorruptSnapshot: it is of another model, or not the state that its digest names.
-    """
+    """The anchor of a saved state. Raises CorruptSnapshot."""
     try:
         parameters = _vector(layout, saved.parameters)
         momentum = _zeros_like(parameters) if saved.momentum is None else _vector(layout, saved.momentum)
@@ -128,9 +127,7 @@ def restored_anchor(layout: Layout, saved: AnchorState) -> Anchor:
 
 
 class Named(TensorsInParts):
-    """The parameters in a vector, by name, each made when it is asked for. A tensor shares the vector's memory, unless
-    it lies in several of its arrays: then it is a copy.
-    """
+    """A vector's parameters by name; views, except where one lies in several arrays."""
 
     def __init__(self, layout: Layout, vector: Vector | SharedVector) -> None:
         self._places = {place.name: place for place in layout.places}
@@ -157,7 +154,7 @@ class Named(TensorsInParts):
 
 
 def tensors_of(layout: Layout, vector: Vector | SharedVector) -> dict[str, Tensor]:
-    """The parameters in a vector, by name, as `Named` gives them."""
+    """A vector's parameters by name."""
     return dict(Named(layout, vector))
 
 
@@ -175,3 +172,113 @@ def _vector(layout: Layout, tensors: Mapping[str, Tensor]) -> SharedVector:
 
 def _zeros_like(vector: SharedVector) -> SharedVector:
     return SharedVector([np.zeros_like(array) for array in vector.arrays])
+
+
+STATES: Final = 4
+"""States in memory at once, those in the making included."""
+LENT_AT_MOST: Final = 2
+
+
+class AnchorStore:
+    """A replica's current anchor, and older ones for downloads in progress; at most `STATES`.
+
+    Rounds come first: if memory is short, a lease ends, and its reader starts again. Used from two threads.
+    """
+
+    def __init__(self, current: Anchor, now: Callable[[], float] = time.monotonic) -> None:
+        self._lock = threading.Lock()
+        self._now = now
+        self._current = current
+        self._older: list[Anchor] = []  # the newest last
+        self._leased_until: dict[bytes, float] = {}
+        self._lent: list[weakref.ref[Vector]] = []
+        """An array of each anchor in the making."""
+        parts = [self.layout.range_of(*fragment) for fragment in self.layout.fragments]
+        self._arrays = SpareArrays(max(part.stop - part.start for part in parts))
+
+    @property
+    def current(self) -> Anchor:
+        return self._current
+
+    @property
+    def layout(self) -> Layout:
+        return self._current.layout
+
+    def get(self, digest: bytes) -> Anchor | None:
+        """The current or an older anchor by digest."""
+        with self._lock:
+            return self._find(digest)
+
+    def saved(self) -> AnchorState:
+        """The current anchor in its saved form."""
+        return anchor_state(self._current)
+
+    def lease(self, digest: bytes, seconds: float) -> bool:
+        """Keeps this anchor for so many seconds, unless a round needs the memory. False if it is not here."""
+        with self._lock:
+            if self._find(digest) is None:
+                return False
+            self._leased_until[digest] = max(self._leased_until.get(digest, 0.0), self._now() + seconds)
+            return True
+
+    def spare(self, part: slice | None = None) -> StateVectors:
+        """Parameters and momentum to be written for the next anchor, of a part or of all.
+
+        They count until `put`, `give_back`, or the last reference is dropped.
+
+        Raises:
+            ResourceExhausted: two are in the making, or there is no memory.
+        """
+        with self._lock:
+            if self._alive() >= LENT_AT_MOST:
+                raise ResourceExhausted(
+                    f"{LENT_AT_MOST} anchors of this module are being made already; give one back before the next"
+                )
+            self._older = [anchor for anchor in self._older if self._is_leased(anchor)]
+            self._make_room(1)
+            pair = (self._empty(part), self._empty(part))
+            self._lent.append(weakref.ref(pair[0].arrays[0]))
+            return pair
+
+    def give_back(self, parameters: SharedVector, momentum: SharedVector) -> None:
+        """Notes that vectors from `spare` will not become an anchor."""
+        with self._lock:
+            self._forget_lent(parameters)
+
+    def put(self, anchor: Anchor) -> None:
+        """Makes an anchor the current one."""
+        with self._lock:
+            if anchor is self._current:
+                return
+            self._forget_lent(anchor.parameters)
+            self._older.append(self._current)
+            self._current = anchor
+            self._older = [a for a in self._older[:-1] if self._is_leased(a)] + self._older[-1:]
+            self._make_room(0)
+
+    # ---- all below with the lock held ------------------------------------------------------------------------------
+
+    def _find(self, digest: bytes) -> Anchor | None:
+        return next((a for a in (self._current, *self._older) if a.version.digest == digest), None)
+
+    def _is_leased(self, anchor: Anchor) -> bool:
+        return self._leased_until.get(anchor.version.digest, 0.0) > self._now()
+
+    def _alive(self) -> int:
+        self._lent = [ref for ref in self._lent if ref() is not None]
+        return len(self._lent)
+
+    def _forget_lent(self, parameters: SharedVector) -> None:
+        theirs = {id(array) for array in parameters.arrays}
+        self._lent = [ref for ref in self._lent if (array := ref()) is not None and id(array) not in theirs]
+
+    def _empty(self, part: slice | None) -> SharedVector:
+        return empty_vector(self._current.layout) if part is None else empty_part(part, self._arrays)
+
+    def _make_room(self, more: int) -> None:
+        while self._older and 1 + len(self._older) + self._alive() + more > STATES:
+            self._drop(self._older[0])
+
+    def _drop(self, anchor: Anchor) -> None:
+        self._older = [a for a in self._older if a is not anchor]
+        self._leased_until.pop(anchor.version.digest, None)

@@ -1,9 +1,7 @@
-"""The layout of a module's parameters as one vector: where each lies, its chunks, and which of them make a fragment.
+"""The layout of a module's parameters as one vector, cut into chunks and fragments by names and shapes alone.
 
-Chunks are what is hashed, downloaded and given to a reducer; all replicas of a module cut alike because everything
-follows from the names and shapes. A fragment is a run of chunks. So that each fragment has blocks from all depths
-(Douillard et al. 2025, arXiv:2501.18512: strided fragments do better than sequential ones), the vector is laid out
-fragment by fragment: blocks 0, F, 2F, ..., then 1, F+1, ... The borders are those of the nearest chunks.
+A fragment is a run of chunks with blocks of all depths: blocks 0, F, 2F, ..., then 1, F+1, ... (strided fragments,
+Douillard et al. 2025, arXiv:2501.18512).
 """
 
 from __future__ import annotations
@@ -18,14 +16,14 @@ from typing import Final
 SMALLEST_CHUNK: Final = 4096
 LARGEST_CHUNK: Final = 2**20
 CHUNKS_AT_LEAST: Final = 64
-"""As many as a module of any use has, so that reducers can be given shares of any proportion."""
+"""Chunks of any useful module, so that shards can have any proportion."""
 
 _BLOCK: Final = re.compile(r"model\.layers\.(\d+)\.")
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The place of one parameter in the vector."""
+    """The position of one parameter in the vector."""
 
     name: str
     shape: tuple[int, ...]
@@ -54,17 +52,12 @@ class Layout:
         return -(-self.elements // self.chunk_elements)
 
     def range_of(self, first_chunk: int, end_chunk: int) -> slice:
-        """The slice of the elements of these chunks; the last chunk of the vector may be shorter than the others."""
+        """The elements of these chunks; the last chunk may be shorter."""
         return slice(first_chunk * self.chunk_elements, min(end_chunk * self.chunk_elements, self.elements))
 
 
 def layout_of(shapes: Mapping[str, tuple[int, ...]], fragments: int) -> Layout:
-    """The layout of a module with these parameters.
-
-    Args:
-        shapes: of each parameter, by its name in the whole model.
-        fragments: how many the manifest asks for; there are no more than chunks.
-    """
+    """The layout of a module with these parameters, in at most `fragments` fragments."""
     names = sorted(shapes, key=lambda name: (_block(name) % fragments, _block(name), name))
     places = []
     start = 0
@@ -79,9 +72,7 @@ def layout_of(shapes: Mapping[str, tuple[int, ...]], fragments: int) -> Layout:
 
 
 def chunk_elements(elements: int) -> int:
-    """The elements of a chunk: a power of two that gives at least CHUNKS_AT_LEAST chunks, within the limits: hash lists
-    stay below 64 KiB up to 10^9 elements.
-    """
+    """Elements per chunk: a power of two that gives at least CHUNKS_AT_LEAST chunks, within the limits."""
     wished = max(1, elements // CHUNKS_AT_LEAST)
     return max(SMALLEST_CHUNK, min(LARGEST_CHUNK, 1 << (wished.bit_length() - 1)))
 

@@ -1,41 +1,38 @@
-"""The outer step: results of the exchange are applied to the base anchor and hashed as they come. Runs on the averaging
-thread.
-
-The outer optimizer: SGD with Nesterov momentum on the averaged pseudo-gradient (Douillard et al. 2023,
-arXiv:2311.08105).
-
-The formula is that of torch.optim.SGD(nesterov=True), which is the one of Sutskever et al. 2013:
+"""The outer step: SGD with Nesterov momentum on the averaged pseudo-gradient (Douillard et al. 2023, arXiv:2311.08105).
 
     momentum = mu * momentum + g;   parameters = parameters - lr * (g + mu * momentum)
 
-Every operation is rounded to float32 by itself. A compiler that fuses a multiplication and an addition rounds once
-instead of twice, and whether it does depends on the processor; replicas on different machines have to agree bit for
-bit, so numpy does one operation at a time, without flushing denormal numbers to zero on its own (`node.model.device`).
-In its place gradient and momentum are rounded to multiples of 2**-104 by adding COARSE and taking it away again, which
-is exact for all that is larger than 3e-17: else the momentum of a parameter that nobody moves any more would end among
-denormal numbers, and each round take longer.
+as torch.optim.SGD(nesterov=True). Replicas agree bit for bit: numpy rounds each operation to float32 by itself, where a
+compiler may fuse two. Adding and subtracting COARSE rounds to multiples of 2**-104, so that momentum never becomes
+denormal, which would be slow.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 
-from node.averaging.anchor.anchor import Anchor, chunk_bytes, hash_of, version_of
-from node.averaging.anchor.shared_vector import SharedVector, Vector
-from node.averaging.anchor.vector_math import STRETCH, stretches
+from node.averaging.anchor.anchor import Anchor, AnchorStore, chunk_bytes, hash_of, version_of
+from node.averaging.anchor.local_replica import LocalReplica
+from node.averaging.anchor.shared_vector import STRETCH, SharedVector, Vector, squares, stretches
 from node.model.device import gradual_underflow
 from protocol.manifest.manifest import Manifest
+from swarm.vocabulary.errors import StateError
+from swarm.vocabulary.types import MAX_COUNT
+
+PIECE: Final = 2**18
+"""Elements per read in `step_alone`."""
 
 COARSE: Final = np.float32(2.0**-80)
-"""The smallest number that is left, 5e-32, is so large that no product with the rule's factors is denormal."""
+"""Leaves numbers of 5e-32 and more, too large for denormal products."""
 
 
 @dataclass(frozen=True, slots=True)
 class OuterRule:
-    """The outer optimizer, as in the manifest's `training.outer`."""
+    """The outer optimizer of the manifest's `training.outer`."""
 
     learning_rate: float
     momentum: float
@@ -43,8 +40,7 @@ class OuterRule:
     def step(
         self, gradient: Vector, parameters: Vector, momentum: Vector, new_parameters: Vector, new_momentum: Vector
     ) -> None:
-        """Writes the next state. All are [elements]; the new ones may be the old ones themselves, `gradient` may not be
-        among them."""
+        """Writes the next state. All are [elements]; the new vectors may be the old ones, but not `gradient`."""
         rate, mu = np.float32(self.learning_rate), np.float32(self.momentum)
         rooms = np.empty((2, min(STRETCH, len(gradient))), np.float32)
         with gradual_underflow():
@@ -73,12 +69,7 @@ def outer_rule(manifest: Manifest) -> OuterRule:
 
 
 class Staging:
-    """The next anchor in the making: takes the outer step from `base` for the fragment whose turn it is, a run of
-    chunks at a time. All else is shared with `base`.
-
-    Args:
-        parameters, momentum: of that fragment, to be written; what they hold before does not matter.
-    """
+    """The next anchor in the making, from `base` for the fragment whose turn it is; all else is shared with `base`."""
 
     def __init__(self, base: Anchor, rule: OuterRule, parameters: SharedVector, momentum: SharedVector) -> None:
         self._base = base
@@ -91,10 +82,7 @@ class Staging:
         self._at_a_time = max(1, STRETCH // base.layout.chunk_elements)
 
     def apply(self, first_chunk: int, end_chunk: int, gradient: Vector) -> None:
-        """Takes the outer step for these chunks with the averaged pseudo-gradient there, and hashes them.
-
-        A few chunks at a time, so that they are hashed while they are still in the cache.
-        """
+        """Takes the outer step for these chunks and hashes them while they are in the cache."""
         start = self._layout.range_of(first_chunk, end_chunk).start
         for first in range(first_chunk, end_chunk, self._at_a_time):
             end = min(first + self._at_a_time, end_chunk)
@@ -111,7 +99,7 @@ class Staging:
                     self._hashes[number] = hash_of(chunk_bytes(self._layout, self._parameters, self._momentum, number))
 
     def finish(self, number: int, steps: int, tokens: int) -> Anchor:
-        """The anchor that round `number` makes, when every chunk of the fragment has been applied."""
+        """The anchor of round `number`, when every chunk of the fragment has been applied."""
         before, base = self._base.version, self._base
         fragment = (before.fragment + 1) % len(self._layout.fragments)
         hashes = tuple(self._hashes)
@@ -119,3 +107,28 @@ class Staging:
         parameters = base.parameters.replaced(before.fragment, self._parameters)
         momentum = base.momentum.replaced(before.fragment, self._momentum)
         return Anchor(self._layout, version, parameters, momentum, hashes)
+
+
+def step_alone(replica: LocalReplica, store: AnchorStore, rule: OuterRule, steps: int, tokens: int) -> Anchor:
+    """Takes a replica's outer step without company, on its compute thread. Raises StateError if it is not finite."""
+    base, layout = store.current, store.layout
+    first, end = layout.fragments[base.version.fragment]
+    fragment = layout.range_of(first, end)
+    staging = Staging(base, rule, *store.spare(fragment))
+    at_a_time = max(1, PIECE // layout.chunk_elements)
+    for start in range(first, end, at_a_time):
+        stop = min(start + at_a_time, end)
+        part = layout.range_of(start, stop)
+        gradient: Vector = np.empty(part.stop - part.start, np.float32)
+        replica.read(part, gradient)
+        np.subtract(base.parameters[part], gradient, out=gradient)
+        if not math.isfinite(squares(gradient)):
+            raise StateError("training has diverged: the parameters of this replica are not finite")
+        staging.apply(start, stop, gradient)
+    version = base.version
+    anchor = staging.finish(
+        version.round + 1, min(version.steps + steps, MAX_COUNT), min(version.tokens + tokens, MAX_COUNT)
+    )
+    replica.write(fragment, anchor.parameters[fragment])
+    store.put(anchor)
+    return anchor

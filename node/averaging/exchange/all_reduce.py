@@ -1,13 +1,8 @@
 """The all-reduce of pseudo-gradients, as one member carries it out (DESIGN section 5).
 
-Everything overlaps, piece by piece: each member encodes its pseudo-gradient for a piece when the piece's reducer can
-take it; the reducer adds it to its sum when it arrives, and when all are in encodes the sum once and sends the same
-bytes to all; each member takes the outer step for the piece and hashes the result. The arithmetic is done on one thread
-of its own, the rest on the event loop.
-
-How much can pile up: a member has at most WINDOW pieces on the way to a reducer whose results it has not applied yet,
-so a reducer holds WINDOW pieces of each contributor, and a member WINDOW results of each reducer (without a
-contribution of its own to pace it: as many as there are).
+Everything overlaps, piece by piece: contributions are encoded when their reducer can take them; a reducer adds up what
+arrives, encodes the sum once and sends the same bytes to all; each member takes the outer step and hashes the result.
+Arithmetic has a thread of its own. A member has at most WINDOW pieces in flight to a reducer, whose results pace it.
 """
 
 from __future__ import annotations
@@ -25,12 +20,10 @@ import numpy as np
 from node.averaging.anchor.anchor import Anchor
 from node.averaging.anchor.outer_step import OuterRule, Staging
 from node.averaging.anchor.shared_vector import StateVectors, Vector
-from node.averaging.exchange.comparison import Comparison
-from node.averaging.exchange.partition import Piece, Plan
-from node.averaging.exchange.piece_receiver import Arrivals, early_pieces, piece_spec
-from node.averaging.exchange.progress import ExchangeProgress, Watch
+from node.averaging.exchange.arrivals import Arrivals, early_pieces, piece_spec
+from node.averaging.exchange.partition import ExchangeProgress, Piece, Plan, Watch
 from node.averaging.exchange.pseudo_gradient import SentParts, Source
-from node.averaging.exchange.reducer import Added, NormLimit, Reduction, read_encoding
+from node.averaging.exchange.reduction import Added, Comparison, NormLimit, Reduction, read_encoding
 from node.concurrency.compute_thread import ComputeThread, Priority
 from node.concurrency.task_groups import task_scope
 from node.model.device import gradual_underflow
@@ -49,22 +42,21 @@ Result = TypeVar("Result")
 
 WINDOW: Final = 8
 LANES: Final = 2
-"""Pieces of each kind that are being sent to one member: while one goes out, the next is prepared."""
+"""Concurrent pieces of each kind to one member: one is sent, the next prepared."""
 
 TOLD_EVERY_S: Final = 0.1
-"""The round machine hears of a member's pieces this often at most: it wants to know who is alive, not how many there
-are."""
+"""Least seconds between two reports of one member's pieces."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExchangeMeans:
-    """The parts that every exchange of a replica works with."""
+    """What all exchanges of a replica work with."""
 
     codecs: tuple[RoundCodecs, ...]
-    """That the rosters of this run may name."""
+    """Codecs that this run's rosters may name."""
     rule: OuterRule
     thread: ComputeThread
-    """For the arithmetic; not the one that computes microbatches."""
+    """For arithmetic; not the compute thread."""
     transport: Transport
     clock: Clock
     signatures: PieceSignatures
@@ -75,25 +67,21 @@ class ExchangeMeans:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExchangeRecord:
-    """The record of a complete exchange, for audits of it (`node.averaging.audit.auditor`)."""
+    """The record of a complete exchange, for audits."""
 
     plan: Plan
     anchor: Anchor | None
-    """That it makes; None when the next exchange has begun."""
+    """The result; None once the next exchange has begun."""
     signed: Mapping[Piece, Mapping[PeerId, SignedHash]]
-    """What others contributed to our shard."""
+    """Contributions to our shard."""
     own: Mapping[Piece, SignedHash]
-    """What we contributed to other shards."""
+    """Our contributions to other shards."""
     source: Source | None
-    """None when it has been written over."""
+    """None once it was overwritten."""
     sent: SentParts | None
 
     def encoded(self, piece: Piece) -> memoryview | None:
-        """Our contribution to a piece of another's shard, encoded again; None when that cannot be done any more, or we
-        contributed nothing.
-
-        On the averaging thread. Whether the memory is still what it was then is seen by the hash.
-        """
+        """Our contribution to a piece, encoded again on the averaging thread; None if there is none any more."""
         signed, codec = self.own.get(piece), self.plan.codecs.contribution
         if signed is None or self.source is None:
             return None
@@ -108,15 +96,15 @@ class ExchangeRecord:
         return data if hash_of_piece(data) == signed.hash else None
 
 
-class Exchange:
+class AllReduce:
     """One exchange of one member. Run it once; cancelling `run` leaves no trace.
 
     Args:
         source: our pseudo-gradient; its anchor is the base.
         vectors: parameters and momentum of the fragment, for the next anchor, to be written.
-        arrivals: of this attempt, maybe with early pieces in it.
-        report: told what the round machine wants to know of it.
-        staged: called once, when the next anchor is complete.
+        arrivals: of this attempt, maybe with early pieces.
+        report: gets events for the round machine.
+        staged: called once, with the complete next anchor.
     """
 
     def __init__(
@@ -131,9 +119,9 @@ class Exchange:
     ) -> None:
         self.plan = plan
         self.sent_bytes = 0
-        """Of pieces."""
+        """Bytes of pieces."""
         self.sent = SentParts(plan.codecs.contribution) if plan.codecs.leave_over else None
-        """What the others get of our pseudo-gradient, where that is much less than all."""
+        """What the others get of our pseudo-gradient, if the codec leaves much out."""
         self._source = source
         self._arrivals = arrivals
         self._means = means
@@ -145,13 +133,13 @@ class Exchange:
         self._reduction = Reduction(plan, source)
         self._staging = Staging(source.anchor, means.rule, *vectors)
         self._result_limits = {peer: NormLimit(plan.roster.largest_norm, plan.codecs.result) for peer in plan.shards}
-        """Of each reducer by itself: else one that uses the norm up would have the next one blamed."""
+        """Per reducer: else one that uses the norm up would have the next one blamed."""
         self._progress = ExchangeProgress(plan, means.watch)
         self._owing: frozenset[PeerId] = frozenset()
         self._told_of_piece: dict[PeerId, float] = {}
         largest = max(piece.elements for piece in plan.pieces)
         self._room: Vector = np.empty(largest, np.float32)
-        """For whatever runs on the thread."""
+        """Scratch memory of jobs on the thread."""
         width = min(WINDOW, early_pieces(len(plan.others)))
         self._windows = {peer: asyncio.Semaphore(width) for peer in plan.others}
         self._widths = dict.fromkeys(plan.others, width)
@@ -169,7 +157,6 @@ class Exchange:
         return self._complete.is_set()
 
     def record(self, anchor: Anchor) -> ExchangeRecord:
-        """The record of this exchange, which has made this anchor."""
         return ExchangeRecord(self.plan, anchor, self._signed, self._own_signed, self._source, self.sent)
 
     async def run(self) -> None:
@@ -188,8 +175,7 @@ class Exchange:
                 self._tasks = None
 
     def let_go(self) -> None:
-        """Lets go of vectors and buffers, when `run` has ended and nothing of it is on the thread any more: what refers
-        to what in a circle would keep them until the garbage collector comes round."""
+        """Drops vectors and buffers after `run`: reference cycles would keep them until a garbage collection."""
         if not self._is_over:
             self._is_over = True
             self._arrivals.let_go()
@@ -207,7 +193,6 @@ class Exchange:
     # ---- what goes out ---------------------------------------------------------------------------------------------
 
     async def _send_contributions(self, reducer: PeerId, pieces: Iterator[Piece]) -> None:
-        """One lane; the lanes to a reducer share `pieces`."""
         codec = self.plan.codecs.contribution
         room = np.empty(self._largest_encoding(reducer), np.uint8).data
         for piece in pieces:
@@ -220,7 +205,7 @@ class Exchange:
             self._tell_owing()
 
     def _encode(self, piece: Piece, codec: Codec, data: memoryview) -> Contribution:
-        """On the thread. Returns the message that goes with it."""
+        """Returns the message for the encoded piece. On the thread."""
         self._source.encode(piece.part, codec, data, self._room)
         if self.sent is not None:
             self.sent.note(piece.part, data)
@@ -230,7 +215,6 @@ class Exchange:
         return replace(message, signature=signature)
 
     async def _send_results(self, peer: PeerId, numbers: Iterator[int]) -> None:
-        """One lane; the lanes to a member share `numbers`, one for each result."""
         for _ in numbers:
             piece, data = await self._results[peer].get()
             if not await self._send(peer, self.plan.result(piece), piece, data):
@@ -275,7 +259,6 @@ class Exchange:
             await self._pass_on(piece, added.encoding)
 
     def _check_and_add(self, sender: PeerId, message: Contribution, piece: Piece, buffer: memoryview) -> Added:
-        """On the thread."""
         data_hash = hash_of_piece(buffer)
         if not self._means.signatures.holds(sender, message, data_hash, message.signature):
             return Added(objection="a contribution whose signature does not hold")
@@ -283,11 +266,10 @@ class Exchange:
         return self._reduction.add(piece, sender, buffer, self._room)
 
     async def _reduce_alone(self, piece: Piece) -> None:
-        """Nobody else has anything to contribute."""
         await self._pass_on(piece, await self._on_thread(partial(self._reduction.finish, piece)))
 
     async def _pass_on(self, piece: Piece, data: memoryview) -> None:
-        """All contributions to a piece of our shard are in: the same bytes go to all, and to ourselves."""
+        """Sends the complete sum of a piece: the same bytes to all, and to ourselves."""
         crash_point("reduced")
         for queue in self._results.values():
             queue.put_nowait((piece, data))
@@ -313,8 +295,7 @@ class Exchange:
         return True
 
     async def _finish(self) -> None:
-        """All results have been applied. Those that cannot be the mean are objected to now, when they can be seen
-        beside each other."""
+        """Objects to results that cannot be the mean, now that they can be compared; else stages the anchor."""
         roster = self.plan.roster
         odd = self._comparison.oddities()
         for reducer, why in odd.items():
@@ -327,7 +308,6 @@ class Exchange:
         self._staged(anchor)
 
     def _step(self, piece: Piece, data: memoryview) -> str | None:
-        """On the thread."""
         try:
             with gradual_underflow():  # all members are to read the same
                 gradient = read_encoding(self.plan.codecs.result, data, self._room[: piece.elements])
@@ -340,7 +320,7 @@ class Exchange:
         return objection
 
     def _widen(self, reducer: PeerId) -> None:
-        """A result has been applied: one more contribution may go, two while the window has not its full width."""
+        """A result was applied: one more contribution may go, two until the window has its full width."""
         self._windows[reducer].release()
         if self._widths[reducer] < WINDOW:
             self._widths[reducer] += 1

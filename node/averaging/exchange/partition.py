@@ -1,31 +1,28 @@
-"""The partition of one exchange, as one of its members sees it: which pieces there are, who reduces them, who sends
-what to whom.
-
-Everything follows from the module's layout and the roster, so all members see the same pieces, and whatever else comes
-is refused before it costs any memory.
+"""The partition of one exchange into pieces, and its progress. All members compute the same pieces from layout and
+roster, and anything else is refused before it costs memory.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
 from node.averaging.anchor.layout import Layout
 from swarm.averaging.roster import contributors
 from swarm.compression.round_codecs import RoundCodecs
-from swarm.vocabulary.averaging_messages import Contribution, Member, Reduced, Roster, RoundPiece
+from swarm.vocabulary.averaging_messages import Contribution, Member, Reduced, Roster, RoundId, RoundPiece
 from swarm.vocabulary.errors import ProtocolViolation
 from swarm.vocabulary.types import PeerId, short
 
 LARGEST_PIECE: Final = 2**20
-"""Elements; 4 MiB of float32. A chunk is never larger (`layout.LARGEST_CHUNK`)."""
+"""Elements (4 MiB of float32)."""
 SMALLEST_PIECE: Final = 2**19
-"""Elements; 2 MiB of float32. Smaller ones cost more by their number than they gain by overlapping
-(benchmarks/averaging.py)."""
+"""Elements (2 MiB of float32). Smaller ones cost more by number than they gain by overlapping."""
 PIECES_OF_A_SHARD: Final = 4
-"""So many at least, where they are not too small, so that sending, reducing and applying overlap."""
+"""Least pieces of a shard, unless they become too small: sending, reducing and applying overlap."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +34,6 @@ class Piece:
     end_chunk: int
     start: int
     stop: int
-    """Of its elements in the module's vector."""
 
     @property
     def part(self) -> slice:
@@ -49,12 +45,7 @@ class Piece:
 
 
 class Plan:
-    """A roster as one of its members carries it out.
-
-    Raises:
-        ProtocolViolation: the shards do not cut the fragment up, a number is not finite or negative, or we are not in
-            it.
-    """
+    """A roster as one of its members carries it out. Raises ProtocolViolation for impossible shards or weights."""
 
     def __init__(self, own: PeerId, layout: Layout, roster: Roster) -> None:
         self.own = own
@@ -79,11 +70,10 @@ class Plan:
         return self.members[self.own].coefficient > 0
 
     def piece_at(self, first_chunk: int, end_chunk: int) -> Piece | None:
-        """The piece that consists of these chunks."""
         return self._by_chunks.get((first_chunk, end_chunk))
 
     def piece_of(self, sender: PeerId, message: RoundPiece) -> Piece | None:
-        """The piece that the message is about, if the sender has reason to send it to us."""
+        """The piece of a message, if the sender has reason to send it to us."""
         piece = self._by_chunks.get((message.first_chunk, message.end_chunk))
         if piece is None or message.round != self.roster.round or sender == self.own:
             return None
@@ -123,3 +113,84 @@ def _cut(layout: Layout, member: Member) -> tuple[Piece, ...]:
     borders = [*range(first, end, chunks), end]
     parts = [(a, b, layout.range_of(a, b)) for a, b in itertools.pairwise(borders) if a < b]
     return tuple(Piece(member.peer, a, b, part.start, part.stop) for a, b, part in parts)
+
+
+TOLD_PERCENT: Final = 10
+
+
+@dataclass(frozen=True, slots=True)
+class HowFar:
+    """The progress of one member in one exchange."""
+
+    round: RoundId
+    reduced_chunks: int
+    """Chunks of its shard."""
+    percent: int
+    """Of the contributions and results that it takes in."""
+
+
+Watch = Callable[[HowFar], None]
+"""Called when an exchange begins, and at each tenth of it."""
+
+
+class ExchangeProgress:
+    """The counts of an exchange's pieces."""
+
+    def __init__(self, plan: Plan, watch: Watch = lambda how_far: None) -> None:
+        self._plan = plan
+        self._watch = watch
+        contributors = frozenset(plan.contributors) - {plan.own}
+        self._awaited = {piece: set(contributors) for piece in plan.shards[plan.own] if contributors}
+        """Missing contributors of each piece of our shard, in order."""
+        self._results_due = {peer: len(plan.shards[peer]) for peer in plan.others}
+        self._contributed = dict.fromkeys(plan.others, 0)
+        self._unapplied = set(plan.pieces)
+        self._all = len(self._unapplied) + len(self._awaited) * len(contributors)
+        self._taken_in = 0
+        self._told: int | None = None
+        self._tell()
+
+    def contributed(self, reducer: PeerId) -> None:
+        self._contributed[reducer] += 1
+
+    def added(self, sender: PeerId, piece: Piece) -> None:
+        """Notes that a contribution to our shard is in its sum."""
+        self._awaited[piece].discard(sender)
+        if not self._awaited[piece]:
+            del self._awaited[piece]
+        self._take_in()
+
+    def applied(self, piece: Piece) -> bool:
+        """Notes an applied result; returns whether it was the last."""
+        self._unapplied.discard(piece)
+        if piece.reducer != self._plan.own:
+            self._results_due[piece.reducer] -= 1
+        self._take_in()
+        return not self._unapplied
+
+    def owing(self) -> frozenset[PeerId]:
+        """The members that could send us something now and have not.
+
+        Results are nobody's fault while contributions to our shard are due: the same member may delay other reducers.
+        Only the first incomplete piece counts: a member sends no more than a window ahead of the results.
+        """
+        late = next(iter(self._awaited.values()), ())
+        return frozenset(late) or frozenset(peer for peer in self._results_due if self._owes_result(peer))
+
+    def _owes_result(self, reducer: PeerId) -> bool:
+        due = self._results_due[reducer]
+        if not self._plan.contributes:
+            return due > 0
+        return due > len(self._plan.shards[reducer]) - self._contributed[reducer]
+
+    def _take_in(self) -> None:
+        self._taken_in += 1
+        self._tell()
+
+    def _tell(self) -> None:
+        percent = 100 * self._taken_in // self._all
+        percent -= percent % TOLD_PERCENT
+        if percent != self._told:
+            self._told = percent
+            reducing = self._plan.members[self._plan.own]
+            self._watch(HowFar(self._plan.roster.round, reducing.end_chunk - reducing.first_chunk, percent))

@@ -1,11 +1,7 @@
-"""The donor of anchors: serves chunks to those who catch up, out of the arrays themselves, without getting in
-training's way.
+"""The donor of anchors: serves chunks to replicas that catch up, without delaying training or rounds.
 
-One chunk at a time goes to each asker, so on a link it takes turns with microbatches frame by frame; at most
-`LINKS_AT_ONCE` chunks are under way in all, and askers take turns. Nothing here touches the compute thread, and an
-averaging round takes the arrays it needs whoever reads others (`node.averaging.anchor.anchor_store`): what is gone is
-answered with GONE. Encoding for slow links is done on the thread for arithmetic on anchors, after what rounds have to
-do there.
+Each asker gets one chunk at a time, at most `LINKS_AT_ONCE` are in flight. A round takes the memory it needs; a chunk
+that is gone is refused with GONE.
 """
 
 from __future__ import annotations
@@ -18,9 +14,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
-from node.averaging.anchor.anchor import Anchor
-from node.averaging.anchor.anchor_store import AnchorStore
-from node.averaging.state_sync.chunk_codec import as_it_is, codec_for, in_planes
+from node.averaging.anchor.anchor import Anchor, AnchorStore
+from node.averaging.state_sync.partial_state import as_it_is, codec_for, in_planes
 from node.concurrency.compute_thread import ComputeThread, Priority
 from node.concurrency.task_tracker import TaskTracker
 from node.network.dispatcher import Dispatcher
@@ -36,36 +31,35 @@ from swarm.vocabulary.types import Codec, ModuleId, PeerId, short
 log = logging.getLogger(__name__)
 
 CHUNKS_OF_ONE: Final = 32
-"""Asked for by one peer and not sent yet."""
+"""Unsent chunks of one asker."""
 ASKERS: Final = 32
-"""Peers with chunks waiting; who comes beyond is told BUSY."""
+"""Peers with chunks waiting; others get BUSY."""
 LINKS_AT_ONCE: Final = 8
 REFUSALS_WAITING: Final = 64
-"""Refusals on their way; beyond, a request is not answered at all."""
+"""Refusals in flight; beyond, a request is not answered."""
 LEASE_S: Final = 60.0
-"""How long an anchor is kept after it was last asked for..."""
+"""Seconds for which an anchor is kept after the last request..."""
 LONGEST_LEASE_S: Final = 600.0
-"""... and after it was first asked for."""
+"""... and after the first."""
 SLOWEST_BYTES_PER_S: Final = 16 * 1024
 SEND_GRACE_S: Final = 10.0
 
 
 @dataclass(slots=True, eq=False)
 class _Asker:
-    """What a peer waits for; while it does, a task sends it."""
+    """The queue of one peer, served by a task."""
 
     waiting: deque[tuple[ModuleId, bytes, int]] = field(default_factory=deque)
     """Module, digest and number of each chunk."""
 
 
 class Donor:
-    """Serves one module's anchors from its store, and those with which the run starts. `run` carries it; all else is
-    called on the event loop.
+    """Serves one module's anchors from its store, and those with which the run starts.
 
     Args:
-        codecs: as the manifest allows, of `state_codec.STATE_CODECS`.
+        codecs: as the manifest allows (`STATE_CODECS`).
         averaging: the thread for arithmetic on anchors.
-        start: the existing model from which the run starts, of which all modules are served, not only the own one.
+        start: the existing model from which the run starts, of which all modules are served.
     """
 
     def __init__(
@@ -92,10 +86,9 @@ class Donor:
         self._transport = transport
         self._start = start
         self.sent_bytes = 0
-        """Handed to links since the start."""
 
     def receiving(self, dispatcher: Dispatcher) -> AbstractContextManager[None]:
-        """Registers for requests that arrive by the links, within the block."""
+        """Registers for requests within the block."""
         return dispatcher.registered(
             messages={StateRequest: self.receive},
             answers={QuestionAbout.STATE: self.answer},
@@ -108,11 +101,7 @@ class Donor:
             await asyncio.get_running_loop().create_future()
 
     async def answer(self, asker: PeerId, question: Question) -> bytes:
-        """Answers a question for the hash list of a state.
-
-        Raises:
-            Rejected: it is not kept here.
-        """
+        """Answers a question for a hash list. Raises Rejected."""
         module, digest = question.module, question.digest
         anchor = None if module is None else self._find(module, digest) or await self._hashed(module, digest)
         if anchor is None:
@@ -141,18 +130,18 @@ class Donor:
         asker.waiting.extend((request.module, request.digest, chunk) for chunk in request.chunks)
 
     def link_down(self, peer: PeerId, error: PeerError) -> None:
-        """Forgets what the peer waits for; it asks again when it comes back."""
+        """Drops the peer's queue; it asks again when it is back."""
         asker = self._askers.get(peer)
         if asker is not None:
             asker.waiting.clear()
 
     def _find(self, module: ModuleId, digest: bytes) -> Anchor | FirstAnchor | None:
-        """An anchor that is kept, or a first one of which the hashes are known."""
+        """An anchor in the store, or a first one whose hashes are known."""
         anchor = self._store.get(digest) if module == self._module else None
         return anchor if anchor is not None or self._start is None else self._start.hashed(module, digest)
 
     async def _hashed(self, module: ModuleId, digest: bytes) -> FirstAnchor | None:
-        """A first anchor out of the model's folder, which is read for the first who asks; one at a time."""
+        """A first anchor from the model's folder, read for the first asker; one at a time."""
         if self._start is None or not self._start.has(module, digest):
             return None
         async with self._hashing:
@@ -208,7 +197,7 @@ class Donor:
         self.sent_bytes += size
 
     async def _encoded(self, peer: PeerId, data: memoryview) -> Encoded:
-        """In planes where the link is slow; a peer whose link is gone is no matter here."""
+        """In byte planes if the link is slow."""
         link = self._transport.figures().get(peer)
         codec = codec_for(self._codecs, 0.0 if link is None else link.goodput_bytes_per_s)
         if codec is Codec.NONE:

@@ -1,31 +1,30 @@
-"""The download of an agreed state from its donors: first the hash list, which the digest proves, then the chunks, which
-the list proves.
+"""The download of an agreed state: the hash list, which the digest proves, then the chunks, which the list proves.
 
-Chunks arrive in a few buffers of this download's own, and go to their places in the new vectors only when they match: a
-donor that is slow or lies writes nowhere else. Decoding, hashing, copying and the disk are on one thread of their own,
-in order.
+Chunks arrive in a few buffers and are copied to their places only if they match.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Final
 
-from node.averaging.anchor.anchor import Anchor
+from node.averaging.anchor.anchor import Anchor, version_of
+from node.averaging.anchor.layout import Layout
 from node.averaging.anchor.shared_vector import SharedVector, StateVectors
-from node.averaging.state_sync.chunk_codec import may_come_as
-from node.averaging.state_sync.hash_lists import ProvenList, first_hash_list
-from node.averaging.state_sync.partial_state import ChunkWriter, Space
+from node.averaging.state_sync.partial_state import PartialState, Space, may_come_as
 from node.concurrency.machine_runner import MachineRunner
+from node.concurrency.task_groups import task_scope
 from node.network.session import NetworkSession
 from node.observability.failpoints import crash_point
-from protocol.frames.rpc import HashList
+from protocol.frames.rpc import HashList, decode_hash_list
 from protocol.interfaces.tensor_spec import TensorSpec
-from protocol.interfaces.transport import Refusal
+from protocol.interfaces.transport import Question, QuestionAbout, Refusal, Transport
 from protocol.transport.buffer_pool import BufferPool
 from swarm.averaging.chunk_download import (
     DONORS_AT_ONCE,
@@ -45,27 +44,95 @@ from swarm.averaging.chunk_download import (
     Tick,
 )
 from swarm.vocabulary.averaging_messages import StateChunk, StateRefusal, StateRefused, StateRequest
-from swarm.vocabulary.errors import NoQuorum, PeerError, ProtocolViolation, SkipstoneError, Stalled
+from swarm.vocabulary.errors import NoQuorum, PeerError, ProtocolViolation, SkipstoneError, Stalled, Unreachable
 from swarm.vocabulary.types import AnchorVersion, Codec, ModuleId, PeerId, short
 
 log = logging.getLogger(__name__)
 
+ANSWER_S: Final = 10.0
+MOST_ASKED: Final = 16
+
+
+@dataclass(frozen=True, slots=True)
+class ProvenList:
+    """A hash list that the digest has proved, and its possible donors."""
+
+    hash_list: HashList
+    donors: tuple[PeerId, ...]
+    """The donors asked, without those that lack the state."""
+
+
+async def first_hash_list(
+    transport: Transport,
+    module: ModuleId,
+    layout: Layout,
+    wanted: AnchorVersion,
+    donors: Sequence[PeerId],
+    on_liar: Callable[[PeerId, str], None],
+) -> ProvenList:
+    """Asks several donors for the hash list and takes the first that the digest proves. Raises NoQuorum, Stalled."""
+    question = Question(QuestionAbout.STATE, module=module, digest=wanted.digest)
+    asked = tuple(dict.fromkeys(donors))[:MOST_ASKED]
+    failed: dict[PeerId, PeerError] = {}
+    found: asyncio.Queue[HashList | None] = asyncio.Queue()
+
+    async def ask(donor: PeerId) -> None:
+        try:
+            found.put_nowait(_proven(await transport.ask(donor, question, ANSWER_S), layout, wanted))
+        except PeerError as error:
+            failed[donor] = error
+            if isinstance(error, ProtocolViolation):
+                on_liar(donor, str(error))
+            found.put_nowait(None)
+
+    async with task_scope() as tasks:
+        running = [tasks.create_task(ask(donor)) for donor in asked]
+        for _ in running:
+            hash_list = await found.get()
+            if hash_list is not None:
+                for task in running:
+                    task.cancel()
+                return ProvenList(hash_list, tuple(donor for donor in asked if donor not in failed))
+    raise _nobody_has(wanted, failed)
+
+
+def _proven(data: bytes, layout: Layout, wanted: AnchorVersion) -> HashList:
+    """Raises ProtocolViolation if it is not the list of that digest, or of another module."""
+    said = decode_hash_list(data, digest=wanted.digest, elements=layout.elements, chunk_elements=layout.chunk_elements)
+    version = said.version
+    if version_of(layout, said.hashes, version.round, version.steps, version.tokens, version.fragment) != version:
+        raise ProtocolViolation(f"this is not the hash list of state {wanted.digest.hex()[:12]}")
+    return said
+
+
+def _nobody_has(wanted: AnchorVersion, failed: dict[PeerId, PeerError]) -> SkipstoneError:
+    told = "; ".join(f"{short(donor)}: {error}" for donor, error in failed.items()) or "there are no donors"
+    if any(isinstance(error, Unreachable | Stalled) for error in failed.values()):
+        return Stalled(
+            f"nobody has answered for the state of round {wanted.round}: {told}",
+            hint="Check this machine's connection to the peers named above; it is tried again.",
+        )
+    return NoQuorum(
+        f"no peer has the state of round {wanted.round}: {told}",
+        hint="It is tried again with the newest state that the module's replicas announce.",
+    )
+
+
 FEWEST_BUFFERS: Final = 3
 MOST_WAITING: Final = MOST_OWED
-"""Requests on the way to one donor; the plan owes none more chunks than that."""
+"""Requests in flight to one donor."""
 BUFFER_BYTES: Final = 16 * 1024 * 1024
-"""For chunks of one donor that are asked for, arriving or being checked: as many as this holds, and at least the
-above."""
+"""Memory for one donor's chunks that are asked for, arriving or being checked."""
 
 
 class StateDownloads:
     """The downloads of one module's state, one at a time.
 
     Args:
-        codecs: those in which the manifest lets chunks come.
-        folder: keeps what has been fetched over a restart.
-        on_progress: gets bytes here and bytes in all.
-        on_liar: gets a donor that sent what is not the agreed state, and what that was.
+        codecs: codecs in which chunks may come.
+        folder: keeps chunks over a restart.
+        on_progress: gets bytes here and in all.
+        on_liar: gets a donor of wrong state, and the reason.
     """
 
     def __init__(
@@ -85,41 +152,36 @@ class StateDownloads:
         self.on_progress = on_progress
         self.on_liar = on_liar
         self.received_bytes: Mapping[PeerId, int] = {}
-        """Of the last download: the bytes of good chunks from each donor, as they are in memory."""
+        """Good bytes of the last download, by donor."""
         self._space = space
         self._folder = folder
         self._random = Random(session.own.peer)  # noqa: S311 - spreads the load over donors; no secret
         self._is_busy = False
 
     async def catch_up(self, wanted: AnchorVersion, donors: Sequence[PeerId], known: Anchor | None = None) -> Anchor:
-        """Downloads the anchor of `wanted`'s digest, every byte of it checked.
+        """Downloads the anchor of `wanted`'s digest, every byte checked.
 
         Args:
-            donors: peers that are said to stand on it.
-            known: an anchor of this module in memory; chunks that it has in common with the wanted one are not fetched.
+            donors: peers that announce it.
+            known: an anchor in memory, whose equal chunks are not fetched.
 
         Raises:
-            NoQuorum: none of them has it (any more).
-            Stalled: those that have it send nothing.
+            NoQuorum: no donor has it any more.
+            Stalled: donors send nothing.
             ResourceExhausted: no memory for the state.
         """
         proven, vectors = await self._fetch(wanted, donors, 2 * self.layout.chunks, known)
         return Anchor(self.layout, proven.version, *vectors, proven.hashes)
 
     async def parameters(self, wanted: AnchorVersion, donors: Sequence[PeerId]) -> SharedVector:
-        """Downloads the parameters of that anchor, [elements], for whoever does not train it on: the momentum is not
-        fetched.
-
-        Raises:
-            As `catch_up`.
-        """
+        """Downloads only the parameters of that anchor, [elements]. Raises as `catch_up`."""
         _, (parameters, _) = await self._fetch(wanted, donors, self.layout.chunks, None)
         return parameters
 
     async def _fetch(
         self, wanted: AnchorVersion, donors: Sequence[PeerId], chunks: int, known: Anchor | None
     ) -> tuple[HashList, StateVectors]:
-        """The first `chunks` chunks of the state; what lies elsewhere in the vectors is not defined."""
+        """Fetches the first `chunks` chunks; the rest of the vectors is undefined."""
         if self._is_busy:
             raise SkipstoneError("this module is catching up already")
         self._is_busy = True
@@ -131,15 +193,15 @@ class StateDownloads:
             self._is_busy = False
 
     async def _fetch_chunks(self, proven: ProvenList, chunks: int, known: Anchor | None) -> StateVectors:
-        writer = ChunkWriter(proven.hash_list, self._space, self._folder)
+        state = PartialState(proven.hash_list, self._space, self._folder)
         complete = False
         try:
-            here = await writer.begin(known)
+            here = await state.take_over(known)
             chunk_bytes = 4 * self.layout.chunk_elements
             room = max(FEWEST_BUFFERS, min(MOST_OWED, BUFFER_BYTES // chunk_bytes))
             plan = Download(chunks, chunk_bytes, here, proven.donors, self._random, room)
             pool = BufferPool(chunk_bytes, room * min(len(proven.donors), DONORS_AT_ONCE))
-            download = _Download(self, proven.hash_list.version, plan, chunks, writer, pool, room)
+            download = _Download(self, proven.hash_list.version, plan, chunks, state, pool, room)
             self.received_bytes = download.received_bytes
             with self.session.dispatcher.registered(
                 tensors={StateChunk: download},
@@ -148,19 +210,13 @@ class StateDownloads:
             ):
                 await download.run()
             complete = download.is_complete
-            return writer.vectors
+            return state.parameters, state.momentum
         finally:
-            await writer.close(complete=complete)
+            await state.close(complete=complete)
 
 
 class _Download(MachineRunner[Event, Action]):
-    """One download under way.
-
-    Args:
-        of: whose it is.
-        chunks: the first ones of the state that are fetched.
-        room: for how many chunks of one donor there are buffers.
-    """
+    """One download. `room`: buffers per donor."""
 
     def __init__(
         self,
@@ -168,7 +224,7 @@ class _Download(MachineRunner[Event, Action]):
         version: AnchorVersion,
         plan: Download,
         chunks: int,
-        writer: ChunkWriter,
+        state: PartialState,
         pool: BufferPool,
         room: int,
     ) -> None:
@@ -178,11 +234,11 @@ class _Download(MachineRunner[Event, Action]):
         self._version = version
         self._plan = plan
         self._chunks = chunks
-        self._writer = writer
+        self._state = state
         self._pool = pool
         self._room = room
         self._arriving: dict[tuple[PeerId, int], memoryview] = {}
-        """The whole buffers of the chunks that are arriving or being checked."""
+        """Buffers of the chunks that are arriving or being checked."""
         self._end: Complete | Failed | None = None
 
     @property
@@ -190,7 +246,7 @@ class _Download(MachineRunner[Event, Action]):
         return isinstance(self._end, Complete)
 
     async def run(self) -> None:
-        """Fetches everything that is due. Errors as `StateDownloads.catch_up`."""
+        """Fetches everything that is due. Raises as `StateDownloads.catch_up`."""
         self._tell_progress()
         await super().run()
         if isinstance(self._end, Failed):
@@ -228,7 +284,6 @@ class _Download(MachineRunner[Event, Action]):
             self.handle(ChunkLost(sender, message.chunk))
 
     def refused(self, sender: PeerId, message: StateRefused) -> None:
-        """A donor does not send some chunks, or no more."""
         if self._is_of(message):
             self.handle(ChunksRefused(sender, message.chunks, message.reason))
 
@@ -239,7 +294,7 @@ class _Download(MachineRunner[Event, Action]):
         return message.module == self._of.module and message.digest == self._version.digest
 
     def _is_arriving(self, sender: PeerId, message: StateChunk, buffer: memoryview) -> bool:
-        """Whether the buffer is the one that was given for the chunk in this download."""
+        """Whether the buffer is the one given for this chunk."""
         given = self._arriving.get((sender, message.chunk))
         return self._is_of(message) and given is not None and given.obj is buffer.obj
 
@@ -262,7 +317,7 @@ class _Download(MachineRunner[Event, Action]):
 
     async def _check(self, sender: PeerId, chunk: int, tensor: TensorSpec, data: memoryview) -> None:
         try:
-            matches = await self._writer.place(chunk, tensor, data)
+            matches = await self._state.place(chunk, tensor, data)
         finally:
             self._pool.give_back(self._arriving.pop((sender, chunk)))
         if matches:

@@ -1,10 +1,6 @@
-"""A state in assembly: chunks are checked and put in their places, and, when there is a folder, kept for a restart.
+"""A state in assembly: the encoding of chunks, their check, their places, and a file that keeps them over a restart.
 
-The file has the state's size, parameters then momentum, each chunk at its place, and holes where none is yet. There is
-no list of what is in it: every chunk is hashed when the file is read again, and only what matches is taken. A folder
-holds one.
-
-Where the vectors of a download come from.
+The file has the state's size, with holes. Nothing lists its contents: every chunk is hashed when it is read again.
 """
 
 from __future__ import annotations
@@ -12,50 +8,121 @@ from __future__ import annotations
 import asyncio
 import io
 import logging
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final, Protocol
 
 import numpy as np
+import torch
 
 from node.averaging.anchor.anchor import Anchor, chunk_bytes, hash_of
 from node.averaging.anchor.layout import Layout
 from node.averaging.anchor.shared_vector import SharedVector, StateVectors, empty_vector
-from node.averaging.state_sync.chunk_codec import ChunkDecoder
+from protocol.codecs import Encoded, decode, encode
+from protocol.codecs.views import octets_of_tensor, tensor_of
 from protocol.frames.rpc import HashList
-from protocol.interfaces.tensor_spec import TensorSpec
+from protocol.interfaces.tensor_spec import DType, TensorSpec
 from swarm.vocabulary.errors import ProtocolViolation
+from swarm.vocabulary.types import Codec
 
 log = logging.getLogger(__name__)
+
+STATE_CODECS: Final[Mapping[str, frozenset[Codec]]] = {
+    "none": frozenset({Codec.NONE}),
+    "planes": frozenset({Codec.NONE, Codec.PLANES}),
+}
+"""Codecs of chunks, by `codecs.state`."""
+
+PLANES_BELOW_BYTES_PER_S: Final = 80e6
+"""Goodput below which byte planes (ratio 1.2, 1 GB/s on one core) save more time than they cost."""
+
+
+def codec_for(allowed: frozenset[Codec], goodput_bytes_per_s: float) -> Codec:
+    """The codec of chunks over a link of this goodput; 0 is unknown."""
+    slow = 0 < goodput_bytes_per_s < PLANES_BELOW_BYTES_PER_S
+    return Codec.PLANES if slow and Codec.PLANES in allowed else Codec.NONE
+
+
+def as_it_is(data: memoryview) -> Encoded:
+    """A chunk's bytes, float32, without a copy."""
+    return Encoded(TensorSpec((data.nbytes // DType.FLOAT32.size_bytes,), DType.FLOAT32), data)
+
+
+def in_planes(data: memoryview) -> Encoded:
+    """A chunk's bytes in planes, or unchanged if that gains nothing. Takes milliseconds."""
+    return encode(tensor_of(np.frombuffer(data, np.float32)), Codec.PLANES)
+
+
+def may_come_as(tensor: TensorSpec, elements: int, allowed: frozenset[Codec]) -> bool:
+    """Whether a chunk may have this encoding: none, or a shorter one."""
+    return (
+        (tensor.shape, tensor.dtype) == ((elements,), DType.FLOAT32)
+        and tensor.codec in allowed
+        and (tensor.codec is Codec.NONE or tensor.byte_length < tensor.raw_bytes)
+    )
+
+
+class ChunkDecoder:
+    """Decodes chunks, with room for one. Used on one thread."""
+
+    def __init__(self, chunk_elements: int) -> None:
+        self._chunk_elements = chunk_elements
+        self._room: torch.Tensor | None = None
+
+    def bytes_of(self, tensor: TensorSpec, data: memoryview) -> memoryview:
+        """The chunk's float32 bytes, until the next call. Raises ProtocolViolation."""
+        if tensor.codec is Codec.NONE:
+            return data
+        if self._room is None:
+            self._room = torch.empty(self._chunk_elements)
+        out = self._room[: tensor.elements]
+        decode(tensor, data, out)
+        return octets_of_tensor(out)
+
 
 SUFFIX: Final = ".partial-state"
 
 
 class PartialState:
-    """The vectors of a state in assembly. Used on one thread. What cannot be kept on disk costs a warning, never the
-    download.
+    """The vectors of a state in assembly, on a thread of its own. A broken disk costs a warning only.
+
+    Args:
+        space: supplies the vectors, and gets them back unless the state becomes complete.
+        folder: keeps chunks over a restart.
     """
 
-    def __init__(
-        self,
-        layout: Layout,
-        hashes: tuple[bytes, ...],
-        vectors: StateVectors,
-        file: KeptChunks | None,
-    ) -> None:
-        """`vectors` are the parameters and the momentum, to be written."""
-        self._layout = layout
-        self._hashes = hashes
-        self.parameters, self.momentum = vectors
-        self._file = file
+    def __init__(self, hash_list: HashList, space: Space, folder: Path | None) -> None:
+        self.parameters, self.momentum = self._vectors = space.spare()
+        self._space, self._layout, self._folder = space, space.layout, folder
+        self._digest, self._hashes = hash_list.version.digest, hash_list.hashes
+        self._decoder = ChunkDecoder(space.layout.chunk_elements)
+        self._file: KeptChunks | None = None
         self._placed: set[int] = set()
+        self._thread = ThreadPoolExecutor(1, "catching-up")
 
-    def take_over(self, known: Anchor | None) -> frozenset[int]:
-        """Takes over the chunks that need not be fetched: those that `known` has in common with this state, and those
-        on disk.
-        """
+    async def take_over(self, known: Anchor | None) -> frozenset[int]:
+        """Takes over the chunks that `known` or the file have; returns their numbers."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._take_over, known)
+
+    async def place(self, number: int, tensor: TensorSpec, data: memoryview) -> bool:
+        """Decodes a chunk and puts it in its place; False if it does not match its hash."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._place, number, tensor, data)
+
+    async def close(self, *, complete: bool) -> None:
+        """Ends the use of file and vectors after all jobs of the thread."""
+        finished = self._thread.submit(self._close, complete)
+        self._thread.shutdown(wait=False)
+        await asyncio.shield(asyncio.wrap_future(finished))
+
+    # ---- on the thread -----------------------------------------------------------------------------------------------
+
+    def _take_over(self, known: Anchor | None) -> frozenset[int]:
+        if self._folder is not None:
+            self._file = KeptChunks(self._folder, self._digest, self._layout)
         if known is not None:
-            self._share(known)
+            self.parameters = self.parameters.sharing(known.parameters, self._shared(known, 0))
+            self.momentum = self.momentum.sharing(known.momentum, self._shared(known, self._layout.chunks))
         for number in range(2 * self._layout.chunks):
             if number in self._placed:
                 continue
@@ -66,8 +133,22 @@ class PartialState:
                 self._placed.add(number)
         return frozenset(self._placed)
 
-    def place(self, number: int, data: memoryview) -> bool:
-        """Puts a chunk in its place if it matches its hash, and says whether it does."""
+    def _shared(self, known: Anchor, first_number: int) -> set[int]:
+        """The fragments that are equal: their arrays are never written, so they can be shared."""
+        same = set()
+        for place, (first, end) in enumerate(self._layout.fragments):
+            numbers = range(first_number + first, first_number + end)
+            if all(known.hashes[number] == self._hashes[number] for number in numbers):
+                same.add(place)
+                self._placed.update(numbers)
+        return same
+
+    def _place(self, number: int, tensor: TensorSpec, encoded: memoryview) -> bool:
+        try:
+            data = self._decoder.bytes_of(tensor, encoded)
+        except ProtocolViolation as error:
+            log.info("chunk %d of a state cannot be decoded: %s", number, error)
+            return False
         if hash_of(data) != self._hashes[number]:
             return False
         if number not in self._placed:
@@ -77,27 +158,12 @@ class PartialState:
                 self._file = None
         return True
 
-    def close(self, *, complete: bool) -> None:
-        """Ends the use of the file; it is removed when the state is complete."""
+    def _close(self, complete: bool) -> None:
         if self._file is not None:
             self._file.close(remove=complete)
             self._file = None
-
-    def _share(self, known: Anchor) -> None:
-        """Takes over the arrays of the fragments that are the same: they are never written."""
-        chunks = self._layout.chunks
-
-        def shared(first_number: int) -> set[int]:
-            same = set()
-            for place, (first, end) in enumerate(self._layout.fragments):
-                numbers = range(first_number + first, first_number + end)
-                if all(known.hashes[number] == self._hashes[number] for number in numbers):
-                    same.add(place)
-                    self._placed.update(numbers)
-            return same
-
-        self.parameters = self.parameters.sharing(known.parameters, shared(0))
-        self.momentum = self.momentum.sharing(known.momentum, shared(chunks))
+        if not complete:
+            self._space.give_back(*self._vectors)
 
     def _is_on_disk(self, number: int) -> bool:
         slot = self._slot(number)
@@ -107,72 +173,10 @@ class PartialState:
         return chunk_bytes(self._layout, self.parameters, self.momentum, number)
 
 
-class ChunkWriter:
-    """A `PartialState` on a thread of its own, in order: decoding, hashing, copying and the disk hold up nobody.
-
-    Args:
-        space: where the vectors come from, and go back to unless the state becomes complete.
-        folder: keeps what has been fetched over a restart, if given.
-    """
-
-    def __init__(self, hash_list: HashList, space: Space, folder: Path | None) -> None:
-        """Raises ResourceExhausted."""
-        self._vectors = space.spare()
-        self._space = space
-        self._digest, self._hashes, self._folder = hash_list.version.digest, hash_list.hashes, folder
-        self._decoder = ChunkDecoder(space.layout.chunk_elements)
-        self._state: PartialState | None = None
-        self._thread = ThreadPoolExecutor(1, "catching-up")
-
-    @property
-    def vectors(self) -> StateVectors:
-        """Parameters and momentum, [elements] each."""
-        return self._vectors if self._state is None else (self._state.parameters, self._state.momentum)
-
-    async def begin(self, known: Anchor | None) -> frozenset[int]:
-        """Takes over the chunks that need not be fetched, as `PartialState.take_over`."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._begin, known)
-
-    async def place(self, chunk: int, tensor: TensorSpec, data: memoryview) -> bool:
-        """Puts a chunk in its place if it matches its hash, and says whether it does. What is no encoding matches no
-        hash either.
-        """
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._place, chunk, tensor, data)
-
-    async def close(self, *, complete: bool) -> None:
-        """Ends the use of the file after whatever the thread still has to do, so that nothing writes into vectors that
-        have been given back.
-        """
-        finished = self._thread.submit(self._finish, complete)
-        self._thread.shutdown(wait=False)
-        await asyncio.shield(asyncio.wrap_future(finished))
-
-    def _begin(self, known: Anchor | None) -> frozenset[int]:
-        layout = self._space.layout
-        kept = None if self._folder is None else KeptChunks(self._folder, self._digest, layout)
-        self._state = PartialState(layout, self._hashes, self._vectors, kept)
-        return self._state.take_over(known)
-
-    def _place(self, chunk: int, tensor: TensorSpec, data: memoryview) -> bool:
-        assert self._state is not None
-        try:
-            return self._state.place(chunk, self._decoder.bytes_of(tensor, data))
-        except ProtocolViolation as error:
-            log.info("chunk %d of a state cannot be decoded: %s", chunk, error)
-            return False
-
-    def _finish(self, complete: bool) -> None:
-        if self._state is not None:
-            self._state.close(complete=complete)
-        if not complete:
-            self._space.give_back(*self._vectors)
-
-
 class KeptChunks:
     """The file of kept chunks. Any error of the disk ends its use."""
 
     def __init__(self, folder: Path, digest: bytes, layout: Layout) -> None:
-        """Opens or makes the file for this state, and removes those of other states."""
         self._layout = layout
         self._path = folder / f"{digest.hex()[:32]}{SUFFIX}"
         self._file: io.FileIO | None = None
@@ -190,7 +194,7 @@ class KeptChunks:
             self._give_up(error)
 
     def read(self, number: int, target: memoryview) -> bool:
-        """Reads the bytes at a chunk's place, which may be anything; whether that worked."""
+        """Reads the bytes at a chunk's place, which may be anything; returns whether that worked."""
         if self._file is None or self._is_new:
             return False
         try:
@@ -201,7 +205,7 @@ class KeptChunks:
             return False
 
     def write(self, number: int, data: memoryview) -> bool:
-        """Keeps a chunk. False when the file is of no use any more."""
+        """Keeps a chunk. False if the file is not usable any more."""
         if self._file is None:
             return False
         try:
@@ -237,22 +241,20 @@ class KeptChunks:
 
 
 class Space(Protocol):
-    """A supplier of vectors to be written; `node.averaging.anchor.anchor_store.AnchorStore` is one."""
+    """A supplier of vectors to be written (`AnchorStore`, `FreshSpace`)."""
 
     @property
     def layout(self) -> Layout: ...
 
     def spare(self) -> StateVectors:
-        """Parameters and momentum to be written, [elements] each. Raises ResourceExhausted."""
+        """Parameters and momentum, [elements] each. Raises ResourceExhausted."""
         ...
 
     def give_back(self, parameters: SharedVector, momentum: SharedVector) -> None: ...
 
 
 class FreshSpace:
-    """Newly allocated vectors, for a node that has no store of anchors yet, because this download brings its first
-    anchor.
-    """
+    """Newly allocated vectors, for a node without a store of anchors yet."""
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
@@ -262,7 +264,6 @@ class FreshSpace:
         return self._layout
 
     def spare(self) -> StateVectors:
-        """Allocates parameters and momentum, [elements] each. Raises OutOfMemory."""
         return empty_vector(self._layout), empty_vector(self._layout)
 
     def give_back(self, parameters: SharedVector, momentum: SharedVector) -> None:

@@ -12,13 +12,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
-from node.averaging.anchor.anchor import Anchor
-from node.averaging.anchor.anchor_store import AnchorStore
+from node.averaging.anchor.anchor import Anchor, AnchorStore
 from node.averaging.anchor.layout import Layout
-from node.averaging.state_sync.chunk_codec import STATE_CODECS
 from node.averaging.state_sync.donor import Donor
 from node.averaging.state_sync.download import StateDownloads
-from node.averaging.state_sync.partial_state import FreshSpace, Space
+from node.averaging.state_sync.partial_state import STATE_CODECS, FreshSpace, Space
 from node.concurrency.compute_thread import ComputeThread
 from node.concurrency.task_groups import task_scope
 from node.network.dispatcher import Dispatcher

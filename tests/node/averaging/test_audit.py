@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from node.averaging.audit.auditor import PATIENCE, Auditor
-from node.averaging.exchange.all_reduce import Exchange
-from node.averaging.exchange.reducer import Reduction
+from node.averaging.auditor import PATIENCE, Auditor
+from node.averaging.exchange.all_reduce import AllReduce
+from node.averaging.exchange.reduction import Reduction
 from swarm.compression.round_codecs import RoundCodecs, ladder
 from swarm.vocabulary.averaging_messages import Accusation, AuditRefused, Contribution, Evidence
 from swarm.vocabulary.types import Codec, PeerId
@@ -230,14 +230,14 @@ async def test_a_contributor_that_signs_two_things_is_caught(monkeypatch: pytest
 
 
 async def test_a_contribution_that_its_sender_did_not_sign_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    honestly = Exchange._encode
+    honestly = AllReduce._encode
 
-    def encode(self: Exchange, *rest: Any) -> Contribution:
+    def encode(self: AllReduce, *rest: Any) -> Contribution:
         message = honestly(self, *rest)
         lies = self.plan.own == LIAR and message.round.number > 1
         return replace(message, signature=bytes(64)) if lies else message
 
-    monkeypatch.setattr(Exchange, "_encode", encode)
+    monkeypatch.setattr(AllReduce, "_encode", encode)
     async with hall(3, inner_steps=INNER) as here:
         await here.a_round(1, INNER)  # who is still at round 0 would follow a liar that goes on alone
         await work(here, 2)
@@ -265,7 +265,7 @@ async def test_a_reducer_that_cannot_show_signatures_is_caught(monkeypatch: pyte
 
 
 async def test_a_reducer_that_refuses_audits_is_left_out_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("node.averaging.audit.auditor.PAUSES_S", (0.01,))
+    monkeypatch.setattr("node.averaging.auditor.PAUSES_S", (0.01,))
     told = Auditor.receive
 
     def hear(self: Auditor, sender: PeerId, message: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from node.averaging.reporting import PROGRESS_S, RoundNews
+from node.averaging.module_rounds import PROGRESS_S, RoundNews
 from node.averaging.round_runner import RoundSettled
 from node.observability.events import CatchingUp, CaughtUp, Event, RoundCommitted
 from node.observability.status import DownloadStatus, RoundStatus

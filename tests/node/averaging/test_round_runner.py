@@ -11,8 +11,8 @@ import torch
 
 from node.averaging.anchor.anchor import Anchor, hash_all, version_of
 from node.averaging.anchor.shared_vector import SharedVector
+from node.averaging.exchange.arrivals import piece_spec
 from node.averaging.exchange.partition import Plan
-from node.averaging.exchange.piece_receiver import piece_spec
 from node.averaging.replica_sync import SteppedTo
 from protocol.interfaces.transport import Refusal
 from swarm.vocabulary.averaging_messages import Contribution, Member, Roster, RoundId
@@ -215,7 +215,7 @@ async def test_who_is_alone_steps_alone_and_rejoins() -> None:
     async with hall(2, inner_steps=INNER) as here:
         await here.a_round(1, INNER)
         here.dead.add(here[1].peer)
-        await here.until(lambda: here[0].runner.replica_sync.is_alone)
+        await here.until(lambda: here[0].runner.replica_sync.is_alone())
         for step in range(3 * INNER + 1):
             await here[0].step(500 + step)
         await here.until(lambda: here[0].settled[-1].version.round == 4)

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from node.averaging.anchor.module_vector import LocalReplica
+from node.averaging.anchor.local_replica import LocalReplica
 from node.checkpoint.saver import capture_module, restore_module
 from node.model.initialization import floats_of, parameters_of
 from node.model.moments import Allowance, MomentType

@@ -2,27 +2,440 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+import hashlib
+import sys
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from random import Random
 
 from swarm.averaging.round_events import (
     Action,
+    Arrived,
     CatchUp,
+    CatchUpFailed,
+    CaughtUp,
     CommitStaged,
+    DropStaged,
+    Event,
     Exchange,
     LinkLost,
     OtherReplica,
+    Owing,
+    PieceCame,
+    PieceRejected,
+    Release,
+    ReplicasChanged,
     RoundRules,
+    SnapshotTaken,
+    Staged,
+    TakeSnapshot,
     Tell,
+    Tick,
+    Worked,
 )
-from swarm.simulation.virtual_network import VirtualTime
-from swarm.vocabulary.averaging_messages import MAX_ATTEMPTS, Commit, Invitation, Prepared, Roster, RoundId
-from swarm.vocabulary.types import AnchorVersion, PeerId
-from tests.swarm.averaging.virtual_links import VirtualLinks
-from tests.swarm.averaging.virtual_replica import INITIAL, VirtualReplica
+from swarm.averaging.round_machine import RoundMachine
+from swarm.simulation.virtual_network import Thunk, VirtualTime
+from swarm.vocabulary.averaging_messages import MAX_ATTEMPTS, Commit, Entry, Invitation, Prepared, Roster, RoundId
+from swarm.vocabulary.types import AnchorVersion, ModuleId, PeerId
+
+
+class VirtualLinks:
+    """Between all pairs of peers.
+
+    Args:
+        loss: share of the messages that vanish without a trace. Tensors do not: their links are reliable until they are
+            cut.
+    """
+
+    def __init__(self, time: VirtualTime, random: Random, loss: float, repeats: float, slowest_s: float) -> None:
+        self._time = time
+        self._random = random
+        self.loss = loss
+        self.repeats = repeats
+        self._slowest_s = slowest_s
+        self._cut: set[frozenset[PeerId]] = set()
+        self._group: dict[PeerId, int] = {}
+        self.sent = 0
+
+    def up(self, one: PeerId, other: PeerId) -> bool:
+        same = self._group.get(one, 0) == self._group.get(other, 0)
+        return same and frozenset((one, other)) not in self._cut
+
+    def message(self, sender: PeerId, to: PeerId, deliver: Thunk) -> bool:
+        """False when the sender learns that there is no link."""
+        self.sent += 1
+        if not self.up(sender, to):
+            return False
+        copies = 2 if self._random.random() < self.repeats else 1
+        for _ in range(copies):
+            if self._random.random() >= self.loss:
+                self._carry(sender, to, self._random.uniform(0.001, self._slowest_s), deliver)
+        return True
+
+    def tensor(self, sender: PeerId, to: PeerId, seconds: float, deliver: Thunk) -> None:
+        self._carry(sender, to, seconds + self._random.uniform(0.001, 0.01), deliver)
+
+    def _carry(self, sender: PeerId, to: PeerId, seconds: float, deliver: Thunk) -> None:
+        self._time.after(seconds, lambda: deliver() if self.up(sender, to) else None)
+
+    # ---- faults -------------------------------------------------------------------------------------------------
+
+    def cut(self, one: PeerId, other: PeerId) -> None:
+        self._cut.add(frozenset((one, other)))
+
+    def partition(self, *groups: Iterable[PeerId]) -> None:
+        self._group = {peer: number for number, group in enumerate(groups) for peer in group}
+
+    def heal(self) -> None:
+        self._cut.clear()
+        self._group.clear()
+
+
+Send = Callable[[PeerId, "Piece"], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A contribution to a chunk, or its reduced result."""
+
+    roster: Roster
+    chunk: int
+    reduced: bool
+    value: bytes
+
+
+def hash_of(*parts: object) -> bytes:
+    return hashlib.sha256(repr(parts).encode()).digest()
+
+
+class VirtualSeal:
+    """`swarm.averaging.round_events.Seal` for names without keys: whoever has not changed anything in an entry has it
+    signed by who is named in it."""
+
+    def sign(self, entry: Entry) -> Entry:
+        return replace(entry, signature=hash_of("signed", replace(entry, signature=b"")) * 2)
+
+    def verify(self, entry: Entry) -> bool:
+        return entry == self.sign(entry)
+
+
+@dataclass(slots=True)
+class VirtualExchange:
+    """Contributions go to the reducer of each chunk; when it has all, the result goes to everybody."""
+
+    own: PeerId
+    roster: Roster
+    gradient: bytes
+    fragments: int
+    send: Send
+    contributions: dict[int, dict[PeerId, bytes]] = field(default_factory=dict)
+    results: dict[int, bytes] = field(default_factory=dict)
+
+    @property
+    def chunks(self) -> dict[int, PeerId]:
+        """Every chunk and its reducer."""
+        return {
+            chunk: member.peer
+            for member in self.roster.members
+            for chunk in range(member.first_chunk, member.end_chunk)
+        }
+
+    @property
+    def contributors(self) -> frozenset[PeerId]:
+        return frozenset(member.peer for member in self.roster.members if member.coefficient > 0)
+
+    def start(self) -> None:
+        if self.own in self.contributors:
+            for chunk, reducer in self.chunks.items():
+                piece = Piece(self.roster, chunk, False, hash_of(self.gradient, chunk))
+                if reducer == self.own:
+                    self.take(self.own, piece)
+                else:
+                    self.send(reducer, piece)
+
+    def take(self, sender: PeerId, piece: Piece) -> bool:
+        """Whether it was of use."""
+        if piece.reduced:
+            if self.chunks.get(piece.chunk) != sender or piece.chunk in self.results:
+                return False
+            self.results[piece.chunk] = piece.value
+            return True
+        if sender not in self.contributors or self.chunks.get(piece.chunk) != self.own:
+            return False
+        self.contributions.setdefault(piece.chunk, {})[sender] = piece.value
+        if self.contributions[piece.chunk].keys() == self.contributors and piece.chunk not in self.results:
+            self._reduce(piece.chunk)
+        return True
+
+    def _reduce(self, chunk: int) -> None:
+        value = hash_of(sorted(self.contributions[chunk].items()))
+        self.results[chunk] = value
+        for member in self.roster.members:
+            if member.peer != self.own:
+                self.send(member.peer, Piece(self.roster, chunk, True, value))
+
+    def owing(self) -> frozenset[PeerId]:
+        missing = {reducer for chunk, reducer in self.chunks.items() if chunk not in self.results}
+        late = {
+            peer
+            for chunk, reducer in self.chunks.items()
+            if reducer == self.own
+            for peer in self.contributors - self.contributions.get(chunk, {}).keys()
+        }
+        return frozenset((missing | late) - {self.own})
+
+    def result(self) -> AnchorVersion | None:
+        if len(self.results) < len(self.chunks):
+            return None
+        roster = self.roster
+        digest = hash_of(roster.base.digest, roster.round.number, sorted(self.results.items()))
+        after = (roster.base.fragment + 1) % self.fragments
+        return AnchorVersion(roster.round.number, roster.steps, roster.tokens, after, digest)
+
+
+MODULE = ModuleId(1)
+INITIAL = AnchorVersion(0, 0, 0, 0, hash_of("initial weights"))
+TICK_S = 0.25
+VIEW_S = 4.0
+"""How long an announcement is believed."""
+KEPT_VERSIONS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    base: AnchorVersion
+    steps: int
+    tokens: int
+    gradient: bytes
+
+
+class VirtualReplica:
+    """Lives from its start to its crash; another one with the same name may come after it."""
+
+    def __init__(self, world: RoundWorld, own: PeerId, version: AnchorVersion, newcomer: bool) -> None:
+        self.world = world
+        self.id = own
+        self.machine = RoundMachine(own, MODULE, world.rules, version, VirtualSeal())
+        self.history = [version]
+        self.serving = not newcomer
+        self.alive = True
+        self.frozen = False
+        self.spoils = False
+        """Sends pieces that cannot be used."""
+        self.slanders: PeerId | None = None
+        """Says so of this one, which does not."""
+        self.step_s = world.random.uniform(*world.shape.step_s)
+        self.bandwidth = world.random.uniform(*world.shape.bandwidth)
+        self.tokens_a_step = world.random.randint(50, 200)
+        self.steps = self.tokens = self.work = 0
+        self.snapshots: dict[int, Snapshot] = {}
+        self.staged: dict[AnchorVersion, RoundId] = {}
+        self.exchange: VirtualExchange | None = None
+        self._events: deque[Event] = deque()
+        self.early: list[Thunk] = []
+        """Pieces that came before the roster."""
+        self.kept: list[Thunk] = []
+        """What waits in the sockets of a frozen process."""
+        self.view: dict[PeerId, tuple[OtherReplica, float]] = {}
+        self._told: tuple[OtherReplica, ...] | None = None
+        self._busy_until = 0.0
+        self._owed: frozenset[PeerId] = frozenset()
+        world.time.after(world.random.uniform(0, TICK_S), self._tick)
+        world.time.after(self.step_s, self._work)
+
+    @property
+    def version(self) -> AnchorVersion:
+        return self.machine.version
+
+    # ---- the process -----------------------------------------------------------------------------------------------
+
+    def do(self, what: Thunk) -> None:
+        """Runs now, or when the process runs again, or never."""
+        if not self.alive:
+            return
+        if self.frozen:
+            self.kept.append(what)
+        else:
+            what()
+
+    def thaw(self) -> None:
+        self.frozen = False
+        kept, self.kept = self.kept, []
+        for what in kept:
+            self.do(what)
+
+    def feed(self, event: Event) -> None:
+        """One event after the other: what the actions of one bring about waits until they are all carried out."""
+        self._events.append(event)
+        if len(self._events) > 1:
+            return
+        while self._events:
+            before = self.machine.version
+            actions = self.machine.handle(self._events[0], self.world.time.now)
+            self.world.observe(self, before, actions)
+            for action in actions:
+                self._carry_out(action)
+            self._events.popleft()
+
+    def _tick(self) -> None:
+        if self.alive:
+            if not self.frozen:
+                self.feed(Tick())
+                self.serving = self.serving or self.machine.settled
+            self.world.time.after(TICK_S, self._tick)
+
+    def _work(self) -> None:
+        if not self.alive:
+            return
+        self.world.time.after(self.step_s, self._work)
+        if self.frozen or self.world.idle or self.machine.describe().find("catching") >= 0:
+            return
+        self.steps, self.tokens, self.work = self.steps + 1, self.tokens + self.tokens_a_step, self.work + 1
+        self.feed(Worked(self.steps, self.tokens))
+        if self.machine.is_alone and self.steps >= self.world.rules.inner_steps:
+            self._step_alone()
+
+    def _step_alone(self) -> None:
+        base = self.version
+        digest = hash_of(base.digest, "alone", self.id, self.work)
+        after = (base.fragment + 1) % self.world.rules.fragments
+        version = AnchorVersion(base.round + 1, base.steps + self.steps, base.tokens + self.tokens, after, digest)
+        self.steps = self.tokens = 0
+        self.snapshots.clear()
+        self._keep(version)
+        self.feed(CaughtUp(version))
+
+    def _keep(self, version: AnchorVersion) -> None:
+        self.history = [*self.history, version][-KEPT_VERSIONS:]
+
+    # ---- what the machine wants ------------------------------------------------------------------------------------
+
+    def _carry_out(self, action: Action) -> None:
+        match action:
+            case Tell(to, message):
+                self._tell(to, Arrived(self.id, message))
+            case TakeSnapshot(attempt, _):
+                seconds = self.world.random.choice(self.world.shape.prepare_s)
+                self.world.time.after(seconds, lambda: self.do(lambda: self._take_snapshot(attempt)))
+            case Exchange(roster):
+                assert len(self.staged) <= 1, "there is room for one complete result, and the one in the making"
+                snapshot = self.snapshots[roster.round.number]
+                fragments = self.world.rules.fragments
+                self.exchange = VirtualExchange(self.id, roster, snapshot.gradient, fragments, self._send)
+                self._owed = frozenset()
+                self.exchange.start()
+                self._exchange_moved(self.exchange)
+                if self.slanders is not None and roster.round.convener != self.id:
+                    self.feed(PieceRejected(roster.round, self.slanders, "slander"))
+                early, self.early = self.early, []
+                for take in early:
+                    take()
+            case DropStaged(version):
+                self.staged.pop(version, None)
+            case Release(number):
+                self.exchange = None
+                self.snapshots = {kept: value for kept, value in self.snapshots.items() if kept > number}
+                self.staged = {version: attempt for version, attempt in self.staged.items() if attempt.number > number}
+            case CommitStaged(roster, version):
+                self._commit(roster.round, version)
+            case CatchUp(version, donors):
+                seconds = self.world.random.uniform(0.1, 1.0)
+                self.world.time.after(seconds, lambda: self.do(lambda: self._caught_up(version, donors)))
+
+    def _tell(self, to: PeerId, event: Arrived) -> None:
+        def deliver() -> None:
+            receiver = self.world.replicas[to]
+            receiver.do(lambda: receiver.feed(event))
+
+        if not (self.world.links.message(self.id, to, deliver) and self.world.replicas[to].alive):
+            self.world.time.after(0.05, lambda: self.do(lambda: self.feed(LinkLost(to))))
+
+    def _take_snapshot(self, attempt: RoundId) -> None:
+        old = self.snapshots.get(attempt.number)
+        if old is None or old.base != self.version:
+            gradient = hash_of(self.id, self.version, self.work)
+            old = self.snapshots[attempt.number] = Snapshot(self.version, self.steps, self.tokens, gradient)
+        norm = old.steps * self.world.random.uniform(0.9, 1.1)
+        received = {peer: other.bandwidth for peer, other in self.world.replicas.items() if peer != self.id}
+        self.feed(SnapshotTaken(attempt, old.steps, old.tokens, norm, self.bandwidth, received))
+
+    def _commit(self, attempt: RoundId, version: AnchorVersion) -> None:
+        assert self.staged.get(version) == attempt, "it commits what it has not prepared"
+        snapshot = self.snapshots[attempt.number]
+        assert snapshot.base == self.history[-1], "it commits into another anchor"
+        self.steps, self.tokens = self.steps - snapshot.steps, self.tokens - snapshot.tokens
+        self.snapshots.clear()
+        self.staged.clear()
+        self._keep(version)
+
+    def _caught_up(self, version: AnchorVersion, donors: tuple[PeerId, ...]) -> None:
+        near = (self.world.replicas[peer] for peer in donors if self.world.links.up(self.id, peer))
+        if not any(donor.alive and not donor.frozen and version in donor.history for donor in near):
+            return self.feed(CatchUpFailed(version, "no donor has it"))
+        self.steps = self.tokens = 0
+        self.snapshots.clear()
+        self.staged.clear()
+        self.exchange = None
+        self._keep(version)
+        return self.feed(CaughtUp(version))
+
+    # ---- the exchange ----------------------------------------------------------------------------------------------
+
+    def _send(self, to: PeerId, piece: Piece) -> None:
+        seconds = self.world.rules.chunk_bytes / self.bandwidth
+        start = max(self.world.time.now, self._busy_until)
+        self._busy_until = start + seconds
+        receiver = self.world.replicas[to]
+        spoilt = self.spoils and not piece.reduced
+
+        def deliver() -> None:
+            self.world.replicas[to].do(lambda: self.world.replicas[to].piece_came(self.id, piece, spoilt))
+
+        if receiver.alive and self.alive:
+            self.world.links.tensor(self.id, to, self._busy_until - self.world.time.now, deliver)
+
+    def piece_came(self, sender: PeerId, piece: Piece, spoilt: bool) -> None:
+        exchange = self.exchange
+        if exchange is None or exchange.roster.round != piece.roster.round:
+            if piece.roster.round == self.machine.under_way:
+                self.early.append(lambda: self.piece_came(sender, piece, spoilt))
+            return
+        if spoilt:
+            self.feed(PieceRejected(piece.roster.round, sender, "not finite"))
+        elif exchange.take(sender, piece):
+            self.feed(PieceCame(piece.roster.round, sender))
+            self._exchange_moved(exchange)
+
+    def _exchange_moved(self, exchange: VirtualExchange) -> None:
+        if exchange is not self.exchange:
+            return
+        owing = exchange.owing()
+        attempt = exchange.roster.round
+        if owing != self._owed:
+            self._owed = owing
+            self.feed(Owing(attempt, owing))
+        result = exchange.result()
+        if result is not None and result not in self.staged and result not in self.history:
+            self.staged[result] = attempt
+            self.world.staged(self, exchange.roster, result)
+            self.feed(Staged(attempt, result))
+
+    # ---- the others -------------------------------------------------------------------------------------------------
+
+    def see(self, replica: OtherReplica) -> None:
+        self.view[replica.peer] = (replica, self.world.time.now + VIEW_S)
+        self.refresh_view()
+
+    def refresh_view(self) -> None:
+        now = self.world.time.now
+        self.view = {peer: seen for peer, seen in self.view.items() if seen[1] > now}
+        others = tuple(seen[0] for _, seen in sorted(self.view.items()))
+        if others != self._told:
+            self._told = others
+            self.feed(ReplicasChanged(others))
+
 
 ANNOUNCE_S = 1.0
 SMALL_ROUNDS = RoundRules(inner_steps=3, fragments=1, chunks=6, longest_s=12.0, chunk_bytes=1000)
@@ -203,3 +616,159 @@ class RoundWorld:
 
     def thaw(self, peer: PeerId) -> None:
         self.replicas[peer].thaw()
+
+
+FAULTS_S = 24.0
+FAULT_EVERY_S = 2.0
+SETTLE_S = 45.0
+"""After the last fault all stand on one anchor within so long: announcements, one failed attempt, one round, one
+download."""
+PROGRESS_S = 60.0
+MESSAGES_A_SECOND = 8.0
+"""Of each replica to each other, at most and on average; a pulse is two a second."""
+
+
+@dataclass(frozen=True, slots=True)
+class Harm:
+    """Which faults a world suffers."""
+
+    crashes: bool = True
+    freezes: bool = True
+    cuts: bool = True
+    partitions: bool = True
+
+    @property
+    def forks(self) -> bool:
+        """Whether it can split the replicas."""
+        return self.crashes or self.freezes or self.cuts or self.partitions
+
+
+NONE = Harm(False, False, False, False)
+
+
+def world_of(seed: int) -> RoundWorld:
+    """Three to six replicas on a network that is good or bad."""
+    random = Random(seed * 7919)
+    rules = RoundRules(
+        inner_steps=random.choice((4, 5, 6)),
+        fragments=random.choice((1, 1, 2)),
+        chunks=6,
+        longest_s=12.0,
+        chunk_bytes=1000,
+    )
+    shape = Shape(
+        replicas=random.choice((2, 3, 3, 4, 4, 5)),
+        rules=rules,
+        loss=random.choice((0.0, 0.01, 0.05)),
+        repeats=random.choice((0.0, 0.05)),
+        slowest_s=random.choice((0.02, 0.1, 0.4)),
+        bandwidth=random.choice(((20_000.0, 100_000.0), (2_000.0, 20_000.0))),
+        prepare_s=random.choice(((0.01, 0.2), (0.05, 3.0))),
+    )
+    return RoundWorld(seed, shape)
+
+
+def harm_of(seed: int) -> Harm:
+    """Every fifth world suffers only from its network; the others have all faults, or some kinds."""
+    return (Harm(), Harm(partitions=False), Harm(crashes=False, partitions=False), Harm(crashes=False), NONE)[seed % 5]
+
+
+class Faults:
+    """Strikes a world at random moments."""
+
+    def __init__(self, world: RoundWorld, harm: Harm) -> None:
+        self._world = world
+        self._random = world.random
+        self._kinds = [
+            kind
+            for kind, wanted in (
+                (self._crash, harm.crashes),
+                (self._freeze, harm.freezes),
+                (self._cut, harm.cuts),
+                (self._partition, harm.partitions),
+            )
+            if wanted
+        ]
+
+    def run(self, seconds: float) -> None:
+        end = self._world.time.now + seconds
+        while self._world.time.now < end:
+            self._world.run(self._random.expovariate(1 / FAULT_EVERY_S))
+            if self._kinds:
+                self._random.choice(self._kinds)()
+
+    def end(self) -> None:
+        """All links stand, all processes run again."""
+        self._world.links.heal()
+        for peer in self._world.peers:
+            self._thaw(peer)
+            self._restart(peer)
+
+    def _some(self) -> PeerId:
+        return self._random.choice(self._world.peers)
+
+    def _crash(self) -> None:
+        peer = self._some()
+        if len(self._world.living) > 1:
+            self._world.crash(peer)
+            self._world.time.after(self._random.uniform(0.5, 8.0), partial(self._restart, peer))
+
+    def _restart(self, peer: PeerId) -> None:
+        """From nothing, or from what it saved last."""
+        replica = self._world.replicas[peer]
+        if not replica.alive:
+            self._world.restart(peer, self._random.choice((INITIAL, replica.history[0], replica.history[-1])))
+
+    def _freeze(self) -> None:
+        peer = self._some()
+        self._world.freeze(peer)
+        self._world.time.after(self._random.choice((0.4, 1.0, 3.0, 8.0)), partial(self._thaw, peer))
+
+    def _thaw(self, peer: PeerId) -> None:
+        self._world.thaw(peer)
+
+    def _cut(self) -> None:
+        one, other = self._random.sample(self._world.peers, 2)
+        self._world.cut(one, other)
+        self._world.time.after(self._random.uniform(0.2, 6.0), self._world.links.heal)
+
+    def _partition(self) -> None:
+        peers = self._world.peers
+        self._random.shuffle(peers)
+        border = self._random.randint(1, len(peers) - 1)
+        self._world.links.partition(peers[:border], peers[border:])
+        self._world.time.after(self._random.uniform(1.0, 12.0), self._world.links.heal)
+
+
+def try_seed(seed: int) -> RoundWorld:
+    """Raises AssertionError when something that must hold does not; returns the world for counting."""
+    world, harm = world_of(seed), harm_of(seed)
+    faults = Faults(world, harm)
+    faults.run(FAULTS_S)
+    if not harm.forks:
+        assert not world.forks(), f"two results for rounds {world.forks()} though nothing was split"
+    faults.end()
+    assert world.run_until(world.agreed, SETTLE_S), f"no agreement\n{world.explain()}"
+    reached = max(version.round for version in world.versions())
+    together = partial(_all_took_part, world, reached)
+    assert world.run_until(together, PROGRESS_S), f"no round of all after round {reached}\n{world.explain()}"
+    pairs = len(world.replicas) * (len(world.replicas) - 1)
+    assert world.links.sent < MESSAGES_A_SECOND * pairs * world.time.now, f"{world.links.sent} messages"
+    return world
+
+
+def _all_took_part(world: RoundWorld, reached: int) -> bool:
+    """Whether each replica has been in a round since. (Not all in the same: rounds here are hardly longer than a
+    download.)"""
+    since = [who for version, who in world.commits.items() if version.round > reached]
+    return set().union(*since) == set(world.peers)
+
+
+if __name__ == "__main__":
+    first, last = int(sys.argv[1]), int(sys.argv[2])
+    for tried in range(first, last):
+        try:
+            try_seed(tried)
+        except AssertionError as failure:
+            sys.exit(f"seed {tried}: {failure}")
+    print(f"{last - first} seeds hold")

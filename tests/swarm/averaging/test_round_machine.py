@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from swarm.averaging.convener import credible_accusers
+from swarm.averaging.leader import credible_accusers
 from swarm.averaging.roster import make_roster
 from swarm.averaging.round_events import (
     Accuse,
@@ -17,7 +17,6 @@ from swarm.averaging.round_events import (
     Caught,
     CaughtUp,
     CommitStaged,
-    DropStaged,
     Event,
     Exchange,
     OtherReplica,
@@ -51,7 +50,7 @@ from swarm.vocabulary.averaging_messages import (
     SignedRoster,
 )
 from swarm.vocabulary.types import MAX_ROUND, AnchorVersion, Codec, ModuleId, PeerId
-from tests.swarm.averaging.virtual_exchange import VirtualSeal
+from tests.swarm.averaging.round_world import VirtualSeal
 
 MODULE = ModuleId(1)
 RULES = RoundRules(inner_steps=10, fragments=1, chunks=8, longest_s=60.0)
@@ -275,25 +274,6 @@ def test_a_convener_that_is_heard_and_brings_nothing_to_an_end_is_left() -> None
     assert told(desk.hear(B, Invitation(again, BASE)), B) == [Declined(again, DeclineReason.OTHER_CONVENER, BASE)]
 
 
-def test_what_was_prepared_is_named_in_the_next_attempts_entry() -> None:
-    desk = Desk()
-    desk.prepare()
-    second = replace(ATTEMPT, attempt=1, convener=C)
-    assert told(desk.hear(C, Invitation(second, BASE)), C) == [Declined(second, DeclineReason.OTHER_CONVENER, BASE)], (
-        "the convener was heard a moment ago"
-    )
-    desk.wait(1.2)
-    actions = desk.enter(second)
-    assert told(actions, C) == [entry(second, staged=RESULT)]
-    assert kinds(desk.hear(C, Commit(second, RESULT, (US,))))[0] is CommitStaged
-
-
-def test_a_replica_that_stands_on_what_we_prepared_shows_that_it_holds() -> None:
-    desk = Desk()
-    desk.prepare()
-    assert kinds(desk.hear(C, Progress(MODULE, RESULT, 1, 10)))[0] is CommitStaged
-
-
 def test_a_commit_of_what_we_do_not_have_moves_nobody_before_the_others_stand_there() -> None:
     desk = Desk()
     desk.enter()
@@ -306,16 +286,6 @@ def test_a_commit_of_what_we_do_not_have_moves_nobody_before_the_others_stand_th
     assert CatchUp in kinds(actions), "three say it of themselves"
 
 
-def test_a_silent_convener_is_replaced_and_not_invited() -> None:
-    desk = Desk()
-    desk.enter()
-    desk.hear(B, signed())
-    actions = desk.wait(7.0)
-    invited = {a.to for a in actions if isinstance(a, Tell) and isinstance(a.message, Invitation)}
-    assert invited == {C, D}
-    assert desk.machine.under_way == RoundId(MODULE, 5, 1, US)
-
-
 def test_a_convener_that_pulses_is_not_replaced() -> None:
     desk = Desk()
     desk.enter()
@@ -324,28 +294,6 @@ def test_a_convener_that_pulses_is_not_replaced() -> None:
         desk.wait(0.5)
         desk.hear(B, Pulse(ATTEMPT))
     assert desk.machine.under_way == ATTEMPT
-
-
-def test_who_slept_drops_the_attempt_and_keeps_what_it_prepared() -> None:
-    desk = Desk()
-    desk.enter()
-    desk.hear(B, signed())
-    desk.now += 30.0
-    actions = desk.feed(Tick())
-    assert actions == [Release(4, "this process did not run for 30.0 s")]
-    assert desk.feed(Staged(ATTEMPT, RESULT)) == [DropStaged(RESULT)]
-    assert desk.wait(0.5) == []
-
-
-def test_of_two_results_the_later_is_kept() -> None:
-    desk = Desk()
-    desk.prepare()
-    again, other = RoundId(MODULE, 5, 1, B), replace(RESULT, digest=b"o" * 32)
-    desk.hear(B, Dissolved(ATTEMPT, "a member was silent"))
-    desk.enter(again)
-    assert kinds(desk.hear(B, signed(again, RESULT))) == [Exchange]
-    assert desk.feed(Staged(again, other)) == [DropStaged(RESULT), Tell(B, Prepared(again, other))]
-    assert desk.hear(B, Commit(again, other, (B, US)))[0] == CommitStaged(roster(again), other)
 
 
 def test_a_process_that_is_held_up_does_not_take_its_convener_for_silent() -> None:

@@ -10,16 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from node.averaging.anchor.layout import layout_of
-from swarm.averaging.plausibility import (
-    ASTRAY,
-    FADING,
-    FEWEST_APART,
-    AnchorDrift,
-    UsualLength,
-    mark_of,
-    measured_of,
-    rates,
-)
 from swarm.averaging.roster import (
     leads_to,
     make_roster,
@@ -42,9 +32,19 @@ from swarm.averaging.schedule import (
     possible,
     standing,
 )
+from swarm.averaging.trust import (
+    ASTRAY,
+    FADING,
+    FEWEST_APART,
+    AnchorDrift,
+    UsualLength,
+    mark_of,
+    measured_of,
+    rates,
+)
 from swarm.vocabulary.averaging_messages import Entry, LinkRate, Roster, RoundId, SignedRoster
 from swarm.vocabulary.types import MAX_COUNT, MAX_ROUND, AnchorVersion, Codec, ModuleId, PeerId
-from tests.swarm.averaging.virtual_exchange import VirtualSeal
+from tests.swarm.averaging.round_world import VirtualSeal
 
 MODULE = ModuleId(2)
 RULES = RoundRules(inner_steps=10, fragments=1, chunks=16, longest_s=60.0, step_tokens=1000)

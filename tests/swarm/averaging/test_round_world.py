@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from tests.swarm.averaging.round_world import RoundWorld, Shape
+from collections import Counter
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from swarm.averaging.round_events import CommitStaged, RoundRules
+from swarm.vocabulary.averaging_messages import Roster
+from swarm.vocabulary.types import AnchorVersion, PeerId
+from tests.swarm.averaging.round_world import INITIAL, RoundWorld, Shape, VirtualReplica, harm_of, try_seed
 
 
 def test_without_faults_every_round_commits_at_once_on_all_replicas() -> None:
@@ -25,3 +33,245 @@ def test_many_replicas_and_fragments() -> None:
     assert len(world.commits) >= 8
     assert not world.forks()
     assert not world.caught_up
+
+
+CHUNKS, QUICK_CHUNKS = 10, 4
+SEEDS_A_CHUNK = 100
+
+
+@pytest.mark.parametrize(
+    "chunk", [pytest.param(chunk, marks=[pytest.mark.long] * (chunk >= QUICK_CHUNKS)) for chunk in range(CHUNKS)]
+)
+def test_replicas_come_together_and_go_on_whatever_goes_wrong(chunk: int) -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(chunk * SEEDS_A_CHUNK, (chunk + 1) * SEEDS_A_CHUNK):
+        world = try_seed(seed)
+        seen["commits"] += len(world.commits)
+        seen["catch-ups"] += sum(world.caught_up.values())
+        seen["second attempts"] += sum(attempts > 1 for attempts in world.attempts.values())
+        if harm_of(seed).forks:
+            seen["forks"] += len(world.forks())
+    # Else the faults were not what they are meant to be, and the above has shown nothing.
+    assert seen["commits"] > 4 * SEEDS_A_CHUNK
+    assert seen["catch-ups"] > SEEDS_A_CHUNK
+    assert seen["second attempts"] > SEEDS_A_CHUNK / 4
+    assert seen["forks"] > SEEDS_A_CHUNK / 10
+
+
+SLOW = Shape(
+    rules=RoundRules(inner_steps=8, fragments=1, chunks=12, longest_s=60.0, chunk_bytes=1000),
+    bandwidth=(9_000.0, 11_000.0),
+    prepare_s=(0.02,),
+)
+"""The exchange takes some seconds."""
+NOTICED_S = 5.0
+
+
+@dataclass(slots=True)
+class Watch:
+    """Notes when the first exchange begins and with whom."""
+
+    world: RoundWorld
+    rosters: list[Roster] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.world.on_exchange = self._began
+
+    def _began(self, replica: VirtualReplica, roster: Roster) -> None:
+        self.rosters.append(roster)
+
+    def wait(self) -> Roster:
+        assert self.world.run_until(lambda: bool(self.rosters), 60.0)
+        return self.rosters[0]
+
+
+def committed_by(world: RoundWorld, peers: set[PeerId]) -> bool:
+    return any(who >= peers for who in world.commits.values())
+
+
+def undisturbed_s() -> float:
+    """From the roster to the last commit."""
+    world = RoundWorld(5, SLOW)
+    Watch(world).wait()
+    start = world.time.now
+    assert world.run_until(lambda: committed_by(world, set(world.peers)), 60.0)
+    return world.time.now - start
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize("who", ["convener", "member"])
+@pytest.mark.parametrize("how", ["kill", "freeze"])
+def test_survivors_commit_within_five_seconds_and_a_round(share: float, who: str, how: str) -> None:
+    round_s = undisturbed_s()
+    assert round_s > 1.0
+    world = RoundWorld(5, SLOW)
+    roster = Watch(world).wait()
+    world.run(share * round_s)
+    convener = roster.round.convener
+    victim = (
+        convener if who == "convener" else next(member.peer for member in roster.members if member.peer != convener)
+    )
+    (world.crash if how == "kill" else world.freeze)(victim)
+    survivors = set(world.peers) - {victim}
+    assert world.run_until(lambda: committed_by(world, survivors), NOTICED_S + round_s), world.explain()
+    assert len({world.replicas[peer].version for peer in survivors}) == 1
+    assert not world.forks()
+    if how == "freeze":
+        world.thaw(victim)
+    else:
+        world.restart(victim, INITIAL)
+    reached = max(version.round for version in world.versions())
+    assert world.run_until(
+        lambda: any(version.round > reached and who == set(world.peers) for version, who in world.commits.items()), 60.0
+    ), world.explain()
+    assert not world.forks()
+
+
+def split(world: RoundWorld, *groups: list[PeerId], rounds: int) -> AnchorVersion:
+    """Lets both sides go on for so many rounds; returns what they had in common."""
+    assert world.run_until(lambda: committed_by(world, set(world.peers)) and world.agreed(), 60.0)
+    common = next(iter(world.versions()))
+    world.links.partition(*groups)
+    enough = common.round + rounds
+    assert world.run_until(lambda: all(replica.version.round >= enough for replica in world.living), 200.0), (
+        world.explain()
+    )
+    return common
+
+
+def rounds_until_agreed(world: RoundWorld) -> int:
+    before = max(version.round for version in world.versions())
+    world.links.heal()
+    world.caught_up.clear()
+    assert world.run_until(world.agreed, 60.0), world.explain()
+    return max(version.round for version in world.versions()) - before
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_two_and_two_go_on_apart_and_are_one_again_within_two_rounds(seed: int) -> None:
+    world = RoundWorld(seed)
+    a, b, c, d = world.peers
+    split(world, [a, b], [c, d], rounds=5)
+    assert world.replicas[a].version != world.replicas[c].version
+    assert rounds_until_agreed(world) <= 2
+    world.run(40.0)
+    assert set(world.caught_up) in ({a, b}, {c, d}), "only those that lost catch up"
+    assert max(world.caught_up.values()) <= 3, "once more for each round that the others had under way meanwhile"
+    last = max(world.commits, key=lambda version: version.round)
+    assert set(world.rosters[last]) == set(world.peers)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_three_win_over_one(seed: int) -> None:
+    world = RoundWorld(seed)
+    a, b, c, d = world.peers
+    split(world, [a, b, c], [d], rounds=3)
+    alone = world.replicas[d].version
+    three = world.replicas[a].version
+    assert alone != three
+    assert rounds_until_agreed(world) <= 2
+    world.run(40.0)
+    assert set(world.caught_up) == {d}
+    assert world.caught_up[d] <= 2, "twice when a round was under way among the others"
+
+
+def test_three_win_over_one_that_is_many_rounds_ahead() -> None:
+    world = RoundWorld(2)
+    a, b, c, d = world.peers
+    world.replicas[d].step_s = 0.1
+    split(world, [a, b, c], [d], rounds=3)
+    three = world.replicas[a].version.round
+    assert world.replicas[d].version.round > three + 2
+    before = len(world.commits)
+    world.links.heal()
+    assert world.run_until(world.agreed, 60.0), world.explain()
+    assert len([version for version, who in world.commits.items() if a in who]) <= before + 2
+    committed_since = len(world.commits) - before
+    assert committed_since <= 2, "their next round has a number above the lone one's"
+    assert world.caught_up[a] + world.caught_up[b] + world.caught_up[c] == 0
+
+
+@pytest.mark.parametrize("replicas", [3, 4, 5])
+def test_what_a_convener_committed_before_it_died_holds(replicas: int) -> None:
+    world = RoundWorld(9, replace(SLOW, replicas=replicas))
+    first: list[AnchorVersion] = []
+
+    def dies(replica: VirtualReplica, commit: CommitStaged) -> None:
+        if not first:
+            first.append(commit.version)
+            world.links.partition([replica.id], [peer for peer in world.peers if peer != replica.id])
+            world.crash(replica.id)
+
+    world.on_commit = dies
+    assert world.run_until(lambda: bool(first), 60.0)
+    others = {replica.id for replica in world.living}
+    assert not any(replica.version == first[0] for replica in world.living)
+    assert world.run_until(lambda: all(replica.version.round > 0 for replica in world.living), 20.0), world.explain()
+    assert world.commits[first[0]] & others
+    assert not world.forks()
+    assert world.run_until(lambda: all(replica.version.round > 1 for replica in world.living), 60.0), world.explain()
+
+
+def test_a_lone_replica_steps_by_itself_until_another_one_comes() -> None:
+    world = RoundWorld(3, Shape(replicas=2))
+    a, b = world.peers
+    world.run(1.0)
+    world.crash(b)
+    assert world.run_until(lambda: world.replicas[a].machine.is_alone, 15.0)
+    assert world.run_until(lambda: world.replicas[a].version.round >= 3, 30.0)
+    world.restart(b, INITIAL)
+    assert world.run_until(lambda: committed_by(world, {a, b}), 30.0), world.explain()
+    assert not world.replicas[a].machine.is_alone
+    assert world.caught_up[a] == 0
+
+
+def test_who_sends_rubbish_is_left_out_and_then_not_invited_for_a_while() -> None:
+    world = RoundWorld(4)
+    offender = world.peers[2]
+    world.replicas[offender].spoils = True
+    world.run(60.0)
+    others = set(world.peers) - {offender}
+    theirs = [version for version, who in world.commits.items() if who != {offender}]
+    assert len(theirs) >= 12
+    assert all(set(world.rosters[version]) == others for version in theirs)
+    assert sum(attempts - 1 for attempts in world.attempts.values()) <= 4, "later it costs no second attempts any more"
+    assert not {peer for peer in world.caught_up if peer != offender}
+
+
+def test_a_slanderer_does_not_keep_the_others_from_each_other() -> None:
+    world = RoundWorld(11, Shape(replicas=5))
+    slanderer, victim, *others = world.peers
+    world.replicas[slanderer].slanders = victim
+    world.run(90.0)
+    theirs = [version for version, who in world.commits.items() if who >= set(others)]
+    assert len(theirs) >= 12
+    assert world.caught_up[victim] < len(theirs)
+    assert any(victim in world.rosters[version] for version in theirs)
+
+
+def test_two_that_cannot_reach_each_other_hold_up_nobody() -> None:
+    world = RoundWorld(6)
+    a, b, *_ = world.peers
+    world.cut(a, b)
+    world.run(90.0)
+    assert len(world.commits) >= 8
+    assert max(world.attempts.values()) <= 3
+    assert not world.forks()
+    assert a in set().union(*world.rosters.values())
+    assert b in set().union(*world.rosters.values())
+
+
+def test_a_round_costs_messages_in_proportion_to_the_pairs() -> None:
+    for replicas in (3, 6, 12):
+        world = RoundWorld(7, Shape(replicas=replicas))
+        world.run(60.0)
+        assert len(world.commits) >= 10
+        assert world.links.sent <= 6 * replicas * replicas * len(world.commits)
+
+
+def test_nothing_happens_while_nobody_works() -> None:
+    world = RoundWorld(8)
+    world.idle = True
+    world.run(60.0)
+    assert not world.commits
+    assert world.links.sent == 0

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from swarm.averaging.plausibility import mark_of
 from swarm.averaging.roster import CONVENER_REDUCES_FROM, codec_of, objection
 from swarm.averaging.round_events import RoundRules
+from swarm.averaging.trust import mark_of
 from swarm.compression.round_codecs import MOST_OF_AN_INTERVAL, RoundCodecs, Rung, choose, ladder
 from swarm.vocabulary.averaging_messages import Entry, LinkRate, RoundId, SignedRoster
 from swarm.vocabulary.types import AnchorVersion, Codec, ModuleId, PeerId, Reasoned

@@ -6,13 +6,12 @@ import numpy as np
 import pytest
 
 from node.averaging.anchor.anchor import hash_all
-from node.averaging.exchange.partition import Plan
-from node.averaging.exchange.progress import ExchangeProgress, HowFar
+from node.averaging.exchange.partition import ExchangeProgress, HowFar, Plan
 from protocol.codecs import encoded_bytes
 from swarm.averaging.round_events import Event, Owing, PieceCame, PieceRejected
 from swarm.compression.round_codecs import RoundCodecs, ladder
 from swarm.vocabulary.types import Codec, PeerId
-from tests.node.averaging.exchanging import (
+from tests.node.averaging.small_rounds import (
     base_anchor,
     equal_weights,
     outer_reference,

@@ -1,37 +1,37 @@
-"""The reducer's arithmetic: our shard's weighted mean, piece by piece. Runs on the averaging thread."""
+"""The reducer's arithmetic, and the comparison of others' results with our own. Runs on the averaging thread."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from random import Random
 from typing import Final
 
 import numpy as np
 
-from node.averaging.anchor.shared_vector import Vector
-from node.averaging.anchor.vector_math import add_scaled, squares
+from node.averaging.anchor.shared_vector import Vector, add_scaled, squares
 from node.averaging.exchange.partition import Piece, Plan
 from node.averaging.exchange.pseudo_gradient import Source
 from protocol.codecs import decode_into, encode_into, encoded_bytes
+from swarm.averaging.trust import Beside, oddities
 from swarm.vocabulary.errors import ProtocolViolation
 from swarm.vocabulary.types import Codec, PeerId
 
 ROUNDING: Final = 1.01
-"""How much longer a vector may be than its norm was declared: rounding in float32 and by the codec (INT8 adds at most
-0.3 %)."""
+"""Largest ratio of a norm to its declaration: float32 and INT8 add at most 0.3 %."""
 COARSE_ROUNDING: Final = 1.05
-"""With INT4: normal numbers become 0.5 % longer, those with a few large ones among them 1 %."""
+"""The same for INT4, which adds up to 1 %."""
 
 
 class NormLimit:
-    """The check of a contribution against its declared norm: adds up squares and finds what is not finite."""
+    """Checks vectors against a declared norm, and that they are finite."""
 
     def __init__(self, norm: float, codec: Codec) -> None:
         rounding = COARSE_ROUNDING if codec is Codec.INT4 else ROUNDING
         self._left = (norm * rounding) ** 2 + float(np.finfo(np.float32).tiny)
 
     def objection(self, values: Vector) -> str | None:
-        """The reason why the values cannot be used; None when they can, and then they count."""
+        """The reason why the values cannot be used; None if they can, and then they count."""
         length = squares(values)
         if not math.isfinite(length):
             return "elements that are not finite, or beyond all bounds"
@@ -42,11 +42,7 @@ class NormLimit:
 
 
 def read_encoding(codec: Codec, data: memoryview, room: Vector) -> Vector:
-    """The elements that `data` encodes, as many as `room` has: where they lie with NONE, else decoded into `room`.
-
-    Raises:
-        ProtocolViolation: `data` is no encoding.
-    """
+    """The decoded elements, in `room` or in place with NONE. Raises ProtocolViolation."""
     if codec is Codec.NONE:
         return np.frombuffer(data, dtype="<f4")
     decode_into(codec, data, room)
@@ -58,17 +54,13 @@ class Added:
     """What became of a contribution."""
 
     objection: str | None = None
-    """Why it cannot be used; then nothing has changed."""
+    """Why it cannot be used."""
     encoding: memoryview | None = None
     """Of the whole sum, when it is complete."""
 
 
 class Reduction:
-    """The weighted sums of our shard's pieces.
-
-    Args:
-        source: our own pseudo-gradient, which goes into each sum first.
-    """
+    """The weighted sums of our shard's pieces."""
 
     def __init__(self, plan: Plan, source: Source) -> None:
         self._plan = plan
@@ -81,10 +73,7 @@ class Reduction:
         self._to_come = dict.fromkeys(plan.shards[plan.own], others)
 
     def add(self, piece: Piece, sender: PeerId, data: memoryview, room: Vector) -> Added:
-        """Adds what a member sent for a piece, and ends its sum when that was the last.
-
-        `room` is at least as long as the piece.
-        """
+        """Adds a contribution to a piece, and finishes the sum with the last. `room`: scratch of the piece's length."""
         try:
             values = read_encoding(self._plan.codecs.contribution, data, room[: piece.elements])
         except ProtocolViolation as error:
@@ -97,7 +86,7 @@ class Reduction:
         return Added(encoding=None if self._to_come[piece] else self.finish(piece))
 
     def finish(self, piece: Piece) -> memoryview:
-        """The encoding of a complete sum: what all members get, we too."""
+        """The encoding of a complete sum, which all members get."""
         total = self._sum(piece)
         del self._sums[piece]
         codec = self._plan.codecs.result
@@ -108,7 +97,6 @@ class Reduction:
         return encoding
 
     def _sum(self, piece: Piece) -> Vector:
-        """Begun with our own part the first time."""
         total = self._sums.get(piece)
         if total is None:
             total = self._sums[piece] = np.empty(piece.elements, np.float32)
@@ -117,3 +105,47 @@ class Reduction:
             else:
                 total.fill(0.0)
         return total
+
+
+PATCH: Final = 4096
+"""Elements in a row."""
+ONE_IN: Final = 8
+"""Inverse share of a piece's patches that are compared: nobody knows which, and memory traffic is an eighth."""
+AT_LEAST: Final = 8
+"""Least patches of a piece."""
+
+
+class Comparison:
+    """The comparison of one exchange's results with our pseudo-gradient. `random` must be unpredictable."""
+
+    def __init__(self, plan: Plan, source: Source, random: Random) -> None:
+        self._plan = plan
+        self._source = source
+        self._random = random
+        self._pieces: list[Beside] = []
+        fragment = plan.layout.range_of(plan.first_chunk, plan.end_chunk)
+        self._elements = fragment.stop - fragment.start
+
+    def add(self, piece: Piece, result: Vector) -> None:
+        """Takes the figures of a result [piece.elements]."""
+        left, right = self._source.anchor.parameters[piece.part], self._source.snapshot[piece.part]
+        width = min(PATCH, piece.elements)
+        count = piece.elements // width
+        chosen = self._random.sample(range(count), min(count, max(AT_LEAST, count // ONE_IN)))
+        start = self._random.randint(0, piece.elements - count * width)
+
+        def patches(values: Vector) -> Vector:
+            """One after the other."""
+            rows = values[start : start + count * width].reshape(count, width)
+            return rows[chosen].reshape(-1)
+
+        there = patches(result)
+        ours = patches(left)
+        np.subtract(ours, patches(right), out=ours)
+        own, squares, product = (float(np.dot(a, b)) for a, b in ((ours, ours), (there, there), (ours, there)))
+        self._pieces.append(Beside(piece.reducer, len(there) / self._elements, own, squares, product))
+
+    def oddities(self) -> dict[PeerId, str]:
+        """The reducers whose results cannot be the mean, with reasons, after all results."""
+        own = self._plan.members[self._plan.own]
+        return oddities(self._plan.own, self._pieces, own.coefficient, own.norm, self._plan.roster.largest_norm)

@@ -1,25 +1,12 @@
-"""The convener's side of one attempt at a round: whom it invited, what they answered, how far each is.
-
-The convener is an invitee of its own: what it sends to itself comes back to it like everybody else's messages.
-`advance` says what to send and, when the attempt has come to an end, which (`Verdict`).
-"""
+"""The leader's side of one attempt at a round. The leader invites itself; its own messages loop back."""
 
 from __future__ import annotations
 
+import enum
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
-from swarm.averaging.invitees import (
-    ASKED_AGAIN,
-    DECLINED,
-    WITH_US,
-    Answer,
-    GivenUp,
-    Invitee,
-    Settled,
-    TryAgain,
-    Verdict,
-)
 from swarm.averaging.replica_view import ReplicaView
 from swarm.averaging.roster import codec_of, exchange_limit_s, leads_to, make_roster, may_be_committed, sound_entry
 from swarm.averaging.round_events import Tell
@@ -41,29 +28,94 @@ from swarm.vocabulary.averaging_messages import (
 from swarm.vocabulary.types import AnchorVersion, PeerId
 
 
-class Convener:
-    """The convener's state machine in one attempt.
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """The attempt leads to a commit of this version."""
 
-    Args:
-        view: what we know now. The attempt keeps to it, whatever is learnt later.
-        invitees: whom to invite, the convener included.
-    """
+    version: AnchorVersion
+    holders: tuple[PeerId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TryAgain:
+    """The attempt failed; the next one excludes some peers."""
+
+    without: frozenset[PeerId]
+    why: str
+    accuser: PeerId | None = None
+    """The only accuser, if there is one."""
+
+
+@dataclass(frozen=True, slots=True)
+class GivenUp:
+    """The attempt failed, and the leader pauses."""
+
+    why: str
+
+
+Verdict = Settled | TryAgain | GivenUp
+
+
+class Answer(enum.Enum):
+    """An invitee's answer."""
+
+    NONE = 1
+    ACCEPTED = 2
+    ENTERED = 3
+    ELSEWHERE = 4
+    """It follows another leader."""
+    NOT_YET = 5
+    """It holds another anchor or prepares. It gets the time of a silent one, so that it may still catch up."""
+    PAST = 6
+    """It has committed this round already."""
+    REFUSED = 7
+
+
+WITH_US = (Answer.ACCEPTED, Answer.ENTERED)
+ASKED_AGAIN = (Answer.NONE, Answer.ELSEWHERE, Answer.NOT_YET)
+DECLINED = {
+    DeclineReason.OTHER_CONVENER: Answer.ELSEWHERE,
+    DeclineReason.OTHER_ANCHOR: Answer.NOT_YET,
+    DeclineReason.NOT_READY: Answer.NOT_YET,
+    DeclineReason.PAST: Answer.PAST,
+}
+
+
+@dataclass(slots=True)
+class Invitee:
+    """What the leader knows of one invited replica."""
+
+    heard: float
+    answer: Answer = Answer.NONE
+    lost: bool = False
+    """Its link broke, and nothing arrived since."""
+    entry: Entry | None = None
+    prepared: AnchorVersion | None = None
+    waiting_for: frozenset[PeerId] = frozenset()
+    rejected: frozenset[PeerId] = frozenset()
+
+    def silent(self, now: float, patience_s: float) -> bool:
+        return now - self.heard > (patience_s / 2 if self.lost else patience_s)
+
+
+class Leader:
+    """The leader's state machine in one attempt."""
 
     def __init__(self, view: ReplicaView, number: RoundId, invitees: Iterable[PeerId]) -> None:
         self.round = number
         self.roster: Roster | None = None
         self.bandwidth = 0.0
-        """Of our own best link, bytes per second, once we know it."""
+        """Goodput of our best link in bytes per second; 0 until known."""
         self.forgers: set[PeerId] = set()
-        """Who has sent an entry that no honest invitee sends."""
+        """Peers that sent an entry that no honest invitee sends."""
         self._signed: SignedRoster | None = None
         self._own = view.own
         self._base = view.version
         self._invitees = {peer: Invitee(view.now) for peer in sorted(invitees)}
         self._earlier = tuple(view.attempt_log.rosters)
+        # Lone accusers of earlier attempts. One that accuses alone again is excluded itself: else one liar could
+        # have everybody excluded.
         self._doubted = frozenset(view.attempt_log.doubted)
-        """Who alone accused another member in an earlier attempt. Accusing alone again, it goes itself: else one liar
-        could have everybody left out."""
         self._rules = view.rules
         self._seal = view.seal
         self._usual = view.usual
@@ -79,14 +131,14 @@ class Convener:
 
     @property
     def mute(self) -> frozenset[PeerId]:
-        """The invitees that never answered."""
+        """Invitees that never answered."""
         return frozenset(peer for peer, invitee in self._invitees.items() if invitee.answer is Answer.NONE)
 
     def open(self) -> list[Tell]:
         return [Tell(peer, Invitation(self.round, self._base)) for peer in self._invitees]
 
     def dissolve(self, why: str) -> list[Tell]:
-        """Tells everybody else that may still count on this attempt that it is given up."""
+        """Tells the others in this attempt that it is given up."""
         others = (peer for peer, invitee in self._invitees.items() if peer != self._own and invitee.answer in WITH_US)
         return [Tell(peer, Dissolved(self.round, why)) for peer in others]
 
@@ -123,8 +175,6 @@ class Convener:
         return []
 
     def _entered(self, sender: PeerId, invitee: Invitee, entry: Entry) -> list[Tell]:
-        """Who enters after the roster is fixed has missed it, or comes too late for it. An entry that has come before
-        is not checked again."""
         if self._signed is not None:
             if entry in self._signed.entries and entry.peer == sender:
                 return [Tell(sender, self._signed)]
@@ -145,7 +195,7 @@ class Convener:
     # ---- time --------------------------------------------------------------------------------------------------------
 
     def advance(self, now: float) -> tuple[list[Tell], Verdict | None]:
-        """The messages due by now, and the end of this attempt if it has come."""
+        """Returns the messages due by now, and the end of this attempt if it has come."""
         tells = self._pulses(now)
         if self.roster is not None:
             return tells, self._judge_exchange(self.roster, now)
@@ -194,8 +244,7 @@ class Convener:
         return self._found()
 
     def _found(self) -> Settled | None:
-        """The complete result of an earlier attempt that a majority may have had, so that somebody may have committed
-        it."""
+        """The complete result of an earlier attempt that a majority may have, so that a peer may have committed it."""
         entries = self._entries()
         holders: defaultdict[AnchorVersion, list[PeerId]] = defaultdict(list)
         for peer, entry in entries.items():
@@ -208,7 +257,7 @@ class Convener:
         return Settled(version, tuple(holders[version]))
 
     def _possible(self, version: AnchorVersion, holders: Sequence[PeerId], entries: Iterable[PeerId]) -> bool:
-        """A majority cannot have had it when too many of that roster are here without it: then one liar claims it."""
+        # If too many of that roster are here without the result, a liar claims it.
         led_there = [roster for roster in self._earlier if leads_to(self._rules, roster, version)]
         if not led_there:
             return 2 * len(holders) >= len(list(entries))
@@ -275,7 +324,6 @@ class Convener:
         return TryAgain(gone, "silent or gone") if gone else None
 
     def _rejected(self, members: dict[PeerId, Invitee]) -> Verdict | None:
-        """Somebody sent what cannot be used."""
         accusers = _by_accused({peer: invitee.rejected & members.keys() for peer, invitee in members.items()})
         if not accusers:
             return None
@@ -283,23 +331,22 @@ class Convener:
         return self._convicted(worst, accusers[worst], "sent what cannot be used")
 
     def _waited_for(self, members: dict[PeerId, Invitee], now: float) -> Verdict | None:
-        """Somebody's pieces do not come through, though it lives. That may pass by itself, so it has two pulses' time,
-        unless most of the others say so."""
         accusers = credible_accusers({peer: invitee.waiting_for & members.keys() for peer, invitee in members.items()})
         if not accusers:
             self._accused_since = None
             return None
         if self._accused_since is None:
             self._accused_since = now
+        # Rather one that itself hears everybody (others may only pass on what they wait for), then the most accused.
         worst = max(accusers, key=lambda peer: self._blame(peer, accusers[peer], members))
+        # Lateness may pass by itself, so it has two pulses, unless most members complain.
         by_most = len(accusers[worst]) > max(1, (len(members) - 1) // 2)
         if not by_most and now - self._accused_since < 2 * self._rules.pulse_s:
             return None
         return self._convicted(worst, accusers[worst], "waited for in vain")
 
     def _convicted(self, accused: PeerId, accusers: set[PeerId], why: str) -> TryAgain:
-        """The accused goes; or its accusers, when they accuse the convener (they will not have what it reduces) or are
-        doubted."""
+        # Members that accuse the leader cannot get what it reduces, so they go.
         if accused == self._own or accusers <= self._doubted:
             return TryAgain(frozenset(accusers - {self._own}), f"has something against others: {why}")
         alone = next(iter(accusers)) if len(accusers) == 1 else None
@@ -308,8 +355,6 @@ class Convener:
     def _blame(
         self, peer: PeerId, accusers: set[PeerId], members: dict[PeerId, Invitee]
     ) -> tuple[bool, int, bool, bytes]:
-        """One that itself hears everybody (the others may only pass on what they wait for); most accusers; not the
-        convener; then the order of this round decides."""
         order = precedence(self.round.module, self._base, self.round.number, peer)
         return not members[peer].waiting_for, len(accusers), peer != self._own, order
 
@@ -325,9 +370,7 @@ class Convener:
 
 
 def credible_accusers(accusations: dict[PeerId, frozenset[PeerId]]) -> dict[PeerId, set[PeerId]]:
-    """The accusers of each accused, without those who accuse all the others and are accused themselves: one that hears
-    nobody, or makes that up, is more likely at fault than everybody else.
-    """
+    """The accusers of each peer, without those that accuse everybody and are accused themselves."""
     accused = frozenset[PeerId]().union(*accusations.values())
     sweeping = {peer for peer, named in accusations.items() if peer in accused and len(named) == len(accusations) - 1}
     credible = {peer: named for peer, named in accusations.items() if peer not in sweeping}
@@ -335,7 +378,6 @@ def credible_accusers(accusations: dict[PeerId, frozenset[PeerId]]) -> dict[Peer
 
 
 def _by_accused(accusations: dict[PeerId, frozenset[PeerId]]) -> dict[PeerId, set[PeerId]]:
-    """The accusers of each."""
     accusers: defaultdict[PeerId, set[PeerId]] = defaultdict(set)
     for peer, accused in accusations.items():
         for named in accused:

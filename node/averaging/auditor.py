@@ -1,22 +1,16 @@
-"""Audits of rounds that have been committed: one random piece of another's shard is summed again from what its
-contributors have signed.
+"""Audits of committed rounds: one random piece of another's shard is summed again from what its contributors signed.
 
-Everybody who committed knows each result: it is in the anchor's momentum. The reducer shows which hashes the others
-signed, the contributors send once more what has these hashes, and what is then left of the result has to be what the
-reducer can have added itself (`swarm.averaging.audits`). Who finds that it cannot tells all members, with the signed
-hashes; each of them does the same audit and believes nobody. The poisoned anchor stays: going back would let one
-accuser cost everybody a round, and what a reducer can do to a single round is bounded by what its members object to
-before it is committed.
-
-Of the latest exchange a member keeps hashes and signatures, 96 bytes a piece and contributor, and can encode its own
-contributions again until the next exchange begins. The event loop never waits for it, and the arithmetic is done on the
-averaging thread.
+The result of each piece is in the anchor's momentum. The reducer shows the signed hashes, the contributors send the
+data again, and the rest has to be possible as the reducer's own part (`swarm.averaging.trust`). The auditor tells all
+members of a finding, and each of them audits the piece itself. The poisoned anchor stays: else one accuser could cost
+a round.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,15 +18,21 @@ from functools import partial
 from typing import Any, Final, TypeVar
 
 import numpy as np
+from blake3 import blake3
 
-from node.averaging.audit.recount import Recount, chance
+from node.averaging.anchor.anchor import Anchor
+from node.averaging.anchor.shared_vector import Vector, add_scaled, squares
 from node.averaging.exchange.all_reduce import ExchangeMeans, ExchangeRecord
+from node.averaging.exchange.arrivals import piece_spec
 from node.averaging.exchange.partition import Piece
-from node.averaging.exchange.piece_receiver import piece_spec
+from node.averaging.exchange.reduction import read_encoding
 from node.concurrency.compute_thread import Priority
+from protocol.codecs import encoded_bytes
+from protocol.identity.signatures import PieceSignatures, hash_of_piece
 from protocol.interfaces.tensor_spec import TensorSpec
 from protocol.interfaces.transport import Refusal
 from swarm.averaging.round_events import Caught, Event
+from swarm.averaging.trust import Reckoning, chance_of_audit, unexplained
 from swarm.vocabulary.averaging_messages import (
     Accusation,
     AuditControl,
@@ -42,21 +42,121 @@ from swarm.vocabulary.averaging_messages import (
     Evidence,
     SignedHash,
 )
-from swarm.vocabulary.errors import PeerError, StateError
+from swarm.vocabulary.errors import PeerError, ProtocolViolation, StateError
 from swarm.vocabulary.types import AnchorVersion, PeerId, short
+
+log = logging.getLogger(__name__)
+
+
+class Recount:
+    """The recount of one piece of another's shard. Raises StateError if its memory was reused meanwhile."""
+
+    def __init__(self, record: ExchangeRecord, piece: Piece, momentum: float) -> None:
+        plan, source = record.plan, record.source
+        if source is None or record.anchor is None:
+            raise StateError("the next exchange has begun")
+        self._record, self._piece = record, piece
+        self._rest = _result(source.anchor, record.anchor, piece, momentum)
+        self._result = math.sqrt(squares(self._rest))
+        member, fragment = plan.members[plan.own], plan.layout.range_of(plan.first_chunk, plan.end_chunk)
+        self._shares = [math.sqrt(piece.elements / (fragment.stop - fragment.start))]
+        if plan.contributes:
+            data = record.encoded(piece)
+            if data is None:
+                raise StateError("the next snapshot is being taken")
+            room = np.empty(piece.elements, np.float32)
+            add_scaled(read_encoding(plan.codecs.contribution, data, room), -member.coefficient, self._rest)
+            self._shares.append(math.sqrt(source.squares(piece.part)) / member.norm if member.norm else 0.0)
+
+    def check(
+        self,
+        signatures: PieceSignatures,
+        evidence: Evidence | None,
+        accuser: PeerId | None,
+        shown: Sequence[SignedHash],
+    ) -> Mapping[PeerId, SignedHash] | Caught:
+        """The hash that each contributor but the reducer signed, or who is caught by that."""
+        message, reducer = self._record.plan.contribution(self._piece), self._piece.reducer
+        due = frozenset(self._record.plan.contributors) - {reducer}
+        signed: dict[PeerId, SignedHash] = {}
+        for source, listed in ((reducer, () if evidence is None else evidence.signed), (accuser, shown)):
+            for one in listed:
+                if one.peer not in due or one == signed.get(one.peer):
+                    continue
+                if not signatures.holds(one.peer, message, one.hash, one.signature):
+                    why = f"shows a signature of {short(one.peer)} that does not hold"
+                    return self.caught(source or reducer, why)
+                if one.peer in signed and signed[one.peer].hash != one.hash:
+                    why = "signed two different contributions to one piece"
+                    return self.caught(one.peer, why, (signed[one.peer], one))
+                signed[one.peer] = one
+            if source == reducer and evidence is not None and due - signed.keys():
+                return self.caught(reducer, "cannot show what the contributors to its shard signed")
+        return signed if due <= signed.keys() else self.caught(accuser or reducer, "accuses without proof")
+
+    def take_away(self, signed: SignedHash, data: memoryview) -> Caught | None:
+        """Subtracts a contribution from the rest."""
+        if hash_of_piece(data) != signed.hash:
+            return self.caught(signed.peer, "sent an auditor something else than what it had signed")
+        plan = self._record.plan
+        member = plan.members[signed.peer]
+        try:
+            room = np.empty(self._piece.elements, np.float32)
+            values = read_encoding(plan.codecs.contribution, data, room)
+        except ProtocolViolation as error:
+            return self.caught(self._piece.reducer, f"took a contribution that is none: {error}")
+        add_scaled(values, -member.coefficient, self._rest)
+        if not plan.codecs.leave_over and member.norm:
+            self._shares.append(math.sqrt(squares(values)) / member.norm)
+        return None
+
+    def judge(self, signed: Mapping[PeerId, SignedHash]) -> Caught | None:
+        """Whether the rest can be the reducer's own part, after all others were subtracted."""
+        reducer, rest = self._record.plan.members[self._piece.reducer], math.sqrt(squares(self._rest))
+        reckoning = Reckoning(self._piece.elements, rest, self._result, tuple(self._shares))
+        why = unexplained(reckoning, reducer.coefficient, reducer.norm, self._record.plan.codecs.result)
+        return None if why is None else self.caught(reducer.peer, why, tuple(signed.values()))
+
+    def caught(self, peer: PeerId, why: str, signed: Sequence[SignedHash] = (), certain: bool = True) -> Caught:
+        """The finding against a replica. `signed` proves it to others."""
+        hashes = b"".join(sorted(one.peer.encode() + one.hash + one.signature for one in signed))
+        proof = blake3(hashes).hexdigest() if signed else ""
+        return Caught(peer, self._record.plan.roster.round.number, why, proof, certain)
+
+
+def _result(before: Anchor, after: Anchor, piece: Piece, momentum: float) -> Vector:
+    """The mean of a piece, from the two anchors' momentum."""
+    result = np.multiply(before.momentum[piece.part], np.float32(-momentum))
+    np.add(after.momentum[piece.part], result, out=result)
+    return result
+
+
+def chance(record: ExchangeRecord, pieces: Sequence[Piece]) -> float:
+    """The probability with which a member audits one of these pieces, which are those of others' shards."""
+    plan, codecs = record.plan, record.plan.codecs
+    contributors, members = frozenset(plan.contributors), len(plan.members)
+
+    def contributed(piece: Piece, without: frozenset[PeerId]) -> int:
+        return encoded_bytes(codecs.contribution, piece.elements) * len(contributors - without)
+
+    all_bytes = sum(
+        contributed(piece, frozenset({piece.reducer})) + encoded_bytes(codecs.result, piece.elements) * (members - 1)
+        for piece in plan.pieces
+    )
+    fetched = sum(contributed(piece, frozenset({piece.reducer, plan.own})) for piece in pieces) // len(pieces)
+    return chance_of_audit(all_bytes, members, fetched)
+
 
 Answer = TypeVar("Answer")
 Result = TypeVar("Result")
 
-log = logging.getLogger(__name__)
 
 ANSWER_S: Final = 30.0
 """For each answer of another member."""
 PAUSES_S: Final = (0.05, 0.2, 0.5, 1.0)
 """After a refusal: whoever is asked may be a little behind us."""
 PATIENCE: Final = 3
-"""Audits in a row that a reducer leaves without an answer, and accusations of one accuser in which we find nothing,
-before it is an offence."""
+"""Unanswered audits of one reducer, or groundless accusations of one accuser, before it is an offence."""
 MOST_DOUBTS: Final = 256
 REQUESTS: Final = 32
 """That one member may ask of us in one round: an audit of its own and some for accusations, each a few times."""
@@ -77,9 +177,9 @@ class Auditor:
     """The audits of one replica, its own and those that it answers.
 
     Args:
-        send: sends a small message, or does not.
-        report: gets what the audits find.
-        begin: does something in a task of its own.
+        send: sends a control message, or drops it.
+        report: gets the findings.
+        begin: starts a task.
     """
 
     def __init__(
@@ -130,9 +230,7 @@ class Auditor:
         self._caught.clear()
 
     def exchange_begins(self) -> None:
-        """Drops the memory that pieces of the last exchange could be encoded from, which is used for something else
-        from now on; hashes stay.
-        """
+        """Drops the memory for encoding pieces of the last exchange again; hashes stay."""
         self._records = [replace(record, anchor=None, source=None, sent=None) for record in self._records]
 
     def committed(self, version: AnchorVersion) -> None:
@@ -229,11 +327,7 @@ class Auditor:
     async def audit(
         self, record: ExchangeRecord, piece: Piece, accuser: PeerId | None = None, shown: Sequence[SignedHash] = ()
     ) -> None:
-        """Sums a piece again and reports whoever cannot be honest; when that is our own finding, all members are told.
-
-        Args:
-            accuser, shown: who wants the piece to be audited, and what it says that others have signed.
-        """
+        """Sums a piece again and reports a liar. `accuser`, `shown`: who asked for it, and its signed hashes."""
         self._under_way += 1
         try:
             async with self._auditing:

@@ -1,8 +1,7 @@
-"""The trained parameters as a vector laid out like the anchor's. Everything here runs on the compute thread.
+"""A replica's parameters as a vector laid out like its anchor. Everything here runs on the compute thread.
 
-Training goes on while a round is under way, so what the replica has done since the snapshot is carried over to the new
-anchor instead of being lost (as in Streaming DiLoCo with a merging factor of 1; Douillard et al. 2025,
-arXiv:2501.18512).
+Training goes on during a round; the work since the snapshot is carried over to the new anchor (Streaming DiLoCo with a
+merging factor of 1; Douillard et al. 2025, arXiv:2501.18512).
 """
 
 from __future__ import annotations
@@ -14,37 +13,37 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from node.averaging.anchor.anchor import Anchor, initial_anchor
 from node.averaging.anchor.layout import Layout, layout_of
-from node.averaging.anchor.shared_vector import Vector
+from node.averaging.anchor.shared_vector import Vector, empty_vector
 from node.model.initialization import floats_of
 from node.model.packed.packed_floats import Floats
 
 
 class Schedule(Protocol):
-    """The part of an inner optimizer (`node.model.optimizer.InnerOptimizer`) that rounds need."""
+    """The part of an inner optimizer that rounds need."""
 
     steps: int
     tokens: int
-    """Where it stands in the learning rate's schedule."""
+    """Position in the learning rate schedule, with `steps`."""
     replicas: int
-    """That train the module."""
+    """Replicas that train the module."""
     before_step: Callable[[], None]
     """Called at the beginning of each inner step."""
     before_change: Callable[[], None]
-    """To be called before the parameters become others."""
+    """To be called before the parameters change."""
 
     def start_anew(self, steps: int, tokens: int) -> None:
-        """Forgets the optimizer's state, because the parameters have become others."""
+        """Drops the optimizer's state, because the parameters have changed."""
         ...
 
 
 class LocalReplica:
-    """One replica's parameters as a vector laid out as its anchor.
+    """One replica's parameters.
 
     Args:
         parts: the module, on its device; its parameters are float32 and contiguous.
-        fragments: of its layout.
-        parameters_changed: called after parameters were written, so that autograd graphs kept from before are not used.
+        parameters_changed: called after writes, so that older autograd graphs are not used.
     """
 
     def __init__(
@@ -62,13 +61,13 @@ class LocalReplica:
         self._starts = [place.start for place in self.layout.places]
 
     def read(self, part: slice, out: Vector) -> None:
-        """Copies the parameters of this part of the vector to `out`, which is as long."""
+        """Copies this part of the vector to `out`."""
         target = torch.from_numpy(out)
         for here, there in self._overlaps(part):
             target[there].copy_(_read(*here))
 
     def write(self, part: slice, values: Vector) -> None:
-        """Writes `values`, which is as long, to the parameters of this part of the vector."""
+        """Writes `values` to this part of the vector."""
         self.optimizer.before_change()
         source = torch.from_numpy(values)
         for here, there in self._overlaps(part):
@@ -76,10 +75,7 @@ class LocalReplica:
         self._changed()
 
     def carry(self, part: slice, snapshot: Vector, new: Vector) -> None:
-        """Sets the parameters of this part to `new` + (what they are - `snapshot`); both are as long as the part.
-
-        In this order, so that whatever has not changed since the snapshot is exactly the new anchor.
-        """
+        """Sets this part to `new` + (current - `snapshot`), exactly `new` where nothing changed since."""
         self.optimizer.before_change()
         before, after = torch.from_numpy(snapshot), torch.from_numpy(new)
         for here, there in self._overlaps(part):
@@ -90,7 +86,6 @@ class LocalReplica:
         self._changed()
 
     def _overlaps(self, part: slice) -> Iterator[tuple[_Piece, slice]]:
-        """Pieces of parameters in the part, and where in it they lie."""
         index = bisect.bisect_right(self._starts, part.start) - 1
         for place, memory in zip(self.layout.places[index:], self._memory[index:], strict=True):
             if place.start >= part.stop:
@@ -100,8 +95,15 @@ class LocalReplica:
             yield piece, slice(start - part.start, stop - part.start)
 
 
+def anchor_of(replica: LocalReplica) -> Anchor:
+    """The anchor of the current parameters, before the first round."""
+    parameters = empty_vector(replica.layout)
+    for part, array in parameters.pieces():
+        replica.read(part, array)
+    return initial_anchor(replica.layout, parameters)
+
+
 def _in_order(layout: Layout, parameters: Mapping[str, Floats]) -> tuple[Floats, ...]:
-    """Each place's memory, one-dimensional."""
     named = (parameters[place.name] for place in layout.places)
     return tuple(floats.view(-1) if isinstance(floats, Tensor) else floats for floats in named)
 
@@ -110,7 +112,7 @@ _Piece = tuple[Floats, slice]
 
 
 def _read(memory: Floats, part: slice) -> Tensor:
-    """The memory itself, or a copy where it is packed."""
+    """A view, or a copy of packed memory."""
     return memory[part] if isinstance(memory, Tensor) else memory.read(part)
 
 

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from node.averaging.anchor import lone_replica
-from node.averaging.anchor.anchor import hash_all
-from node.averaging.anchor.anchor_store import AnchorStore
-from node.averaging.anchor.lone_replica import LoneReplica, anchor_of
-from node.averaging.anchor.module_vector import LocalReplica
+from node.averaging.anchor.anchor import AnchorStore, hash_all
+from node.averaging.anchor.local_replica import LocalReplica, anchor_of
 from node.averaging.anchor.outer_step import OuterRule
-from node.averaging.replica_sync import AloneRule, ReplicaSync, Work
+from node.averaging.replica_sync import ReplicaSync, Work
 from node.checkpoint.saver import capture_module, restore_module
-from node.concurrency.compute_thread import ComputeThread, Priority
+from node.concurrency.compute_thread import ComputeThread
 from node.model.optimizer import RAMP_STEPS, Accumulator, InnerOptimizer, StepFigures
 from node.model.parts import build_block_stack
+from node.solo.solo_checkpoint import SoloReplica
+from swarm.averaging.round_events import RoundRules
 from swarm.vocabulary.types import MicrobatchId, ModuleId, PeerId
-from tests.node.averaging.exchanging import vector
+from tests.node.averaging.small_rounds import vector
 from tests.node.network.small_swarm import ManualClock
 from tests.node.small_manifest import small_manifest
 
@@ -99,7 +96,7 @@ def test_carrying_over_keeps_what_came_after_the_snapshot() -> None:
 def test_a_plain_mean_leaves_a_lone_replica_as_it_is() -> None:
     """An outer rate of 1 without momentum: what the demo's manifest says. Only the two subtractions round."""
     trained, untouched = Trained(), Trained()
-    lone = LoneReplica(trained.local, OuterRule(1.0, 0.0), inner_steps=2)
+    lone = SoloReplica(trained.local, OuterRule(1.0, 0.0), every=2)
     for step in range(1, 10):
         trained.step(step)
         untouched.step(step)
@@ -112,7 +109,7 @@ def test_a_plain_mean_leaves_a_lone_replica_as_it_is() -> None:
 def test_a_lone_replica_does_what_torch_does(fragments: int) -> None:
     """Outer SGD over the real parameters, fragment by fragment, by torch alone, before the inner step that follows."""
     trained, plain = Trained(fragments), Trained(fragments)
-    lone = LoneReplica(trained.local, RULE, inner_steps=2 * fragments)
+    lone = SoloReplica(trained.local, RULE, every=2)
     anchor = torch.from_numpy(plain.vector()).requires_grad_()
     buffer = torch.zeros(len(anchor))
     fragment = 0
@@ -141,7 +138,7 @@ def test_a_lone_replica_does_what_torch_does(fragments: int) -> None:
 def test_a_lone_replica_goes_on_from_a_checkpoint_before_its_outer_step() -> None:
     """The step is due and not taken: the anchor and the parameters are all that it needs."""
     one, other = Trained(), Trained()
-    first, second = (LoneReplica(trained.local, RULE, inner_steps=2) for trained in (one, other))
+    first, second = (SoloReplica(trained.local, RULE, every=2) for trained in (one, other))
     for step in range(1, 5):
         one.step(step)
         first.after_inner_step(32)
@@ -162,15 +159,16 @@ def sync_of(
     trained: Trained, compute: ComputeThread, averaging: ComputeThread, clock: ManualClock | None = None
 ) -> ReplicaSync:
     store = AnchorStore(anchor_of(trained.local))
-    rule = AloneRule(4, RULE, clock or ManualClock(), longest_s=10.0)
-    return ReplicaSync(trained.local, store, compute, averaging, rule)
+    fragments, chunks = len(trained.local.layout.fragments), trained.local.layout.chunks
+    rules = RoundRules(4, fragments, chunks, longest_s=10.0)
+    return ReplicaSync(trained.local, store, compute, averaging, rules, RULE, clock or ManualClock())
 
 
 async def test_a_lone_replica_takes_its_outer_step_after_enough_work_or_time() -> None:
     trained, clock = Trained(), ManualClock()
     with ComputeThread() as compute, ComputeThread(name="averaging") as averaging:
         sync = sync_of(trained, compute, averaging, clock)
-        sync.stand_alone(True)
+        sync.is_alone = lambda: True
         left = []
         for seconds in (1, 1, 1, 1, 1, 10, 1, 10):
             clock.now += seconds
@@ -179,86 +177,7 @@ async def test_a_lone_replica_takes_its_outer_step_after_enough_work_or_time() -
             assert step is None or step.anchor.version.round == before + 1
             assert (step is None) == (sync._store.current.version.round == before)
             left.append(sync.since_anchor.steps)
-    assert left == [1, 2, 3, 4, 1, 2, 1, 2]
-
-
-@pytest.fixture
-def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many of them, as a large module has."""
-    monkeypatch.setattr(lone_replica, "PIECE", 2**14)
-
-
-@pytest.mark.usefixtures("_small_pieces")
-@pytest.mark.parametrize("fragments", [1, 3])
-async def test_an_outer_step_is_the_same_whether_or_not_it_was_prepared(fragments: int) -> None:
-    prepared, plain = Trained(fragments), Trained(fragments)
-    with ComputeThread() as compute, ComputeThread(name="averaging") as averaging:
-        one, other = (sync_of(trained, compute, averaging) for trained in (prepared, plain))
-        used = 0
-        for step in range(1, 14):
-            for trained, sync in ((prepared, one), (plain, other)):
-                sync.stand_alone(True)
-                await compute.run(Priority.UPKEEP, partial(_inner_step, trained, sync, step))
-            used += one.lone_step_due
-            await one.prepare_lone_step()
-            assert (one._prepared is not None) == one.lone_step_due
-            assert one._store.current.version == other._store.current.version
-            np.testing.assert_array_equal(prepared.vector(), plain.vector())
-        current = one._store.current
-        assert used >= current.version.round >= 3
-        assert current.hashes == hash_all(current.layout, current.parameters, current.momentum)
-
-
-def _inner_step(trained: Trained, sync: ReplicaSync, seed: int) -> None:
-    sync.after_inner_step(trained.step(seed))
-
-
-@pytest.mark.usefixtures("_small_pieces")
-async def test_what_is_prepared_counts_only_for_the_step_that_follows() -> None:
-    trained, plain = Trained(), Trained()
-    with ComputeThread() as compute, ComputeThread(name="averaging") as averaging:
-        sync, other = (sync_of(each, compute, averaging) for each in (trained, plain))
-        for each, of_each in ((trained, sync), (plain, other)):
-            of_each.stand_alone(True)
-            for seed in range(4):
-                of_each.after_inner_step(each.step(seed))
-        snapshot = await sync._take_snapshot()
-        for each, of_each in ((trained, sync), (plain, other)):
-            of_each.after_inner_step(each.step(4))
-        await sync._prepare(snapshot)
-        assert sync._prepared is None, "the inner step that begins with it has been taken"
-        assert sync._store.current.version == other._store.current.version
-        np.testing.assert_array_equal(trained.vector(), plain.vector())
-
-        for seed in range(5, 8):
-            sync.after_inner_step(trained.step(seed))
-        await sync.prepare_lone_step()
-        assert sync._prepared is not None
-        sync.stand_alone(False)
-        sync.after_inner_step(trained.step(8))
-        assert sync._store.current.version.round == 1, "in company there are rounds instead"
-        assert sync.since_anchor == Work(5, 160)
-
-
-async def test_what_others_have_moved_since_an_outer_step_was_prepared_is_kept() -> None:
-    """A router's tables are moved at any time."""
-    trained = Trained()
-    with ComputeThread() as compute, ComputeThread(name="averaging") as averaging:
-        sync = sync_of(trained, compute, averaging)
-        sync.stand_alone(True)
-        for seed in range(4):
-            sync.after_inner_step(trained.step(seed))
-        await sync.prepare_lone_step()
-        prepared = sync._prepared
-        assert prepared is not None
-        before = trained.vector()
-        moved = before.copy()
-        moved[:7] += 1.0
-        trained.local.write(slice(0, 7), moved[:7])
-        sync._before_inner_step()
-        anchor = prepared[1]
-        assert sync._store.current is anchor
-        np.testing.assert_array_equal(trained.vector(), np.asarray(anchor.parameters) + (moved - before))
+    assert left == [1, 2, 3, 4, 1, 1, 2, 1]
 
 
 async def test_a_snapshot_knows_its_work_and_norm() -> None:
@@ -305,19 +224,13 @@ async def test_a_lone_replica_that_diverged_starts_again_from_its_anchor() -> No
     trained = Trained()
     with ComputeThread() as compute, ComputeThread(name="averaging") as averaging:
         sync = sync_of(trained, compute, averaging)
-        sync.stand_alone(True)
+        sync.is_alone = lambda: True
         base = trained.vector()
-        for prepared in (True, False):
-            for seed in range(3):
-                sync.after_inner_step(trained.step(seed))
-            figures = trained.step(4)
-            with torch.no_grad():
-                next(trained.part.parameters()).view(-1)[0] = float("nan")
-            sync.after_inner_step(figures)
-            if prepared:
-                await sync.prepare_lone_step()
-            else:
-                sync._before_inner_step()
-            np.testing.assert_array_equal(trained.vector(), base)
-            assert sync._store.current.version.round == 0
-        assert sync.lost == Work(8, 256)
+        for seed in range(4):
+            sync.after_inner_step(trained.step(seed))
+        with torch.no_grad():
+            next(trained.part.parameters()).view(-1)[0] = float("nan")
+        sync._before_inner_step()
+        np.testing.assert_array_equal(trained.vector(), base)
+        assert sync._store.current.version.round == 0
+        assert sync.lost == Work(4, 128)

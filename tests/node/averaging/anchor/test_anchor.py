@@ -1,13 +1,20 @@
+""""""
+
+from __future__ import annotations
+
 import threading
 import weakref
 
 import numpy as np
 import pytest
+import torch
 
-from node.averaging.anchor.anchor import Anchor, hash_all, restored_anchor
-from node.averaging.anchor.anchor_store import STATES, AnchorStore
+from node.averaging.anchor import shared_vector
+from node.averaging.anchor.anchor import STATES, Anchor, AnchorStore, hash_all, restored_anchor
 from node.averaging.anchor.outer_step import OuterRule, Staging
+from node.averaging.anchor.shared_vector import KEPT, STRETCH, SpareArrays
 from swarm.vocabulary.errors import ResourceExhausted
+from tests.node.averaging.small_rounds import vector
 from tests.node.checkpoint.small_states import small_layout, state, written
 
 LAYOUT = small_layout(3 * 4096)
@@ -157,3 +164,86 @@ def test_a_saved_anchor_is_not_written_while_a_checkpoint_of_it_is():
     for _ in range(2 * STATES):
         next_of(store)
         assert restored_anchor(layout, saved).version == first.version, "whole, or it would be corrupt"
+
+
+def address(array: np.ndarray) -> int:
+    return int(array.__array_interface__["data"][0])
+
+
+def test_memory_is_used_again() -> None:
+    arrays = SpareArrays(1000)
+    first = arrays.empty(1000)
+    place = address(first)
+    first[:] = 7
+    del first
+    again = arrays.empty(900)
+    assert address(again) == place
+    assert len(again) == 900
+
+
+@pytest.mark.parametrize("read", [lambda a: a[10:20], lambda a: a[5:][3:].reshape(-1, 4), torch.from_numpy, memoryview])
+def test_what_is_still_read_is_not_written(read: object) -> None:
+    assert callable(read)
+    arrays = SpareArrays(1000)
+    first = arrays.empty(1000)
+    first[:] = 7
+    reader = read(first[8:]) if read is not memoryview else memoryview(first)
+    del first
+    others = [arrays.empty(1000) for _ in range(4)]
+    for other in others:
+        other[:] = 1
+    assert np.all(np.asarray(reader) == 7)
+
+
+def test_no_more_is_kept_than_a_round_needs() -> None:
+    arrays = SpareArrays(1000)
+    places = {address(array) for array in [arrays.empty(1000) for _ in range(5)]}
+    assert len(places) == 5
+    assert len(arrays._spare) == KEPT
+
+
+def test_what_is_large_goes_back_to_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_vector, "LARGEST_KEPT_BYTES", 3999)
+    arrays = SpareArrays(1000)
+    arrays.empty(1000)
+    assert not arrays._spare
+
+
+@pytest.mark.parametrize("elements", [1, STRETCH, 3 * STRETCH + 5])
+def test_it_is_torchs_sgd_with_nesterov_momentum(elements: int) -> None:
+    rule = OuterRule(0.7, 0.9)
+    ours, momentum = vector(elements, 1), np.zeros(elements, np.float32)
+    theirs = torch.from_numpy(ours.copy()).requires_grad_()
+    optimizer = torch.optim.SGD([theirs], lr=0.7, momentum=0.9, nesterov=True)
+    for step in range(20):
+        gradient = vector(elements, 100 + step, 0.1)
+        new = np.empty_like(ours), np.empty_like(momentum)
+        rule.step(gradient, ours, momentum, *new)
+        ours, momentum = new
+        theirs.grad = torch.from_numpy(gradient)
+        optimizer.step()
+        torch.testing.assert_close(torch.from_numpy(ours), theirs.detach(), rtol=1e-6, atol=1e-6)
+
+
+def test_every_operation_is_rounded_by_itself() -> None:
+    """As written down in float32, one operation at a time: a fused multiply-add gives other last bits."""
+    rule = OuterRule(0.7, 0.9)
+    gradient, parameters, momentum = vector(1000, 1), vector(1000, 2), vector(1000, 3)
+    new_parameters, new_momentum = np.empty_like(parameters), np.empty_like(momentum)
+    rule.step(gradient, parameters, momentum, new_parameters, new_momentum)
+    rate, mu = np.float32(0.7), np.float32(0.9)
+    for i in range(1000):
+        buffer = np.float32(np.float32(momentum[i] * mu) + gradient[i])
+        update = np.float32(np.float32(np.float32(buffer * mu) + gradient[i]) * rate)
+        assert new_momentum[i] == buffer
+        assert new_parameters[i] == np.float32(parameters[i] - update)
+
+
+def test_it_may_write_over_the_old_state() -> None:
+    rule = OuterRule(0.7, 0.9)
+    gradient, parameters, momentum = vector(100_000, 1), vector(100_000, 2), vector(100_000, 3)
+    new = np.empty_like(parameters), np.empty_like(momentum)
+    rule.step(gradient, parameters, momentum, *new)
+    rule.step(gradient, parameters, momentum, parameters, momentum)
+    np.testing.assert_array_equal(parameters, new[0])
+    np.testing.assert_array_equal(momentum, new[1])

@@ -1,51 +1,93 @@
-"""The receiver of one attempt's pieces: what is admitted, into which memory, and to whom it goes.
-
-A member may begin to send before the roster has reached us by another link. What an honest one can send that early fits
-into EARLY_PIECES; it is kept until the roster says whether it was wanted. Used on the event loop only.
-"""
+"""Pieces that arrive for one attempt: what is admitted, into which memory, for whom, and how fast it came."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 
 from node.averaging.exchange.partition import LARGEST_PIECE, Piece, Plan
 from protocol.codecs import encoded_bytes
+from protocol.interfaces.clock import Clock
 from protocol.interfaces.tensor_spec import DType, TensorSpec
 from protocol.interfaces.transport import Refusal
 from swarm.compression.round_codecs import RoundCodecs
-from swarm.vocabulary.averaging_messages import RoundId, RoundPiece
+from swarm.vocabulary.averaging_messages import MAX_MEMBERS, RoundId, RoundPiece
 from swarm.vocabulary.types import Codec, PeerId
 
+KEPT: Final = 0.5
+"""Weight of earlier measurements, each time a sender falls silent."""
+
+
+@dataclass(slots=True)
+class _Sender:
+    size_bytes: float = 0.0
+    seconds: float = 0.0
+    under_way: int = 0
+    """Pieces that are arriving."""
+    since: float = 0.0
+    came: int = 0
+    """Bytes since then."""
+
+
+class Incoming:
+    """The senders' rates. Pieces overlap, so bytes count over the time in which any of them arrives."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._senders: dict[PeerId, _Sender] = {}
+
+    def began(self, sender: PeerId) -> None:
+        known = self._senders.pop(sender, None) or _Sender()
+        self._senders[sender] = known
+        while len(self._senders) > MAX_MEMBERS:
+            del self._senders[next(iter(self._senders))]
+        if not known.under_way:
+            known.since, known.came = self._clock.monotonic(), 0
+        known.under_way += 1
+
+    def ended(self, sender: PeerId, size_bytes: int) -> None:
+        """Notes a complete piece, or a broken one with 0 bytes."""
+        known = self._senders.get(sender)
+        if known is None or not known.under_way:
+            return
+        known.came += size_bytes
+        known.under_way -= 1
+        seconds = self._clock.monotonic() - known.since
+        if not known.under_way and known.came and seconds > 0:
+            known.size_bytes = KEPT * known.size_bytes + known.came
+            known.seconds = KEPT * known.seconds + seconds
+
+    def bytes_per_s(self) -> Mapping[PeerId, float]:
+        return {peer: known.size_bytes / known.seconds for peer, known in self._senders.items() if known.seconds}
+
+
 EARLY_PIECES: Final = 32
-"""Kept before the roster is here, of all members together: at most 128 MiB."""
+"""Pieces kept before the roster is here, of all members together: at most 128 MiB."""
 FEWEST_EARLY: Final = 2
-"""That each member may send so early, however many they are."""
+"""Pieces that each member may send that early, however many members there are."""
 
 Deliver = Callable[[PeerId, RoundPiece, Piece, memoryview], None]
-"""Takes a whole piece; gives its buffer back with `Arrivals.give_back`."""
+"""Takes a whole piece; returns its buffer with `Arrivals.give_back`."""
 
 
 def piece_spec(codec: Codec, elements: int) -> TensorSpec:
-    """The tensor specification of a piece of so many elements."""
     return TensorSpec((elements,), DType.FLOAT32, codec)
 
 
 def early_pieces(others: int) -> int:
-    """The number of pieces that a member may send to another before it has seen a result of it, so that those of all
-    others together are kept.
-    """
+    """Pieces that a member may send to another before it has seen a result of it."""
     return max(FEWEST_EARLY, EARLY_PIECES // max(1, others))
 
 
 class Arrivals:
-    """The pieces that arrive for the attempt `round`.
+    """The pieces that arrive for one attempt. A member may begin to send before the roster has reached us.
 
     Args:
-        codecs: what the roster may name; before it is here, any of them may come.
-        rejected: told when a member has sent a piece that is due in a form that is not: who, and what was wrong.
+        codecs: codecs that the roster may name.
+        rejected: gets a member that sent a due piece in a wrong form, and the reason.
     """
 
     def __init__(
@@ -59,26 +101,24 @@ class Arrivals:
         self._plan: Plan | None = None
         self._deliver: Deliver | None = None
         self._come: dict[tuple[PeerId, RoundPiece], Codec] = {}
-        """Admitted once, and not broken off: how it is encoded."""
+        """Codecs of admitted pieces that were not broken off."""
         self._early: list[tuple[PeerId, RoundPiece, memoryview]] = []
         self._free: dict[int, list[memoryview]] = {}
 
     def open(self, plan: Plan, deliver: Deliver) -> None:
-        """Opens the exchange with its roster: early pieces are delivered now, if they are due, and the others as they
-        come.
-        """
+        """Delivers early pieces that are due, and from now on others as they arrive."""
         self._plan, self._deliver = plan, deliver
         early, self._early = self._early, []
         for sender, message, buffer in early:
             self._hand_over(sender, message, buffer)
 
     def let_go(self) -> None:
-        """Gives the memory of its buffers back, when the exchange is over; what comes now is dropped."""
+        """Frees the buffers after the exchange; what arrives now is dropped."""
         self._free.clear()
         self._deliver = _dropped
 
     def admit(self, sender: PeerId, message: RoundPiece, tensor: TensorSpec) -> memoryview | Refusal:
-        """Admits a piece; see `protocol.interfaces.transport.LinkHandler`. Nothing is admitted twice."""
+        """Admits a piece once; see `LinkHandler`."""
         key = (sender, message)
         if message.round != self.round or key in self._come:
             return Refusal(False, "this piece is of another round, or has come before")
@@ -135,7 +175,6 @@ class Arrivals:
         self.give_back(buffer)
 
     def _buffer(self, size: int) -> memoryview:
-        """One that has been given back, or a new one: together no more than the pieces that are due."""
         free = self._free.get(size)
         return free.pop() if free else np.empty(size, np.uint8).data  # not filled with zeros first
 

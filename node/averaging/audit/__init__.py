@@ -1,1 +1,0 @@
-"""Audits of committed rounds among their members."""
