@@ -83,8 +83,8 @@ def tables(draw: st.DrawFn) -> Table:
             "inner": inner,
         },
         "codecs": {
-            "activations": draw(st.sampled_from(["none", "bf16", "int8", "fp8", "int4"])),
-            "gradients": draw(st.sampled_from(["none", "bf16", "int8", "fp8", "int4"])),
+            "activations": draw(st.sampled_from(["none", "bf16", "int8", "int4"])),
+            "gradients": draw(st.sampled_from(["none", "bf16", "int8", "int4"])),
             "pseudo_gradients": draw(st.sampled_from(["none", "bf16", "int8", "int4", "top_k_4", "top_k_2"])),
             "state": draw(st.sampled_from(["none", "planes"])),
         },
@@ -384,6 +384,12 @@ def test_the_text_explains_itself_and_carries_no_comment_of_others() -> None:
 def test_impossible_rounds_are_refused_by_name(section: str, key: str, value: object) -> None:
     with pytest.raises(ManifestError, match=f"{section}.{key}"):
         manifest_from_table(SMALL | {section: SMALL.get(section, {}) | {key: value}})
+
+
+def test_a_codec_that_is_gone_is_refused_with_a_sentence() -> None:
+    table = changed(SMALL, ("codecs",), {"activations": "fp8"})
+    with pytest.raises(ManifestError, match=r"codecs\.activations: this Skipstone has no codec fp8; int8 is as small"):
+        manifest_from_table(table)
 
 
 def test_unsigned_is_refused() -> None:
