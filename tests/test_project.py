@@ -65,7 +65,7 @@ node/averaging/anchor: node/checkpoint node/model node/model/packed protocol/man
 node/start: node/averaging/anchor node/data/formats node/model protocol/manifest
 node/context: node/checkpoint node/concurrency node/data node/experts node/model node/network node/observability
     node/start protocol/identity protocol/manifest swarm/pipeline
-node/pipeline: node/concurrency node/data node/experts node/model node/model/optimizers node/model/packed node/network
+node/pipeline: node/concurrency node/data node/model node/model/optimizers node/model/packed node/network
     node/observability protocol/codecs protocol/interfaces protocol/manifest protocol/transport swarm/compression
     swarm/pipeline swarm/routing swarm/workload
 node/reachability: node/concurrency node/network node/observability protocol/identity protocol/interfaces
@@ -78,7 +78,7 @@ node/lab/doctor: node/concurrency node/model node/network node/reachability prot
     swarm/membership swarm/pipeline
 node/local_swarm: node/context node/data node/experts node/model node/observability protocol/identity protocol/libp2p
     protocol/manifest swarm/pipeline swarm/workload
-node/routing: node/concurrency node/context node/data node/experts node/network node/observability
+node/routing: node/concurrency node/context node/data node/network node/observability
     node/pipeline protocol/interfaces protocol/manifest swarm/experts swarm/membership swarm/pipeline swarm/routing
     swarm/routing/negotiation swarm/workload
 node/solo: node/averaging/anchor node/checkpoint node/data node/experts node/model node/network node/observability

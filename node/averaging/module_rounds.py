@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Container
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 from random import SystemRandom
 
 import torch
 
-from node.averaging.anchor.anchor import Anchor, Named, restored_anchor
+from node.averaging.anchor.anchor import Anchor, restored_anchor
 from node.averaging.anchor.anchor_store import AnchorStore
 from node.averaging.anchor.layout import Layout
 from node.averaging.anchor.lone_replica import anchor_of
@@ -181,12 +181,6 @@ class ModuleRounds:
         """The anchor and the work since, for a checkpoint; on the compute thread."""
         since = self._replica_sync.since_anchor
         return Agreed(self._store.saved(), since.steps, since.tokens)
-
-    def agreed_parameters(self, names: Container[str]) -> tuple[AnchorVersion, dict[str, torch.Tensor]]:
-        """The current anchor's version, and a copy of those parameters of it that have these names; on any thread."""
-        anchor = self._store.current
-        found = Named(anchor.layout, anchor.parameters)
-        return anchor.version, {name: found[name].clone() for name in found if name in names}
 
     async def finish_round(self) -> None:
         """Finishes the round under way before leaving: what we have worked since our anchor is in it."""

@@ -72,7 +72,7 @@ def router_of(path: Path | None, manifest: Manifest) -> Router | None:
     Raises:
         ConfigError, StateError: it is not there, or another one.
     """
-    from node.experts.router_file import load_router
+    from node.experts.router import load_router
 
     return None if path is None else load_router(path, manifest)
 

@@ -12,7 +12,6 @@ on, and there is nothing else to save.
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -24,11 +23,10 @@ import torch
 
 from node.data.documents import Fragment, Place, permutation
 from node.data.labels import UNSCORED
-from node.data.packing import BLOCK_TOKENS, Cursor, Microbatch, Sample
-from node.data.sampling import Sampler
+from node.data.packing import BLOCK_TOKENS, Cursor, Microbatch
 from node.data.tokenizers import Tokens
-from node.experts.block_routers import BlockRouter, BlockRouters
 from node.experts.even_shares import even_bias
+from node.experts.router import DocumentRouter
 from protocol.manifest.manifest import Manifest
 from protocol.manifest.model import document_cost, quadratic_share
 from swarm.experts.routes import best_route, in_shares
@@ -48,8 +46,6 @@ other shares than in the text."""
 MOST_DOCUMENTS: Final = 3000
 """Of a block, about: very short documents make microbatches of equal cost in any number, but packing takes a time for
 each."""
-NO_ROUTERS: Final = BlockRouters(None)
-"""Of a run without experts."""
 UNEVEN: Final = 1.05
 """Within a block. Experts have equal shares of the whole text, but some hundred documents have others by chance."""
 PACKING: Final = 3
@@ -115,12 +111,11 @@ def reading_place(block: Place) -> Place:
     return Place(block.epoch, block.position, max(0, block.offset - 1))
 
 
-def tokens_of_block(microbatch_tokens: int, *, routed: bool = False, reshards: bool = False) -> int:
-    """The tokens that are packed together where a microbatch has so many at most. Where the router goes on learning,
-    blocks are as long as without experts: each waits for the next to be routed anew."""
+def tokens_of_block(microbatch_tokens: int, *, routed: bool = False) -> int:
+    """Tokens packed together, by the tokens of a microbatch."""
     room = max(BLOCK_TOKENS, BLOCK_MICROBATCHES * microbatch_tokens)
     if routed:
-        return int(FULL * (1 if reshards else ROUTED) * room)
+        return int(FULL * ROUTED * room)
     return int(FULL * min(room, MOST_MICROBATCHES * microbatch_tokens))
 
 
@@ -135,8 +130,7 @@ class DocumentPacker:
     Args:
         fragments: begin at `reading_place(start.block)`.
         unscored: the first tokens of each document that are left out of the loss.
-        routers: asked for one whenever a block begins.
-        sampler: names the documents that are to be scored.
+        router: None in a run without experts.
         uneven: the largest share of a block's tokens that an expert has, over an equal one: more goes to the next best.
     """
 
@@ -146,27 +140,20 @@ class DocumentPacker:
         fragments: Iterator[Fragment],
         start: Cursor,
         unscored: int = 0,
-        routers: BlockRouters = NO_ROUTERS,
-        sampler: Sampler | None = None,
+        router: DocumentRouter | None = None,
         uneven: float = UNEVEN,
     ) -> None:
-        # A router that goes on learning decides by what it has learnt.
-        self._uneven = uneven if sampler is None else math.inf
         taken = start.taken if start.packing == PACKING else 0
         self.cursor = replace(start, taken=taken, packing=PACKING)
-        self._routers, self._sampler = routers, sampler
+        self._router, self._uneven = router, uneven
         self._model, self._seed = manifest.model, manifest.seed
         self._room = Room(manifest.model.sequence, manifest.microbatch_tokens, quadratic_share(manifest.model))
-        self._block_tokens = tokens_of_block(
-            manifest.microbatch_tokens, routed=manifest.stages.has_experts, reshards=manifest.reshards
-        )
+        self._block_tokens = tokens_of_block(manifest.microbatch_tokens, routed=manifest.stages.has_experts)
         self._enough_tokens = min(self._block_tokens, ROUTED * BLOCK_MICROBATCHES * manifest.microbatch_tokens)
         self._stretches = _stretches(fragments, unscored)
         self._waiting = deque[tuple[Place, _Stretch]]()
         """What has been read and is of the next block; less than a microbatch and one document."""
         self._block: _Block | None = None
-        self._router = BlockRouter(None)
-        """Of the block."""
 
     def next(self) -> Microbatch | None:
         """The next microbatch, or None when the fragments have ended."""
@@ -181,7 +168,6 @@ class DocumentPacker:
         else:
             self.cursor, self._block = block.end, None
         documents = tuple(piece.stop - piece.start for _, piece in chosen)
-        begun = [stretch for stretch, piece in chosen if piece.start == 0 and not stretch.is_rest]
         return Microbatch(
             _row([stretch.tokens_of(piece) for stretch, piece in chosen]),
             _row([stretch.labels_of(piece) for stretch, piece in chosen]),
@@ -191,20 +177,12 @@ class DocumentPacker:
             documents,
             best_route(chosen[0][0].affinity),
             _sum([stretch.affinity for stretch, _ in chosen]),
-            self._samples(begun),
         )
-
-    def _samples(self, begun: list[_Stretch]) -> tuple[Sample, ...]:
-        if self._sampler is None:
-            return ()
-        found = [self._sampler.sample(of.source, of.before, of.labels, of.affinity) for of in begun]
-        return tuple(sample for sample in found if sample is not None)
 
     def _next_block(self) -> _Block | None:
         """As many documents as a block may have, or as the fragments still give. A block that is large enough ends with
         the epoch: short texts are not read again and again for one block, and each route has its share in an epoch.
         """
-        self._begin()
         read, room, place = list[tuple[Place, _Stretch]](), self._block_tokens, self.cursor.block
         while (found := self._next_stretch()) is not None:
             at, stretch = found
@@ -232,7 +210,7 @@ class DocumentPacker:
             now, later = stretch.parted(taken)
             whole.append(now)
             rest = Place(at.epoch, at.position, at.offset + taken), later
-        if self._router.router is not None:
+        if self._router is not None:
             self._waiting.appendleft(rest)
             return self._packed(whole, rest[0])
         lengths, cut = self._sizes(whole)
@@ -240,13 +218,6 @@ class DocumentPacker:
         back = [*read, last][kept:] if kept < len(whole) else [rest]
         self._waiting.extendleft(reversed(back))
         return _Block(whole[:kept], list(packing.microbatches), self._end(back[0][0], packing.level))
-
-    def _begin(self) -> None:
-        """Sets what the documents of the block are routed by: of one that was begun before the same as then."""
-        at = self.cursor
-        is_begun = at.taken > 0 or at.routed_by
-        self._router = self._routers.saved(at.routed_by) if is_begun else self._routers.newest()
-        self.cursor = replace(at, routed_by=self._router.saved)
 
     def _taken_now(self, stretch: _Stretch, room: int) -> int:
         """How much of a document for which a block has no room left still goes into it."""
@@ -261,9 +232,8 @@ class DocumentPacker:
     def _packed(self, stretches: list[_Stretch], end: Place) -> _Block:
         """The documents of each route together; microbatches of all routes cost alike, and take turns by how many there
         are of each."""
-        router = self._router.router
-        if router is not None:
-            found = [router.affinity(of.source.name, of.source.opening) for of in stretches]
+        if self._router is not None:
+            found = [self._router.affinity(of.source.name, of.source.opening) for of in stretches]
             found = _evened(found, [of.labels.size for of in stretches], self._uneven)
             stretches = [replace(of, affinity=affinity) for of, affinity in zip(stretches, found, strict=True)]
         of_routes: dict[Route, list[int]] = {}

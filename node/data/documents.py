@@ -7,7 +7,6 @@ two machines have slightly different text (another patch release of Python), wha
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -130,12 +129,6 @@ class Documents:
     def files(self) -> int | None:
         """How many files are dealt; None where documents are."""
         return None if isinstance(self._source, Source) else len(self._source.files)
-
-    def routed_by(self, router: DocumentRouter | None) -> Documents:
-        """The same documents, with another router."""
-        other = copy.copy(self)
-        other.router = router
-        return other
 
     def openings(self, wanted: Selection, count: int, tokens: int) -> Iterator[tuple[Tokens, int]]:
         """The first `tokens` tokens, and the number of all, of `count` wanted documents that have any, or of as many as

@@ -14,10 +14,8 @@ from node.data.labels import marking
 from node.data.packing import Cursor, Microbatch, Packer
 from node.data.places import Places, as_written
 from node.data.row_packer import RowPacker
-from node.data.sampling import Sampler
 from node.data.sources import open_source, open_stream
 from node.data.tokenizers import open_tokenizer
-from node.experts.block_routers import BlockRouters
 from node.experts.router import DocumentRouter, Router, document_router
 from protocol.manifest.manifest import Manifest
 from protocol.manifest.model import document_cost
@@ -65,9 +63,7 @@ class TrainingFeed:
         documents: Documents,
         own: PeerId,
         start: Cursor = START,
-        routers: BlockRouters | None = None,
     ) -> None:
-        """`routers` are asked for one whenever a block begins; None for the documents' own."""
         self._manifest = manifest
         self._own = own
         self._data_nodes: tuple[PeerId, ...] = (own,)
@@ -75,9 +71,7 @@ class TrainingFeed:
         self._share = None if documents.files is None else FileShare(own, documents.files, of_names)
         fragments = documents.endless(_reading_place(manifest, start), self._is_mine, self._may_have_mine)
         if manifest.packs_documents:
-            sampler = Sampler(manifest) if manifest.reshards else None
-            routers = routers or BlockRouters(documents.router)
-            self._packer: Packer = DocumentPacker(manifest, fragments, start, routers=routers, sampler=sampler)
+            self._packer: Packer = DocumentPacker(manifest, fragments, start, router=documents.router)
         else:
             self._packer = _row_packer(manifest, fragments, start)
 
@@ -134,7 +128,7 @@ def held_out_microbatches(
         fragments = _about(fragments, ENOUGH * count * manifest.microbatch_tokens)
     unscored = manifest.route_prefix if unscored is None else unscored
     packer: Packer = (
-        DocumentPacker(manifest, fragments, START, unscored, BlockRouters(opened.router), uneven=math.inf)
+        DocumentPacker(manifest, fragments, START, unscored, opened.router, uneven=math.inf)
         if manifest.packs_documents
         else _row_packer(manifest, fragments, START)
     )

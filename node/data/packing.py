@@ -10,7 +10,6 @@ from typing import Final, Protocol
 from torch import Tensor
 
 from node.data.documents import Place
-from node.data.tokenizers import Tokens
 from swarm.vocabulary.types import Affinity, Route
 from swarm.workload.microbatch_sizes import Size
 
@@ -28,20 +27,8 @@ class Cursor:
     """Rows of it, or microbatches of documents, that have been given out."""
     level: float = 0.0
     """What microbatches of documents cost in the block before; 0 where that is not known."""
-    routed_by: str = field(default="", compare=False)
-    """The router that the block is packed by, where it is not the one that the run began with (`BlockRouter.saved`)."""
     packing: int = field(default=1, compare=False)
     """The way in which documents are packed; those who wrote no such number packed in the first."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Sample:
-    """A document that is to be scored on other experts than its own, for the router to learn from."""
-
-    opening: Tokens
-    """The first tokens, by which its route is chosen."""
-    text: Microbatch
-    """Its beginning as a microbatch of its own, with its route; of the opening nothing is predicted."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,8 +52,6 @@ class Microbatch:
     """Of all its documents."""
     affinity: Affinity = ()
     """The sum of its documents' scores, by which another expert is chosen where its own is not served."""
-    samples: tuple[Sample, ...] = ()
-    """Of the documents that begin in it, those that are to be scored; only in a run that re-shards."""
 
     @property
     def size(self) -> int:

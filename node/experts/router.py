@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final, Protocol
 
 import numpy as np
@@ -36,6 +37,7 @@ _MAGIC: Final = b"skipstone-router"
 _VERSION: Final = 1
 _HEADER: Final = struct.Struct(f"<{len(_MAGIC)}sHHH")
 _EXPERT: Final = struct.Struct("<Ii")
+_SUFFIX: Final = ".router"
 
 
 class DocumentRouter(Protocol):
@@ -214,3 +216,32 @@ def parse_router(data: bytes) -> Router:
 
 def _unreadable(why: str) -> StateError:
     return StateError(f"the router cannot be read: {why}", hint="Its author may have a newer Skipstone than this one.")
+
+
+# ---- the file beside the manifest ------------------------------------------------------------------------------------
+
+
+def router_file(manifest_file: Path) -> Path:
+    """The file of the router that a manifest names: `run.router` beside `run.toml`."""
+    return manifest_file.with_suffix(_SUFFIX)
+
+
+def load_router(manifest_file: Path, manifest: Manifest) -> Router | None:
+    """Reads the router beside a manifest; None when the manifest names none.
+
+    Raises:
+        ConfigError: the file is not there or cannot be read.
+        StateError: as `read_router`.
+    """
+    return None if manifest.routing is None else read_router(_read(router_file(manifest_file)), manifest)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return file.read(MAX_ROUTER_BYTES + 1)  # one more than may be: it is refused
+    except OSError as error:
+        raise ConfigError(
+            f"the run's router {path} cannot be read: {error.strerror}",
+            hint="It lies beside the manifest where `skipstone new` wrote it; copy it along, or join by a link.",
+        ) from None

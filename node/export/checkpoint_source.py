@@ -11,9 +11,7 @@ from pathlib import Path
 
 from node.checkpoint.folder import MANIFEST_NAME
 from node.checkpoint.gather import gather_modules
-from node.experts.route_tables import trained_router, without_tables
-from node.experts.router import Router
-from node.experts.router_file import load_router
+from node.experts.router import Router, load_router
 from node.export.source import Parameters
 from protocol.manifest.signing import SignedManifest
 from swarm.vocabulary.types import ModuleId
@@ -38,14 +36,7 @@ class CheckpointSource:
         self._manifest_file = path / MANIFEST_NAME
 
     async def router(self) -> Router | None:
-        return await asyncio.to_thread(self._router)
+        return await asyncio.to_thread(load_router, self._manifest_file, self.signed.manifest)
 
     async def module(self, module: ModuleId) -> Parameters:
-        return without_tables(await asyncio.to_thread(self._parameters.__getitem__, module))
-
-    def _router(self) -> Router | None:
-        manifest = self.signed.manifest
-        first = load_router(self._manifest_file, manifest)
-        if first is None or not manifest.reshards:
-            return first
-        return trained_router(first, self._parameters[ModuleId(0)])
+        return await asyncio.to_thread(self._parameters.__getitem__, module)

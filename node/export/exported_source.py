@@ -12,8 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from node.experts.router import Router
-from node.experts.router_file import load_trained_router
+from node.experts.router import Router, load_router
 from node.export.file_plan import CONFIG, FORMAT, MANIFEST, ORIGIN, module_file, shard_files
 from node.export.hugging_face import model_config
 from node.export.source import Parameters
@@ -61,7 +60,7 @@ class ExportedSource:
             self._check_headers(module)
 
     async def router(self) -> Router | None:
-        return await asyncio.to_thread(load_trained_router, self._path / MANIFEST, self.signed.manifest)
+        return await asyncio.to_thread(load_router, self._path / MANIFEST, self.signed.manifest)
 
     async def module(self, module: ModuleId) -> Parameters:
         return await asyncio.to_thread(self._read_module, module)

@@ -145,16 +145,6 @@ class PathStatus:
 
 
 @dataclass(frozen=True, slots=True)
-class ScoringStatus:
-    """The documents that were drawn to be scored on other experts than their own, since the start."""
-
-    documents: int = 0
-    """Scored."""
-    left_out: int = 0
-    """For want of room, or because a path broke."""
-
-
-@dataclass(frozen=True, slots=True)
 class RouteStatus:
     """The microbatches of one route at a data node, since it was started. `experts` are those of each stage after stage
     0, as its documents have them; none for the routes beyond those that are counted one by one."""
@@ -252,8 +242,6 @@ class Account:
     routes: tuple[RouteStatus, ...] | None = field(default=None, metadata=LEFT_OUT)
     weights: WeightsStatus | None = field(default=None, metadata=LEFT_OUT)
     """Of a stage peer."""
-    scored: ScoringStatus | None = field(default=None, metadata=LEFT_OUT)
-    """Of a data node in a run whose router goes on learning."""
     moments: MomentsStatus | None = field(default=None, metadata=LEFT_OUT)
 
 

@@ -36,8 +36,6 @@ MAX_DEPTH = 8
 DEFAULT_PREFIX: Final = 256
 """Tokens of a document that its route is chosen by: of bytes a few lines, which tell code from prose and one kind of
 prose from another."""
-FEWEST_SCORED: Final = 16
-"""Tokens of a document that are scored on other experts: the mean loss of fewer says more of them than of these."""
 SOURCES: Final = (
     "`python-stdlib`, `path:FILE-OR-FOLDER`, `tokens:FOLDER` and `huggingface:OWNER/NAME[:CONFIG[:SPLIT[:COLUMN]]]`"
 )
@@ -247,10 +245,13 @@ class RoutingSection(Section):
     """BLAKE3 of the router's bytes, which peers give each other."""
     prefix: Annotated[int, Field(ge=8, le=4096)] = DEFAULT_PREFIX
     """The first tokens of a document, by which its route is chosen."""
-    reshard: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.0
-    """The share of documents that are also scored on other experts than their own. From these scores the router goes on
-    learning: its tables are then parameters of stage 0. 0 keeps it as it is."""
-    added_later: ClassVar[frozenset[str]] = frozenset({"reshard"})
+
+    @model_validator(mode="before")
+    @classmethod
+    def _router_is_fixed(cls, table: Any) -> Any:
+        if isinstance(table, dict) and "reshard" in table:
+            raise ValueError("reshard is gone: the router of a run does not learn any more; make a new run without it")
+        return table
 
 
 class StartSection(Section):
@@ -287,11 +288,6 @@ class Manifest(Section):
         if not self.stages.has_experts:
             return 0
         return DEFAULT_PREFIX if self.routing is None else self.routing.prefix
-
-    @property
-    def reshards(self) -> bool:
-        """Whether the router goes on learning while the run trains."""
-        return self.routing is not None and self.routing.reshard > 0
 
     @property
     def microbatch_tokens(self) -> int:
@@ -347,21 +343,12 @@ class Manifest(Section):
             )
         if self.routing is not None and not self.stages.has_experts:
             raise ValueError("routing must not be given when no stage has several experts (stages.experts)")
-        if self.reshards and self.data.labels != "all":
-            raise ValueError('routing.reshard must not be given where data.labels is not "all"')
-        if self.reshards and self.microbatch_tokens < self.route_prefix + FEWEST_SCORED:
-            raise ValueError(
-                f"routing.reshard needs microbatches (training.rows x model.sequence, {self.microbatch_tokens}) of"
-                f" routing.prefix + {FEWEST_SCORED} tokens at least: what routes are chosen by is not scored"
-            )
         return self
 
     @model_validator(mode="after")
     def _starts_whole(self) -> Self:
         if self.start is not None and len(self.start.modules) != self.stages.count:
             raise ValueError(f"start.modules must have one digest for each of the {self.stages.count} stages")
-        if self.start is not None and self.reshards:
-            raise ValueError("routing.reshard must not be given in a run that starts from an existing model")
         return self
 
     @model_validator(mode="after")
