@@ -15,7 +15,7 @@ Way: TypeAlias = dict[str, str]
 
 MICROBATCH: Final[Way] = {
     "text": """
-        node/data/prefetch.py: _pack
+        node/data/feed.py: _pack
         node/data/feed.py: next
         node/data/packing.py: next
         node/data/documents.py: endless
@@ -34,9 +34,9 @@ MICROBATCH: Final[Way] = {
     """,
     "launch": """
         node/routing/launcher.py: _launch
-        node/data/prefetch.py: ready
+        node/data/feed.py: ready
         swarm/pipeline/in_flight.py: start
-        node/data/reading_position.py: sent
+        node/data/feed.py: sent
         swarm/routing/latency_attribution.py: launched
         node/routing/evaluation.py: depart
         protocol/identity/route_signatures.py: signed
@@ -197,7 +197,7 @@ MICROBATCH: Final[Way] = {
         swarm/pipeline/settlement.py: completed
         node/routing/launcher.py: finished
         swarm/routing/latency_attribution.py: completed
-        node/data/reading_position.py: came_back
+        node/data/feed.py: came_back
         swarm/pipeline/in_flight.py: complete
         node/observability/throughput.py: add
         node/observability/events.py: Completed

@@ -47,8 +47,7 @@ swarm/simulation: swarm/membership swarm/pipeline swarm/routing swarm/routing/ne
 node/experts: protocol/manifest swarm/experts
 protocol/nat: protocol/frames protocol/interfaces protocol/libp2p protocol/transport
 swarm/simulation/central: swarm/routing swarm/simulation
-node/data/formats: protocol/manifest
-node/data: node/data/formats node/experts protocol/manifest swarm/experts swarm/workload
+node/data: node/experts protocol/manifest swarm/experts swarm/workload
 protocol/dht: protocol/identity protocol/interfaces protocol/libp2p protocol/nat protocol/transport
 swarm/simulation/baselines: swarm/routing swarm/routing/plans swarm/simulation swarm/simulation/central
 node/lab/simulation: swarm/routing swarm/simulation swarm/simulation/baselines swarm/simulation/central
@@ -62,7 +61,7 @@ node/checkpoint: node/concurrency node/data node/model node/model/optimizers nod
 node/network: node/concurrency node/experts node/observability protocol/dht protocol/identity protocol/interfaces
     protocol/manifest protocol/nat protocol/transport swarm/experts swarm/membership swarm/routing swarm/workload
 node/averaging/anchor: node/checkpoint node/model node/model/packed protocol/manifest
-node/start: node/averaging/anchor node/data/formats node/model protocol/manifest
+node/start: node/averaging/anchor node/data node/model protocol/manifest
 node/context: node/checkpoint node/concurrency node/data node/experts node/model node/network node/observability
     node/start protocol/identity protocol/manifest swarm/pipeline
 node/pipeline: node/concurrency node/data node/model node/model/optimizers node/model/packed node/network
@@ -98,7 +97,7 @@ node/runtime: node/averaging node/averaging/anchor node/checkpoint node/concurre
     node/model node/network node/observability node/pipeline node/reachability node/routing node/start protocol/dht
     protocol/identity protocol/interfaces protocol/manifest swarm/experts swarm/membership swarm/pipeline swarm/routing
 node/dial: node/model protocol/interfaces protocol/manifest swarm/membership swarm/pipeline
-node/cli: node/checkpoint node/cli/views node/context node/data node/data/formats node/dial node/experts node/export
+node/cli: node/checkpoint node/cli/views node/context node/data node/dial node/experts node/export
     node/local_swarm node/model node/network node/observability node/runtime node/solo node/start protocol/identity
     protocol/manifest swarm/experts swarm/membership swarm/pipeline swarm/workload
 node/lab/chaos: node/averaging node/averaging/anchor node/averaging/exchange node/cli node/lab/audit

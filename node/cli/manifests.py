@@ -23,8 +23,6 @@ class ManifestChanges:
     """`data.source`."""
     revision: str | None = None
     """`data.revision`."""
-    dealt_by: str | None = None
-    """`data.dealt_by`; of a data set of the hub that is named anew `files` where nothing is said."""
     labels: str | None = None
     """`data.labels`."""
     blocks: tuple[int, ...] | None = None
@@ -62,8 +60,7 @@ def changed_manifest(base: Manifest, changes: ManifestChanges) -> Manifest:
     """The manifest with the changes, checked again; raises as `chosen_manifest`."""
     from protocol.manifest.manifest import manifest_from_table
 
-    changed = manifest_from_table(_changed(base.model_dump(), changes))
-    return _dealt(_with_revision(changed) if changes.source is not None else _with_files(changed), changes)
+    return _with_files(manifest_from_table(_changed(base.model_dump(), changes)))
 
 
 def router_of(path: Path | None, manifest: Manifest) -> Router | None:
@@ -122,31 +119,6 @@ def _read(path: Path) -> Manifest:
     return read_signed_manifest(text, None).manifest if "signature" in table else manifest_from_table(table)
 
 
-def _with_revision(manifest: Manifest) -> Manifest:
-    """With what fixes a text that has just been named: the newest commit of a data set of the hub, which is asked for
-    it, or the list of files."""
-    data = manifest.data
-    if data.kind != "huggingface" or data.revision is not None:
-        return _with_files(manifest)
-    from node.data.formats.hub import newest_commit
-
-    commit = newest_commit(data.source.partition(":")[2])
-    return manifest.model_copy(update={"data": data.model_copy(update={"revision": commit})})
-
-
-def _dealt(manifest: Manifest, changes: ManifestChanges) -> Manifest:
-    """With what is dealt to data nodes; checked again, now that the revision is known."""
-    from protocol.manifest.manifest import manifest_from_table
-
-    by = changes.dealt_by
-    if by is None and changes.source is not None and manifest.data.kind == "huggingface":
-        by = "files"
-    if by is None:
-        return manifest
-    table = manifest.model_dump()
-    return manifest_from_table(table | {"data": table["data"] | {"dealt_by": by}})
-
-
 def _with_files(manifest: Manifest) -> Manifest:
     """With the list of its text's files, which is for others to compare theirs with."""
     if not manifest.data.is_of_files or manifest.data.files is not None:
@@ -166,8 +138,10 @@ def _changed(table: dict[str, Any], changes: ManifestChanges) -> dict[str, Any]:
     if changes.seed is not None:
         table["seed"] = changes.seed
     if changes.source is not None:
-        table["data"] |= {"source": changes.source, "files": None, "revision": None, "dealt_by": "documents"}
-    if changes.revision is not None:
+        from node.data.hub import source_keys
+
+        table["data"] |= source_keys(changes.source, changes.revision)
+    elif changes.revision is not None:
         table["data"]["revision"] = changes.revision
     if changes.labels is not None:
         table["data"]["labels"] = changes.labels

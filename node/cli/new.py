@@ -56,10 +56,6 @@ def new(
     revision: Annotated[
         str | None, typer.Option(help="With huggingface:NAME: its commit [default: the newest, asked of the hub]")
     ] = None,
-    dealt_by: Annotated[
-        str | None,
-        typer.Option(help="With huggingface:NAME: files, read one by one, or documents [default: files]"),
-    ] = None,
     labels: Annotated[
         str | None,
         typer.Option(help="all, or assistant: --data is conversations, and only the assistant's words are learnt."),
@@ -103,7 +99,6 @@ def new(
         seed=seed,
         source=data,
         revision=revision,
-        dealt_by=dealt_by,
         labels=labels,
         blocks=parse_blocks(stages),
         per_path=stages_per_path,
@@ -127,7 +122,7 @@ def new(
         raise ConfigError("--stages cuts the run's model anew", hint="Name the model's folder with --from-model.")
     router = None if source is None or manifest.routing is None else router_of(source, manifest)
     if route_from is not None:
-        from node.data.fitted_router import with_router
+        from node.data.feed import with_router
 
         manifest, router = with_router(manifest, route_from)
 

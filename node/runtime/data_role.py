@@ -17,9 +17,7 @@ from node.concurrency.compute_thread import Priority
 from node.concurrency.task_groups import task_scope
 from node.context.module_context import ModuleContext
 from node.context.options import NodeOptions
-from node.data.feed import START, TrainingFeed, open_documents
-from node.data.prefetch import Prefetcher
-from node.data.reading_position import ReadingPosition
+from node.data.feed import START, Prefetcher, ReadingPosition, TrainingFeed, open_documents
 from node.network.session import NetworkSession
 from node.observability.events import Continued, Load, MicrobatchCounts
 from node.observability.status import Account, RouteStatus

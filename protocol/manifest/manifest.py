@@ -46,7 +46,7 @@ FILE_KINDS: Final = ("path", "tokens")
 
 HexDigest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Experts = Annotated[int, Field(ge=1, le=MAX_EXPERTS)]
-_HUB: Final = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}(:[\w.-]{0,96}){0,3}", re.ASCII)
+HUB_PLACE: Final = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}(:[\w.-]{0,96}){0,3}", re.ASCII)
 """OWNER/NAME, and nothing that could be a place on this machine."""
 
 
@@ -149,9 +149,8 @@ class DataSection(Section):
     """Only of `huggingface:`: the commit of the data set, so that all data nodes read the same; `skipstone new` writes
     it."""
     dealt_by: Literal["documents", "files"] = "documents"
-    """`files`, only of `huggingface:` with a revision: an epoch walks the data set file by file, each in its own order,
-    and data nodes are dealt whole files where there are enough, so that a file is fetched when it is due by those who
-    read it. `documents` shuffles the rows of the whole set, which every data node then needs."""
+    """`files` for `huggingface:`: an epoch walks the data set file by file, each in its own order, and data nodes are
+    dealt whole files where there are enough. `documents` for all others: documents of the whole text are shuffled."""
     added_later: ClassVar[frozenset[str]] = frozenset({"labels", "revision", "dealt_by"})
 
     @property
@@ -171,7 +170,7 @@ class DataSection(Section):
         known = (
             source == "python-stdlib"
             or (kind in FILE_KINDS and rest)
-            or (kind == "huggingface" and _HUB.fullmatch(rest))
+            or (kind == "huggingface" and HUB_PLACE.fullmatch(rest))
         )
         if not known:
             raise ValueError(f"is none of {SOURCES}")
@@ -195,9 +194,15 @@ class DataSection(Section):
         return self
 
     @model_validator(mode="after")
-    def _files_that_are_dealt_are_the_hubs(self) -> Self:
-        if self.dealt_by == "files" and self.revision is None:
-            raise ValueError('dealt_by = "files" needs source = "huggingface:..." with a revision')
+    def _hub_is_read_by_files(self) -> Self:
+        is_hub = self.kind == "huggingface"
+        if is_hub and (self.revision is None or self.dealt_by != "files"):
+            raise ValueError(
+                'source = "huggingface:..." needs a revision and dealt_by = "files": a data set of the hub is no longer'
+                " fetched whole; make a new manifest with `skipstone new`"
+            )
+        if self.dealt_by == "files" and not is_hub:
+            raise ValueError('dealt_by = "files" needs source = "huggingface:..."')
         return self
 
     @model_validator(mode="after")

@@ -79,7 +79,7 @@ class Scenario(ScenarioTable):
         manifest = manifest_from_table(_merged(_merged(base, self.BASE), self.changes))
         if self.route_from is None:
             return manifest, b""
-        from node.data.fitted_router import with_router
+        from node.data.feed import with_router
 
         routed, router = with_router(manifest, self.route_from)
         return routed, router.to_bytes()

@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 
 from node.cli.manifests import ManifestChanges, changed_manifest
-from node.data.documents import Place, epoch_order, everything, owner
+from node.data.documents import FILES_EACH, FileShare, Place, epoch_order, everything, owner
+from node.data.documents import ROWS as LONGEST
 from node.data.feed import TrainingFeed, held_out_microbatches, open_documents
-from node.data.file_order import FILES_EACH, FileShare
-from node.data.file_order import ROWS as LONGEST
 from node.data.packing import Microbatch
 from protocol.manifest.manifest import Manifest
 from swarm.vocabulary.errors import ConfigError, ManifestError
@@ -192,8 +191,6 @@ def test_a_data_set_that_is_named_is_read_by_files_at_its_newest_commit(hub: Loo
     assert hub.tokens == hub.fetched == []
 
 
-def test_the_key_needs_a_commit() -> None:
-    assert small_manifest(data__source=f"huggingface:{NAME}").data.dealt_by == "documents"
-    for keys in ({"data__source": f"huggingface:{NAME}"}, {}):
-        with pytest.raises(ManifestError, match="dealt_by"):
-            small_manifest(**keys, data__dealt_by="files")
+def test_only_a_data_set_of_the_hub_is_dealt_by_files() -> None:
+    with pytest.raises(ManifestError, match="dealt_by"):
+        small_manifest(data__dealt_by="files")

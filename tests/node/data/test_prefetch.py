@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from node.data.feed import Prefetcher
 from node.data.packing import Microbatch
-from node.data.prefetch import Prefetcher
 from swarm.vocabulary.errors import ConfigError, SkipstoneError
 from swarm.vocabulary.types import PeerId
 from tests.node.network.small_swarm import text_of, until

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from node.data.documents import Place
+from node.data.feed import ReadingPosition
 from node.data.packing import Cursor, Microbatch
-from node.data.reading_position import ReadingPosition
 from swarm.vocabulary.types import MicrobatchId, PeerId
 
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import random
 
-from swarm.workload.block_end import pack_and_end
-from swarm.workload.filling import Room
-from swarm.workload.packing import pack
+from swarm.workload.packing import Room, pack, pack_and_end
 
 ROOM = Room(4096, 16_384, 1 / 3000)
 

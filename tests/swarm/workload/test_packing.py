@@ -10,9 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm.vocabulary.types import MAX_DOCUMENTS
-from swarm.workload.filling import Piece, Room
-from swarm.workload.packing import ABOVE, Packing, longest_piece, pack
-from swarm.workload.turns import worst_run
+from swarm.workload.packing import ABOVE, Packing, Piece, Room, longest_piece, pack, worst_run
 
 SHARE = 1 / 3000
 MOST = 4096

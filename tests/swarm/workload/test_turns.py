@@ -8,7 +8,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.workload.turns import STRATA, in_turns, worst_run
+from swarm.workload.packing import STRATA, in_turns, worst_run
 
 
 @given(st.lists(st.floats(1, 100), max_size=70), st.floats(1, 100) | st.just(0.0), st.randoms())

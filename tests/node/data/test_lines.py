@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from node.data.formats.lines import LINE_BYTES
+from node.data.files import LINE_BYTES
 from node.data.sources import files_at, lines_at
 from swarm.vocabulary.errors import ConfigError
 
