@@ -44,7 +44,7 @@ swarm/routing/negotiation: swarm/routing swarm/routing/plans
 protocol/manifest: protocol/identity
 protocol/transport: protocol/frames protocol/identity protocol/interfaces
 swarm/simulation: swarm/membership swarm/pipeline swarm/routing swarm/routing/negotiation
-node/experts: protocol/manifest swarm/experts
+node/experts: protocol/manifest
 protocol/nat: protocol/frames protocol/interfaces protocol/libp2p protocol/transport
 swarm/simulation/central: swarm/routing swarm/simulation
 node/data: node/experts protocol/manifest swarm/experts swarm/workload

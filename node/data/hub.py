@@ -191,7 +191,7 @@ class FileCache(ABC):
 
 
 class HubStream(FileCache):
-    """Rows of a data set's files (`node.data.file_order` says whose turn it is). Any thread may read it.
+    """Rows of a data set's files (`node.data.documents` says whose turn it is). Any thread may read it.
 
     Args:
         place: `NAME[:CONFIG[:SPLIT[:COLUMN]]]`.

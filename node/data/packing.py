@@ -28,8 +28,7 @@ from torch import Tensor
 from node.data.documents import Fragment, Place, permutation
 from node.data.labels import UNSCORED
 from node.data.tokenizers import Tokens
-from node.experts.even_shares import even_bias
-from node.experts.router import DocumentRouter
+from node.experts.router import DocumentRouter, even_bias
 from protocol.manifest.manifest import Manifest
 from protocol.manifest.model import document_cost, quadratic_share
 from swarm.experts.routes import best_route, in_shares

@@ -12,6 +12,7 @@ when the tables were made (u32, in 2^-32), bias (i32) and 4096 entries (i8).
 from __future__ import annotations
 
 import hashlib
+import math
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -245,3 +246,39 @@ def _read(path: Path) -> bytes:
             f"the run's router {path} cannot be read: {error.strerror}",
             hint="It lies beside the manifest where `skipstone new` wrote it; copy it along, or join by a link.",
         ) from None
+
+
+# ---- equal shares of the tokens --------------------------------------------------------------------------------------
+
+
+Integers = npt.NDArray[np.int64]
+
+TRIES: Final = 60
+
+
+def even_bias(scores: Integers, sizes: Integers, most: float) -> Integers:
+    """The bias by which no expert has more than `most` times an equal share; if there is none that is found, the one
+    with which the largest share is the smallest, for a single document may be large.
+
+    Args:
+        scores: [documents, experts]
+        sizes: the tokens of each document.
+    """
+    experts = scores.shape[1]
+    bias = best = np.zeros(experts, dtype=np.int64)
+    step, least = max(1, int(np.abs(scores).mean())), math.inf
+    for _ in range(TRIES):
+        shares = shares_of_tokens(scores + bias, sizes)
+        if shares.max() < least:
+            best, least = bias, float(shares.max())
+        if least * experts <= most:
+            break
+        bias = bias + np.rint(step * (1 / experts - shares) * experts).astype(np.int64)
+        step = max(1, int(step * 0.9))
+    return best - int(best.mean())
+
+
+def shares_of_tokens(scores: Integers, sizes: Integers) -> npt.NDArray[np.float64]:
+    """The share of each expert where every document goes to the best."""
+    found: npt.NDArray[np.float64] = np.bincount(scores.argmax(axis=1), sizes, scores.shape[1]) / sizes.sum()
+    return found
