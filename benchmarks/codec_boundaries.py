@@ -41,7 +41,6 @@ BOUNDARIES: Final = {
     "none": Boundaries(),
     "bf16": Boundaries(Codec.BF16, Codec.BF16),
     "int8": Boundaries(Codec.INT8, Codec.INT8),
-    "fp8": Boundaries(Codec.FP8, Codec.FP8),
     "int4 activations, int8 gradients": Boundaries(Codec.INT4, Codec.INT8),
     "int4": Boundaries(Codec.INT4, Codec.INT4),
     "top_k_4": Boundaries(Codec.TOP_K_4, Codec.TOP_K_4),

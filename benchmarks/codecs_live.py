@@ -1,6 +1,6 @@
 """Codecs over links of 20, 100 and 1000 Mbit/s: every fixed one and the choice for each link, in real swarms.
 
-    python benchmarks/codecs_live.py [--mbit 20 100 1000] [--seconds 40] [--rounds 1] [--policies none bf16 int8 fp8
+    python benchmarks/codecs_live.py [--mbit 20 100 1000] [--seconds 40] [--rounds 1] [--policies none bf16 int8
     int4 adaptive]
 
 Real processes, sockets and TLS; computing and links take the time that they would take on emulated machines
@@ -43,7 +43,7 @@ ROWS, TOKENS, HIDDEN = 8, 256, 256
 PER_STEP: Final = 6
 LIMIT: Final = "int4"
 ADAPTIVE: Final = "adaptive"
-POLICIES: Final = ("none", "bf16", "int8", "fp8", "int4", ADAPTIVE)
+POLICIES: Final = ("none", "bf16", "int8", "int4", ADAPTIVE)
 
 
 @dataclass(slots=True)

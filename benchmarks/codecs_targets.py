@@ -94,7 +94,7 @@ def any_size(rows: Rows) -> list[dict[str, Any]]:
         at_most(
             f"{name}: largest over smallest error, rms from 1e-7 to 1e+3", UNCHANGED, spread(rows[f"skipstone.{name}"])
         )
-        for name in ("BF16", "INT8", "FP8", "INT4")
+        for name in ("BF16", "INT8", "INT4")
     ]
 
 

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from node.__main__ import main
 from node.data import feed as feed
-from node.data.document_packer import DocumentPacker, _Block, _Stretch
 from node.data.documents import Place
-from node.data.packing import Cursor
-from swarm.workload.filling import Piece
+from node.data.packing import Cursor, DocumentPacker, _Block, _Stretch
+from swarm.workload.packing import Piece
 
 
 class ConcatPacker(DocumentPacker):

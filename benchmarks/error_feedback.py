@@ -25,7 +25,6 @@ from swarm.vocabulary.errors import StateError
 from swarm.vocabulary.types import Codec
 
 DECAYS: Final = {
-    Codec.FP8: 1.0,
     Codec.INT8: 1.0,
     Codec.INT4: 1.0,
     Codec.TOP_K_4: 0.95,

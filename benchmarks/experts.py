@@ -4,8 +4,7 @@
 
 Arms: a dense path at equal steps (steps of one microbatch: what the papers compare with), a dense path at equal steps
 and tokens, 2x2 experts with a fitted router, the same experts with documents dealt by chance; with --all also 3x3 with
-all and with half of the text; with --all or --reshard routed experts whose router goes on learning from documents that
-are scored on other experts, and the same without using what it learns. The first `--prefix` bytes of each document, by
+all and with half of the text. The first `--prefix` bytes of each document, by
 which routes are chosen, are left out of all losses, the dense arms' too. Routed models are also measured with the route
 chosen anew every 64 and 256 bytes. Of each file the first 1.1 MB count. Documents are pieces of 16 KiB, or shorter
 where those would be fewer than 128; a domain takes 64 KiB at least.
@@ -21,7 +20,6 @@ import math
 import statistics
 import sys
 import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
@@ -37,7 +35,6 @@ from benchmarks.experts_task import (
     ARMS,
     HELD_OUT,
     MORE_ARMS,
-    RESHARDED,
     Arm,
     Domain,
     documents_of,
@@ -51,7 +48,7 @@ from node.experts.router import Router
 from node.model.device import flushed_denormals
 from node.solo.trainer import SoloTrainer, WholeModel, evaluate
 from protocol.manifest.manifest import Manifest
-from swarm.experts.routes import best_route, name_of_route
+from swarm.experts.routes import best_route
 from swarm.vocabulary.errors import SkipstoneError
 
 CPU: Final = torch.device("cpu")
@@ -62,9 +59,8 @@ BARS: Final = {
     "routed/dense_steps": -0.08,
     "routed/dense_tokens": -0.015,
     "random/routed": 0.03,
-    "resharded/reshard_off": 0.0,
 }
-"""Of perplexity: at most, at most, at least, at most."""
+"""Of perplexity: at most, at most, at least."""
 
 
 def main() -> None:
@@ -79,8 +75,7 @@ def report_on(arguments: argparse.Namespace) -> None:
     """Measures the arms that are asked for, and prints the report."""
     torch.set_num_threads(1)
     domains = domains_of(arguments.domains)
-    more = MORE_ARMS | RESHARDED if arguments.all else RESHARDED if arguments.reshard else {}
-    arms = ARMS | more
+    arms = ARMS | (MORE_ARMS if arguments.all else {})
     if arguments.arms:
         arms = {name: arms[name] for name in arguments.arms}
     report = measure(domains, arms, arguments)
@@ -127,7 +122,6 @@ def run(arm: Arm, domains: Sequence[Domain], arguments: argparse.Namespace, seed
     # Of all the text, whatever share of it there is to train on: all arms are measured on the same.
     measured = documents_of(domains, seed, 1.0, manifest, router)
     texts = list(held_out_microbatches(manifest, ALL, measured, prefix))
-    moved: dict[str, Any] = {}
     with flushed_denormals():
         model = WholeModel(manifest, CPU)
         trainer = SoloTrainer(manifest, model, documents)
@@ -137,34 +131,14 @@ def run(arm: Arm, domains: Sequence[Domain], arguments: argparse.Namespace, seed
             if trainer.steps % max(1, steps // CURVE_POINTS) == 0 and trainer.steps < steps:
                 some = texts[:: max(1, len(texts) // 50)]
                 curve.append([trainer.steps, round(evaluate(model, some)["loss"], 4)])
-        if arm.reshard and isinstance(trainer.router, Router):
-            moved = moved_by(router, trainer.router, measured) | {"by_first_router": evaluate(model, texts)["loss"]}
-            router, measured = trainer.router, measured.routed_by(trainer.router)
-            texts = list(held_out_microbatches(manifest, ALL, measured, prefix))
         result = evaluate(model, texts)
-        report = {"loss": result["loss"], "curve": curve, "tokens": trainer.tokens} | moved
+        report = {"loss": result["loss"], "curve": curve, "tokens": trainer.tokens}
         if "routes" in result:
             report["routes"] = {name: [round(of["loss"], 4), of["tokens"]] for name, of in result["routes"].items()}
         if router is not None:
             report["again_every"] = rerouted(model, manifest, router, measured, seed)
             report["router_us"] = routing_us(router, measured)
     return report
-
-
-def moved_by(before: Router | None, after: Router, documents: Documents) -> dict[str, Any]:
-    """How many documents have another route by the router that was learnt, training and held-out ones together, and how
-    many have each."""
-    assert before is not None, "a router learns from one"
-    routes = [
-        [best_route(router.affinity(fragment.name, fragment.opening)) for router in (before, after)]
-        for fragment in documents.epoch(Place(), lambda name: True)
-    ]
-    shares = Counter(name_of_route(new) for _, new in routes)
-    return {
-        "moved": sum(old != new for old, new in routes),
-        "documents": len(routes),
-        "documents_of": dict(sorted(shares.items())),
-    }
 
 
 def routing_us(router: Router, documents: Documents) -> float:
@@ -224,7 +198,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--prefix", type=int, default=256)
     parser.add_argument("--restarts", type=int, default=8, help="beginnings of the router's fit")
     parser.add_argument("--all", action="store_true", help="3x3 experts too, with all and half of the text")
-    parser.add_argument("--reshard", action="store_true", help="routed experts whose router goes on learning, too")
     parser.add_argument("--arms", nargs="+", default=[], help="only these")
     parser.add_argument("--json", action="store_true", help="nothing but the one line of JSON on standard output")
     return parser.parse_args()

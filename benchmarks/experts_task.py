@@ -49,17 +49,12 @@ class Arm:
         microbatches: of a step.
         routed: by a router; else by chance.
         text: the share of each domain's text that there is.
-        reshard: the share of documents that are scored for the router.
-        outer_every: inner steps from one outer step to the next, which changes nothing but the router: after it the
-            tables that were learnt are used.
     """
 
     experts: int = 1
     microbatches: int = 4
     routed: bool = False
     text: float = 1.0
-    reshard: float = 0.0
-    outer_every: int = 10**6
 
 
 ARMS: Final = {
@@ -68,11 +63,6 @@ ARMS: Final = {
     "routed": Arm(2, routed=True),
     "random": Arm(2),
 }
-RESHARDED: Final = {
-    "reshard_off": Arm(2, routed=True, reshard=1.0),
-    "resharded": Arm(2, routed=True, reshard=1.0, outer_every=50),
-}
-"""The same in all but that the tables that are learnt are used in the second."""
 MORE_ARMS: Final = {
     "routed_3x3": Arm(3, routed=True),
     "dense_half_text": Arm(text=0.5),
@@ -158,7 +148,7 @@ def manifest_of(arm: Arm, hidden: int, steps: int, seed: int, routing: dict[str,
         "training": {
             "rows": ROWS,
             "inner_tokens": step,
-            "inner_steps": arm.outer_every,
+            "inner_steps": 10**6,
             "outer": {"learning_rate": 1.0, "momentum": 0.0},
             "inner": {"learning_rate": LEARNING_RATE.get(hidden, 0.256 / hidden)},
             "schedule": {"warmup_tokens": min(20, steps // 2) * step, "total_tokens": steps * step},
@@ -177,7 +167,7 @@ def routed_manifest(
     documents = Documents(MixedSource(domains, arm.text), ByteTokenizer(), seed)
     fitted_to = list(documents.openings(lambda name: not is_held_out(seed, name, HELD_OUT), FIT_DOCUMENTS, prefix))
     fitted = fit_router(fitted_to, plain.stages.experts_of_each, prefix, seed, restarts)
-    routing = {"router": router_digest(fitted.router.to_bytes()), "prefix": prefix, "reshard": arm.reshard}
+    routing = {"router": router_digest(fitted.router.to_bytes()), "prefix": prefix}
     return manifest_of(arm, hidden, steps, seed, routing), fitted.router
 
 

@@ -27,9 +27,8 @@ from huggingface_hub import snapshot_download
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from node.data.documents import Documents, Fragment, Place, everything, owner
-from node.data.file_order import FileShare
-from node.data.formats.hub_stream import HubStream
+from node.data.documents import Documents, FileShare, Fragment, Place, everything, owner
+from node.data.hub import HubStream
 from node.data.tokenizers import ByteTokenizer
 from swarm.vocabulary.types import PeerId
 from tests.node.hub_on_loopback import COMMIT, NAME, LoopbackHub, serving
@@ -92,7 +91,7 @@ def _on_disk(documents: Documents, stream: HubStream, home: Path, kept: int) -> 
     most = most_counted = 0
     for number, _ in enumerate(documents.epoch(Place(), everything, ahead=True)):
         if number % 100 == 0:
-            counted = stream.shelf.bytes
+            counted = stream.bytes
             most_counted = max(most_counted, counted)
             most = max(most, _bytes_below(home / "skipstone"))
     return {"allowed": kept, "most": most, "most_with_those_under_way": most_counted}

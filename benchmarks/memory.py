@@ -152,7 +152,7 @@ def stage() -> dict[str, Any]:
         "waits": {
             f"{work} {codec}": waits[f"{work} {codec}"]
             for work in ("FORWARD", "BACKWARD", "loss")
-            for codec in ("NONE", "BF16", "INT8", "FP8", "INT4")
+            for codec in ("NONE", "BF16", "INT8", "INT4")
         },
     }
 

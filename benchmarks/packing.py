@@ -5,7 +5,7 @@
 `--lengths` is a JSON list of document lengths in tokens. Without it: the standard library's modules by their bytes, and
 log-normal lengths, at S and T = 4 S as in `SETTINGS`, and at T = S for the record. Documents are drawn in a new order
 again and again (seeded) until there are so many microbatches. `ours` is what a data node packs
-(`node.data.document_packer` by `swarm.workload.block_end`); the others are here for comparison:
+(`node.data.packing` by `swarm.workload.packing`); the others are here for comparison:
 
 * `concat`: one stream, cut every T tokens, and a mask between documents.
 * `queues`: documents of more than a quarter of S wait in outlier queues until there is one for each of a batch's 8
@@ -38,10 +38,9 @@ from typing import Any, Final
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from node.data.document_packer import BLOCK_MICROBATCHES, MOST_DOCUMENTS, tokens_of_block, tokens_of_last
+from node.data.packing import BLOCK_MICROBATCHES, MOST_DOCUMENTS, tokens_of_block, tokens_of_last
 from protocol.manifest.model import ModelSection, quadratic_share
-from swarm.workload.block_end import pack_and_end
-from swarm.workload.filling import Room
+from swarm.workload.packing import Room, pack_and_end
 
 WINDOW: Final = 8
 QUEUES: Final = (0.25, 0.5, 0.75)

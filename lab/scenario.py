@@ -137,7 +137,7 @@ class Scenario(ScenarioTable):
         manifest = manifest_from_table(_merged(base, self.changes))
         if self.route_from is None:
             return manifest, b""
-        from node.data.fitted_router import with_router
+        from node.data.feed import with_router
 
         routed, router = with_router(manifest, self.route_from)
         return routed, router.to_bytes()

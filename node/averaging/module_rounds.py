@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Container, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from random import SystemRandom
@@ -12,7 +12,7 @@ from typing import Final
 
 import torch
 
-from node.averaging.anchor.anchor import Anchor, AnchorStore, Named, restored_anchor
+from node.averaging.anchor.anchor import Anchor, AnchorStore, restored_anchor
 from node.averaging.anchor.layout import Layout
 from node.averaging.anchor.local_replica import LocalReplica, anchor_of
 from node.averaging.anchor.outer_step import outer_rule
@@ -319,12 +319,6 @@ class ModuleRounds:
         """The anchor and the work since, for a checkpoint; on the compute thread."""
         since = self._replica_sync.since_anchor
         return Agreed(self._store.saved(), since.steps, since.tokens)
-
-    def agreed_parameters(self, names: Container[str]) -> tuple[AnchorVersion, dict[str, torch.Tensor]]:
-        """The anchor's version, and copies of the named parameters; on any thread."""
-        anchor = self._store.current
-        found = Named(anchor.layout, anchor.parameters)
-        return anchor.version, {name: found[name].clone() for name in found if name in names}
 
     async def finish_round(self) -> None:
         """Finishes the current round before leaving: our work since the anchor is in it."""

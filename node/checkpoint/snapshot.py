@@ -228,6 +228,7 @@ def _header(table: dict[str, Any]) -> Header:
         anchor = AnchorVersion(**(anchor | {"digest": bytes.fromhex(anchor["digest"])}))
     if data is not None:
         cursor = data["cursor"]
+        cursor.pop("routed_by", None)  # of versions whose router went on learning
         data = DataState(**(data | {"cursor": Cursor(**(cursor | {"block": Place(**cursor["block"])}))}))
     return Header(
         Owner(RunId(owner["run"]), PeerId(owner["peer"]), ModuleId(**owner["module"])),

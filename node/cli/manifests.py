@@ -40,11 +40,6 @@ class ManifestChanges:
         "data.revision",
         typer.Option(help="With huggingface:NAME: its commit [default: the newest, asked of the hub]"),
     ] = None
-    dealt_by: Annotated[
-        str | None,
-        "data.dealt_by",
-        typer.Option(help="With huggingface:NAME: files, read one by one, or documents [default: files]"),
-    ] = None
     labels: Annotated[
         str | None,
         "data.labels",
@@ -104,22 +99,15 @@ def changed_manifest(base: Manifest, changes: ManifestChanges) -> Manifest:
 
     manifest = manifest_from_table(_changed(base.model_dump(), changes))
     data = manifest.data
-    pinned: dict[str, Any] = {"dealt_by": changes.dealt_by}
-    if changes.source is not None and data.kind == "huggingface":
-        pinned["dealt_by"] = changes.dealt_by or "files"
-        if data.revision is None:
-            from node.data.formats.hub import newest_commit
+    if not data.is_of_files or data.files is not None:
+        return manifest
+    from node.data.places import as_written
+    from node.data.sources import files_at
 
-            pinned["revision"] = newest_commit(data.source.partition(":")[2])
-    elif data.is_of_files and data.files is None:
-        from node.data.places import as_written
-        from node.data.sources import files_at
-
-        place = as_written(data).text
-        assert place is not None, "it is a path"
-        pinned["files"] = files_at(place).listing.section().model_dump()
+    place = as_written(data).text
+    assert place is not None, "it is a path"
     table = manifest.model_dump()
-    table["data"] |= {key: value for key, value in pinned.items() if value is not None}
+    table["data"]["files"] = files_at(place).listing.section().model_dump()  # for others to compare theirs with
     return manifest_from_table(table)
 
 
@@ -157,7 +145,7 @@ def starting_from(path: Path, base: Manifest, *, is_default: bool, keeps_blocks:
 
 def router_of(path: Path | None, manifest: Manifest) -> Router | None:
     """The router beside the manifest's file; None without one. Raises ConfigError, StateError."""
-    from node.experts.router_file import load_router
+    from node.experts.router import load_router
 
     return None if path is None else load_router(path, manifest)
 
@@ -183,7 +171,9 @@ def _read(path: Path) -> Manifest:
 
 def _changed(table: dict[str, Any], changes: ManifestChanges) -> dict[str, Any]:
     if changes.source is not None:
-        table["data"] |= {"files": None, "revision": None, "dealt_by": "documents"}
+        from node.data.hub import source_keys
+
+        table["data"] |= source_keys(changes.source, changes.revision)
     if changes.blocks is not None:
         table["stages"]["per_path"] = None
     if changes.experts is not None:
@@ -195,8 +185,7 @@ def _changed(table: dict[str, Any], changes: ManifestChanges) -> dict[str, Any]:
         warmup, total = schedule[f"warmup_{unit}"], schedule[f"total_{unit}"]
         schedule["warmup_tokens"] = changes.total_tokens * warmup // total
     for key, value in changes.keys().items():
-        # The way of dealing is checked against the revision, which may not be known yet.
-        if key != "data.dealt_by":
+        if changes.source is None or key not in ("data.source", "data.revision"):
             *sections, last = key.split(".")
             reduce(getitem, sections, table)[last] = value
     return table

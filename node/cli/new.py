@@ -34,10 +34,6 @@ def new(
         str | None,
         typer.Option(help="Text, as of --data, by which documents are routed to experts [default: by chance]"),
     ] = None,
-    reshard: Annotated[
-        float | None,
-        typer.Option(help="Share of documents scored on other experts, from which the router goes on learning."),
-    ] = None,
     identity: Annotated[Path | None, typer.Option(help="The key that signs; made when it is not there.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
     **settings: Any,
@@ -65,14 +61,12 @@ def new(
         raise ConfigError("--stages cuts the run's model anew", hint="Name the model's folder with --from-model.")
     router = None if base is None or manifest.routing is None else router_of(base, manifest)
     if route_from is not None:
-        from node.data.fitted_router import with_router
+        from node.data.feed import with_router
 
         manifest, router = with_router(manifest, route_from)
-    if reshard is not None:
-        manifest = _resharding(manifest, reshard)
 
     from node.context.options import default_identity_path
-    from node.experts.router_file import router_file
+    from node.experts.router import router_file
     from protocol.identity.keys import Identity
     from protocol.manifest.signing import sign_manifest
 
@@ -112,15 +106,3 @@ def _largest_need(manifest: Manifest) -> str:
         return said
     most = max(others, key=lambda need: need.all)
     return f"stage 0 takes {said}, the others at most {size_text(most.device)} and {size_text(most.memory)}"
-
-
-def _resharding(manifest: Manifest, share: float) -> Manifest:
-    """The manifest with so many documents scored. Raises ConfigError: it has no router that could learn from them;
-    ManifestError: it is no share, or the run starts from an existing model.
-    """
-    from protocol.manifest.manifest import manifest_from_table
-
-    table = manifest.model_dump()
-    if table["routing"] is None:
-        raise ConfigError("--reshard is of no use in a run without a router", hint="Fit one with --route-from.")
-    return manifest_from_table(table | {"routing": table["routing"] | {"reshard": share}})

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -13,6 +14,7 @@ from node.cli.views.text import count
 from swarm.vocabulary.errors import ConfigError
 
 if TYPE_CHECKING:
+    from node.data.hub import HubStream
     from node.data.sources import Source
     from node.data.tokenizers import Tokenizer, Tokens
 
@@ -29,14 +31,15 @@ def tokenize(
     shard_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a shard, about.")] = SHARD_TOKENS,
 ) -> None:
     """Tokenize a text into shards, in the format of Megatron-LM, for a run's tokens:FOLDER."""
-    from node.data.formats.token_shards import ShardWriter
+    from node.data.hub import source_keys
     from node.data.places import as_written
     from node.data.sources import open_source
+    from node.data.token_shards import ShardWriter
     from node.data.tokenizers import ByteTokenizer, FileTokenizer, tokenizer_keys
     from protocol.manifest.manifest import data_section
 
     keys = {} if tokenizer is None else tokenizer_keys(tokenizer)
-    section = data_section({"source": data, "revision": revision, **keys})
+    section = data_section(source_keys(data, revision) | keys)
     cutter: Tokenizer = ByteTokenizer() if tokenizer is None else FileTokenizer(tokenizer, keys["tokenizer_sha256"])
     source = open_source(section, as_written(section).text)
     writer = ShardWriter(folder, cutter.size, shard_tokens)
@@ -52,15 +55,28 @@ def tokenize(
     typer.echo(f"Train on them with: --data tokens:{folder}, and the same tokenizer in the manifest")
 
 
-def _documents(source: Source, tokenizer: Tokenizer) -> Iterator[Tokens]:
+def _documents(source: Source | HubStream, tokenizer: Tokenizer) -> Iterator[Tokens]:
     """Each with its end, as Megatron-LM's `--append-eod`; without those that are empty or cannot be read."""
     from node.data.labels import whole_text
 
-    for name in source.names:
+    for name, read in _reads(source):
         try:
-            tokens = whole_text(source.read(name), tokenizer).tokens
+            tokens = whole_text(read(), tokenizer).tokens
         except OSError as error:
             log.warning("document %s is left out: %s", name, error.strerror)
             continue
         if tokens.size:
             yield tokens
+
+
+def _reads(source: Source | HubStream) -> Iterator[tuple[str, Callable[[], bytes]]]:
+    """Each document's name, and what reads it; files of a data set one after the other."""
+    from node.data.sources import Source
+
+    if isinstance(source, Source):
+        for name in source.names:
+            yield name, partial(source.read, name)
+        return
+    for file in source.files:
+        for number, read in enumerate(source.rows(file, 0)):
+            yield f"{file}@{number}", read

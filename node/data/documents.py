@@ -1,25 +1,28 @@
-"""The order and split of documents: which are read, in which order, and by whom. All of it follows from the seed and
-the documents' names.
+"""The order and split of documents: which are read, in which order, and by whom.
 
-Every data node walks the same order and leaves out what is not its own, so data nodes need not talk about data. Where
-two machines have slightly different text (another patch release of Python), what is named alike is still treated alike.
+All of it follows from the seed and the documents' names. Every data node walks the same order and leaves out what is
+not its own, so data nodes need not talk about data. Where two machines have slightly different text (another patch
+release of Python), equal names are still treated alike.
+
+A data set that is read file by file has an order of its own: an epoch walks the files in a random order, and a file's
+rows as they lie in it. A row's place in the epoch is its file's rank and its number there, so the number of rows of a
+file need not be known before it is fetched. Only the packer's blocks, of about a million tokens, are shuffled.
 """
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import islice
-from typing import Final
+from functools import lru_cache, partial
+from itertools import chain, islice
+from typing import Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from node.data.file_order import Due, FileStream, due_rows
 from node.data.labels import MalformedDocumentError, Marked, Marking, whole_text
 from node.data.sources import Source
 from node.data.tokenizers import Tokenizer, Tokens
@@ -107,7 +110,7 @@ class Documents:
     """A source's documents as tokens, in the order of each epoch. Holds one epoch's order and no text.
 
     Args:
-        source: documents by name, in an order over all of them, or a stream of files (`node.data.file_order`).
+        source: documents by name, in an order over all of them, or a stream of files.
         router: of a run with experts; whoever packs the documents asks it for their routes.
         mark: makes tokens of a document's bytes; None for a text by the tokenizer, all of whose tokens are labels.
     """
@@ -130,12 +133,6 @@ class Documents:
     def files(self) -> int | None:
         """How many files are dealt; None where documents are."""
         return None if isinstance(self._source, Source) else len(self._source.files)
-
-    def routed_by(self, router: DocumentRouter | None) -> Documents:
-        """The same documents, with another router."""
-        other = copy.copy(self)
-        other.router = router
-        return other
 
     def openings(self, wanted: Selection, count: int, tokens: int) -> Iterator[tuple[Tokens, int]]:
         """The first `tokens` tokens, and the number of all, of `count` wanted documents that have any, or of as many as
@@ -210,3 +207,109 @@ class Documents:
 def _hash(text: str) -> int:
     """64 bits."""
     return int.from_bytes(hashlib.sha256(text.encode(errors="surrogateescape")).digest()[:8], "big")
+
+
+# ---- data sets that are read file by file ----------------------------------------------------------------------------
+
+
+ROWS: Final = 2**32
+"""More than a file has."""
+FILES_EACH: Final = 16
+"""Files for each data node from which on whole files are dealt: of fewer, one data node in a million might get none."""
+
+Wanted = Callable[[str], bool]
+Owner = Callable[[str, tuple[PeerId, ...]], PeerId]
+"""The data node of a name among these (`node.data.documents.owner`)."""
+
+
+class FileStream(Protocol):
+    """Rows by file."""
+
+    @property
+    def files(self) -> Sequence[str]:
+        """Their names, in an order that is the same on every machine."""
+        ...
+
+    def rows(self, file: str, start: int) -> Generator[Callable[[], bytes]]:
+        """What reads the file's rows, from number `start` on."""
+        ...
+
+    def expect(self, file: str) -> None:
+        """Says that the file's rows are due next."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Due:
+    """A document whose turn it is."""
+
+    position: int
+    """In the epoch's order."""
+    name: str
+    read: Callable[[], bytes]
+    """Raises OSError when it cannot be read, and is left out."""
+
+
+def due_rows(
+    stream: FileStream,
+    orders: Callable[[int], npt.NDArray[np.int64]],
+    start: tuple[int, int, bool],
+    wanted: tuple[Wanted, Wanted],
+    *,
+    ahead: bool,
+) -> Iterator[Due]:
+    """The wanted rows of an epoch, named `FILE@NUMBER`.
+
+    Args:
+        orders: the order in which an epoch walks the files.
+        start: the epoch, the position, and whether the row there is read wanted or not, as one that was begun is.
+        wanted: of files, and of rows. A file is left when it is not wanted any more.
+        ahead: whether the wanted file after each is fetched meanwhile.
+    """
+    epoch, position, is_begun = start
+    of_files, of_rows = wanted
+    order = orders(epoch)
+    first, number = divmod(position, ROWS)
+    for rank in range(first, len(order)):
+        file = stream.files[int(order[rank])]
+        begun = position if is_begun and rank == first else -1
+        if begun < 0 and not of_files(file):
+            continue
+        at = number if rank == first else 0
+        with closing(stream.rows(file, at)) as rows:
+            for row, read in enumerate(rows, at):
+                place, name = rank * ROWS + row, f"{file}@{row}"
+                if ahead and row == at:  # not earlier: the two would share the link, and the first document wait
+                    later = (stream.files[int(index)] for index in chain(order[rank + 1 :], orders(epoch + 1)))
+                    if (following := next(filter(of_files, later), None)) is not None:
+                        stream.expect(following)
+                if place != begun and not of_files(file):
+                    break
+                if place == begun or of_rows(name):
+                    yield Due(place, name, read)
+
+
+class FileShare:
+    """A data node's share of a data set that is dealt by files: whole files, or rows where there are few files.
+
+    The rule follows from the live data nodes and the number of files, so that all data nodes with the same view follow
+    the same one, and no row is two's.
+    """
+
+    def __init__(self, own: PeerId, files: int, owner: Owner) -> None:
+        self._own, self._files = own, files
+        self._owner = owner
+        self._of_file = lru_cache(maxsize=1024)(owner)
+
+    def has_file(self, file: str, data_nodes: tuple[PeerId, ...]) -> bool:
+        """Whether something of the file may be its own."""
+        return not self._by_files(data_nodes) or self._of_file(file, data_nodes) == self._own
+
+    def has_row(self, name: str, data_nodes: tuple[PeerId, ...]) -> bool:
+        """Whether a row of a file, by its name `FILE@NUMBER`, is its own."""
+        if self._by_files(data_nodes):
+            return self._of_file(name.rpartition("@")[0], data_nodes) == self._own
+        return self._owner(name, data_nodes) == self._own
+
+    def _by_files(self, data_nodes: tuple[PeerId, ...]) -> bool:
+        return self._files >= FILES_EACH * len(data_nodes)

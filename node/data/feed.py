@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import Iterator
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
-from typing import Final
+from types import TracebackType
+from typing import Final, Self
 
-from node.data.document_packer import DocumentPacker, reading_place
-from node.data.documents import Documents, Fragment, Place, is_held_out, owner
-from node.data.file_order import FileShare
+from node.data.documents import Documents, FileShare, Fragment, Place, is_held_out, owner
+from node.data.hub import source_keys
 from node.data.labels import marking
-from node.data.packing import Cursor, Microbatch, Packer
+from node.data.packing import Cursor, DocumentPacker, Microbatch, Packer, RowPacker, reading_place
 from node.data.places import Places, as_written
-from node.data.row_packer import RowPacker
-from node.data.sampling import Sampler
-from node.data.sources import open_source, open_stream
+from node.data.sources import open_source
 from node.data.tokenizers import open_tokenizer
-from node.experts.block_routers import BlockRouters
-from node.experts.router import DocumentRouter, Router, document_router
-from protocol.manifest.manifest import Manifest
+from node.experts.fitting import fit_router
+from node.experts.router import DocumentRouter, Router, document_router, router_digest
+from protocol.manifest.manifest import DEFAULT_PREFIX, Manifest, manifest_from_table
 from protocol.manifest.model import document_cost
-from swarm.vocabulary.errors import ConfigError
-from swarm.vocabulary.types import PeerId
+from swarm.vocabulary.errors import ConfigError, SkipstoneError
+from swarm.vocabulary.types import MicrobatchId, PeerId
 
 START: Final = Cursor()
+FITTED_TO: Final = 4096
+"""Largest number of documents that a router is fitted to."""
 ENOUGH: Final = 2
 """Times the tokens of the held-out microbatches that are wanted are read for them, of a data set that is read file by
 file: no microbatch is quite full."""
@@ -52,8 +57,27 @@ def open_text(manifest: Manifest) -> Documents:
 
 def _documents(manifest: Manifest, where: Places, routing: DocumentRouter | None) -> Documents:
     tokenizer = open_tokenizer(manifest, where.tokenizer)
-    source = open_stream(manifest.data) or open_source(manifest.data, where.text)
+    source = open_source(manifest.data, where.text)
     return Documents(source, tokenizer, manifest.seed, routing, marking(manifest.data, tokenizer))
+
+
+def with_router(manifest: Manifest, source: str) -> tuple[Manifest, Router]:
+    """Fits a router to the documents of a source, none of them held out; returns the manifest that names it, too.
+
+    Raises:
+        ConfigError: the source is not here, or a router cannot be fitted to it.
+        ManifestError: it is none, or the run has no experts.
+    """
+    table = manifest.model_dump()
+    text = manifest_from_table(table | {"data": table["data"] | source_keys(source)})
+    if not manifest.stages.has_experts:
+        raise ConfigError("--route-from is of no use in a run without experts", hint="Say how many with --experts.")
+    seed, held_out = manifest.seed, manifest.data.held_out
+    opened = open_text(text)
+    documents = list(opened.openings(lambda name: not is_held_out(seed, name, held_out), FITTED_TO, DEFAULT_PREFIX))
+    router = fit_router(documents, manifest.stages.experts_of_each, DEFAULT_PREFIX, seed).router
+    routing = {"router": router_digest(router.to_bytes()), "prefix": DEFAULT_PREFIX}
+    return manifest_from_table(table | {"routing": routing}), router
 
 
 class TrainingFeed:
@@ -65,9 +89,7 @@ class TrainingFeed:
         documents: Documents,
         own: PeerId,
         start: Cursor = START,
-        routers: BlockRouters | None = None,
     ) -> None:
-        """`routers` are asked for one whenever a block begins; None for the documents' own."""
         self._manifest = manifest
         self._own = own
         self._data_nodes: tuple[PeerId, ...] = (own,)
@@ -75,9 +97,7 @@ class TrainingFeed:
         self._share = None if documents.files is None else FileShare(own, documents.files, of_names)
         fragments = documents.endless(_reading_place(manifest, start), self._is_mine, self._may_have_mine)
         if manifest.packs_documents:
-            sampler = Sampler(manifest) if manifest.reshards else None
-            routers = routers or BlockRouters(documents.router)
-            self._packer: Packer = DocumentPacker(manifest, fragments, start, routers=routers, sampler=sampler)
+            self._packer: Packer = DocumentPacker(manifest, fragments, start, router=documents.router)
         else:
             self._packer = _row_packer(manifest, fragments, start)
 
@@ -134,7 +154,7 @@ def held_out_microbatches(
         fragments = _about(fragments, ENOUGH * count * manifest.microbatch_tokens)
     unscored = manifest.route_prefix if unscored is None else unscored
     packer: Packer = (
-        DocumentPacker(manifest, fragments, START, unscored, BlockRouters(opened.router), uneven=math.inf)
+        DocumentPacker(manifest, fragments, START, unscored, opened.router, uneven=math.inf)
         if manifest.packs_documents
         else _row_packer(manifest, fragments, START)
     )
@@ -176,3 +196,125 @@ def _row_packer(manifest: Manifest, fragments: Iterator[Fragment], start: Cursor
         start=start,
         cost=manifest.training.rows * document_cost(manifest.model, manifest.model.sequence),
     )
+
+
+# ---- microbatches packed ahead ---------------------------------------------------------------------------------------
+
+
+class Prefetcher:
+    """A bounded queue of microbatches in front of a feed.
+
+    Args:
+        data_nodes: the live data nodes now; asked before each microbatch is packed.
+        arrived: called on the event loop after each one.
+        depth: microbatches packed ahead.
+    """
+
+    def __init__(
+        self, feed: TrainingFeed, data_nodes: Callable[[], tuple[PeerId, ...]], arrived: Callable[[], None], depth: int
+    ) -> None:
+        self._feed = feed
+        self._data_nodes = data_nodes
+        self._arrived = arrived
+        self._packed: queue.Queue[Microbatch | Exception] = queue.Queue(depth)
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._pack, name="data", daemon=True)
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def __enter__(self) -> Self:
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stopping.set()
+        with suppress(queue.Empty):
+            self._packed.get_nowait()  # makes room, so that a thread that waits for it sees that it is to stop
+        self._thread.join(timeout=5.0)
+
+    def ready(self) -> Microbatch | None:
+        """The next microbatch, or None when it is not packed yet.
+
+        Raises:
+            SkipstoneError: the feed has failed; or whatever else ended the thread.
+        """
+        try:
+            packed = self._packed.get_nowait()
+        except queue.Empty:
+            return None
+        if isinstance(packed, Exception):
+            raise packed
+        return packed
+
+    def _pack(self) -> None:
+        assert self._loop is not None
+        while not self._stopping.is_set():
+            packed: Microbatch | Exception
+            try:
+                packed = self._feed.next(self._data_nodes())
+            except Exception as error:  # handed to whoever asks for the next one
+                packed = error
+            except BaseException as error:  # a panic of a library: this thread must not end unheard
+                packed = SkipstoneError(f"the text cannot be packed: {type(error).__name__}: {error}")
+            self._packed.put(packed)
+            if not self._stopping.is_set():
+                self._loop.call_soon_threadsafe(self._arrived)
+            if isinstance(packed, Exception):
+                return
+
+
+# ---- the position to resume at ---------------------------------------------------------------------------------------
+
+
+class ReadingPosition:
+    """The texts that wait or are under way, and those that have come back but may not be in the parameters yet.
+
+    The event loop tells it; the compute thread asks it while it copies the parameters.
+
+    Args:
+        start: where the first text begins.
+        remembered: texts that have come back and are kept in mind; more than an inner step can still hold unapplied.
+    """
+
+    def __init__(self, start: Cursor, remembered: int) -> None:
+        self._next = start
+        self._waiting: set[Cursor] = set()
+        self._under_way: dict[Cursor, MicrobatchId] = {}
+        self._back: deque[tuple[Cursor, MicrobatchId]] = deque(maxlen=remembered)
+        self._lock = threading.Lock()
+
+    def drawn(self, text: Microbatch) -> None:
+        """Notes that the text has been read and waits: others may set out before it."""
+        with self._lock:
+            self._waiting.add(text.start)
+            self._next = max(self._next, text.end)
+
+    def sent(self, text: Microbatch, microbatch: MicrobatchId) -> None:
+        """Notes that the text has set out under this name, for the first time or again."""
+        with self._lock:
+            self._waiting.discard(text.start)
+            self._under_way[text.start] = microbatch
+            self._next = max(self._next, text.end)
+
+    def came_back(self, text: Microbatch) -> None:
+        """Notes that its gradient has reached every stage of its path."""
+        with self._lock:
+            microbatch = self._under_way.pop(text.start, None)
+            if microbatch is not None:
+                self._back.append((text.start, microbatch))
+
+    def dropped(self, text: Microbatch) -> None:
+        """Notes that it will not set out again."""
+        with self._lock:
+            self._under_way.pop(text.start, None)
+
+    def resume_at(self, is_applied: Callable[[MicrobatchId], bool]) -> Cursor:
+        """The cursor of the first text whose gradient is not in the parameters. A few after it may be: they are read
+        twice.
+        """
+        with self._lock:
+            known = [*self._under_way.items(), *self._back]
+            unapplied = [start for start, microbatch in known if not is_applied(microbatch)]
+            return min([*self._waiting, *unapplied], default=self._next)

@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from node.data.formats.token_shards import READ_AS
+from node.data.token_shards import READ_AS
 from node.data.tokenizers import Tokenizer, Tokens
 from protocol.manifest.manifest import DataSection
 from swarm.vocabulary.errors import ConfigError

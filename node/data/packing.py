@@ -1,18 +1,40 @@
-"""Microbatches of text, and what packs them: `node.data.row_packer` cuts one stream into rows,
-`node.data.document_packer` keeps documents whole. The manifest's `model.attention` says which.
+"""Packing of documents into microbatches, with no token lost or repeated. `model.attention` of the manifest says how.
+
+`causal`: the documents are one long stream, each followed by an end-of-document token. A row is the next `sequence`
+tokens of it, and its labels are the same tokens one further on. Rows are shuffled within a block of about a million
+tokens; else one long document would fill whole inner steps.
+
+`documents`: whole documents, in microbatches of equal cost. A document t1..tn is read as the positions [end,
+t1..tn] with the labels [t1..tn, end], so every token is a label exactly once. One of more positions than
+`sequence` is cut, and each piece begins with the last token of the one before. A block of some million tokens is packed
+at once (`swarm.workload.packing`).
+
+What is packed follows from the place where the block begins, the documents and the manifest: a cursor says where to go
+on, and there is nothing else to save.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Final, Protocol
 
+import numpy as np
+import numpy.typing as npt
+import torch
 from torch import Tensor
 
-from node.data.documents import Place
+from node.data.documents import Fragment, Place, permutation
+from node.data.labels import UNSCORED
 from node.data.tokenizers import Tokens
+from node.experts.router import DocumentRouter, even_bias
+from protocol.manifest.manifest import Manifest
+from protocol.manifest.model import document_cost, quadratic_share
+from swarm.experts.routes import best_route, in_shares
 from swarm.vocabulary.types import Affinity, Route
 from swarm.workload.microbatch_sizes import Size
+from swarm.workload.packing import Piece, Room, pack, pack_and_end
 
 BLOCK_TOKENS: Final = 2**20
 """Tokens that are packed and shuffled together, about."""
@@ -28,20 +50,8 @@ class Cursor:
     """Rows of it, or microbatches of documents, that have been given out."""
     level: float = 0.0
     """What microbatches of documents cost in the block before; 0 where that is not known."""
-    routed_by: str = field(default="", compare=False)
-    """The router that the block is packed by, where it is not the one that the run began with (`BlockRouter.saved`)."""
     packing: int = field(default=1, compare=False)
     """The way in which documents are packed; those who wrote no such number packed in the first."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Sample:
-    """A document that is to be scored on other experts than its own, for the router to learn from."""
-
-    opening: Tokens
-    """The first tokens, by which its route is chosen."""
-    text: Microbatch
-    """Its beginning as a microbatch of its own, with its route; of the opening nothing is predicted."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,8 +75,6 @@ class Microbatch:
     """Of all its documents."""
     affinity: Affinity = ()
     """The sum of its documents' scores, by which another expert is chosen where its own is not served."""
-    samples: tuple[Sample, ...] = ()
-    """Of the documents that begin in it, those that are to be scored; only in a run that re-shards."""
 
     @property
     def size(self) -> int:
@@ -98,3 +106,387 @@ class Packer(Protocol):
     def next(self) -> Microbatch | None:
         """The next microbatch, or None when the documents have ended."""
         ...
+
+
+# ---- rows of one stream ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _RowBlock:
+    """Rows that are shuffled together: arrays [rows, sequence], and the order in which rows are given out."""
+
+    tokens: Tokens
+    labels: Tokens
+    order: npt.NDArray[np.int64]
+
+
+class RowPacker:
+    """Cuts a stream of fragments into microbatches of one shape. Holds at most one block and one document."""
+
+    def __init__(
+        self,
+        fragments: Iterator[Fragment],
+        *,
+        rows: int,
+        sequence: int,
+        seed: int,
+        start: Cursor,
+        cost: float,
+        block_tokens: int = BLOCK_TOKENS,
+    ) -> None:
+        """`fragments` begin at `start.block`; `cost` is one microbatch's."""
+        self.cursor = start
+        """Of the next microbatch: a packer started there gives the same ones from there on."""
+        self._fragments = fragments
+        self._rows = rows
+        self._sequence = sequence
+        self._seed = seed
+        self._cost = cost
+        self._block_rows = max(1, block_tokens // (rows * sequence)) * rows
+        self._pending: deque[Fragment] = deque()
+        self._block: _RowBlock | None = None
+
+    def next(self) -> Microbatch | None:
+        """The next microbatch, or None when the fragments end before one is full."""
+        if self._block is None:
+            self._block = self._next_block()
+        if self._block is None:
+            return None
+        block, start, taken = self._block, self.cursor, self.cursor.taken
+        chosen = block.order[taken : taken + self._rows]
+        self._advance(block, taken + self._rows)
+        return Microbatch(
+            torch.from_numpy(block.tokens[chosen]),
+            torch.from_numpy(block.labels[chosen]),
+            self._cost,
+            start,
+            self.cursor,
+        )
+
+    def _advance(self, block: _RowBlock, taken: int) -> None:
+        if taken < len(block.order):
+            self.cursor = Cursor(self.cursor.block, taken)
+        else:
+            self.cursor = Cursor(self._pending[0].start)  # the last label: it is the next block's first token
+            self._block = None
+
+    def _next_block(self) -> _RowBlock | None:
+        """As many whole microbatches as a block may have, or as the fragments still give."""
+        available = self._fill(self._block_rows * self._sequence + 1)
+        microbatches = (available - 1) // (self._rows * self._sequence)
+        if microbatches < 1:
+            return None
+        rows = min(self._block_rows, microbatches * self._rows)
+        size = rows * self._sequence
+        stream = np.concatenate([fragment.tokens for fragment in self._pending])
+        labels = np.concatenate([fragment.labels for fragment in self._pending])
+        self._drop(size)
+        place = self.cursor.block
+        return _RowBlock(
+            stream[:size].reshape(rows, self._sequence),
+            labels[1 : size + 1].reshape(rows, self._sequence),
+            permutation(f"rows:{self._seed}:{place.epoch}:{place.position}:{place.offset}", rows),
+        )
+
+    def _fill(self, wanted: int) -> int:
+        """Reads on until so many tokens are pending, or there are no more; returns how many there are."""
+        available = sum(fragment.tokens.size for fragment in self._pending)
+        while available < wanted:
+            fragment = next(self._fragments, None)
+            if fragment is None:
+                break
+            self._pending.append(fragment)
+            available += fragment.tokens.size
+        return available
+
+    def _drop(self, count: int) -> None:
+        """Forgets the first pending tokens; at least one remains."""
+        while count >= self._pending[0].tokens.size:
+            count -= self._pending.popleft().tokens.size
+        self._pending[0] = _from(self._pending[0], count)
+
+
+def _from(fragment: Fragment, count: int) -> Fragment:
+    """The fragment without its first tokens, copied, so that what is gone can be freed."""
+    start = fragment.start
+    tokens: Tokens = fragment.tokens[count:].copy()
+    wanted = None if fragment.wanted is None else fragment.wanted[count:].copy()
+    return Fragment(Place(start.epoch, start.position, start.offset + count), tokens, wanted=wanted)
+
+
+# ---- whole documents -------------------------------------------------------------------------------------------------
+
+
+BLOCK_MICROBATCHES: Final = 64
+"""That are packed together at least, where there is as much text: among fewer, costs cannot be made equal without
+leaving room empty."""
+MOST_MICROBATCHES: Final = 512
+"""... and at most, in a run without experts: the first waits for a whole block."""
+ROUTED: Final = 4
+"""Times as much is packed together in a run with experts: among the documents of a smaller block routes have by chance
+other shares than in the text."""
+MOST_DOCUMENTS: Final = 3000
+"""Of a block, about: very short documents make microbatches of equal cost in any number, but packing takes a time for
+each."""
+UNEVEN: Final = 1.05
+"""Within a block. Experts have equal shares of the whole text, but some hundred documents have others by chance."""
+PACKING: Final = 3
+"""The way of packing. A cursor within a block that was packed in another way goes back to the block's beginning: its
+microbatches are not what they were, and some documents are read twice rather than not at all."""
+FULL: Final = 0.995
+"""The share of a block's room that is filled: with a little left its documents fit into as many microbatches as
+planned."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Stretch:
+    """A document, or what is left of one that is cut: its tokens as labels, with the token before them."""
+
+    before: int
+    labels: Tokens
+    is_rest: bool
+    unscored: int
+    """The first labels that are left out of the loss."""
+    source: Fragment
+    """That it was read as."""
+    affinity: Affinity = ()
+    """Of the document; known once its block is packed."""
+    wanted: Tokens | None = None
+    """As of its fragment, for `labels`."""
+
+    def tokens_of(self, piece: Piece) -> Tokens:
+        before = int(self.labels[piece.start - 1]) if piece.start else self.before
+        return np.concatenate(([before], self.labels[piece.start : piece.stop - 1]))
+
+    def labels_of(self, piece: Piece) -> Tokens:
+        """The labels of a piece, those that are left out of the loss in their places."""
+        labels = self.labels if self.wanted is None else self.wanted
+        unscored = min(piece.stop, max(piece.start, self.unscored))
+        if unscored == piece.start:
+            return labels[piece.start : piece.stop]
+        return np.concatenate((np.full(unscored - piece.start, UNSCORED), labels[unscored : piece.stop]))
+
+    def parted(self, tokens: int) -> tuple[_Stretch, _Stretch]:
+        """So many tokens of it, and the rest."""
+        before, wanted = int(self.labels[tokens - 1]), self.wanted
+        now, rest = (None, None) if wanted is None else (wanted[:tokens], wanted[tokens:])
+        unscored = max(0, self.unscored - tokens)
+        return (
+            replace(self, labels=self.labels[:tokens], wanted=now),
+            _Stretch(before, self.labels[tokens:], True, unscored, self.source, wanted=rest),
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Block:
+    """Documents that are packed together, and for each microbatch, in the order of turns, its pieces of them."""
+
+    stretches: list[_Stretch]
+    turns: list[tuple[Piece, ...]]
+    end: Cursor
+    """Where the next one begins."""
+
+
+def reading_place(block: Place) -> Place:
+    """The place from which documents have to be read for the block that begins there: one token earlier, within a
+    document, since each piece begins with the token before it."""
+    return Place(block.epoch, block.position, max(0, block.offset - 1))
+
+
+def tokens_of_block(microbatch_tokens: int, *, routed: bool = False) -> int:
+    """Tokens packed together, by the tokens of a microbatch."""
+    room = max(BLOCK_TOKENS, BLOCK_MICROBATCHES * microbatch_tokens)
+    if routed:
+        return int(FULL * ROUTED * room)
+    return int(FULL * min(room, MOST_MICROBATCHES * microbatch_tokens))
+
+
+def tokens_of_last(taken: int, microbatch_tokens: int) -> int:
+    """The tokens that still go into a block of so many after its MOST_DOCUMENTS: what fills its last microbatch."""
+    return -taken % int(FULL * microbatch_tokens)
+
+
+class DocumentPacker:
+    """Packs a stream of fragments into microbatches of whole documents. Holds at most one block and one document.
+
+    Args:
+        fragments: begin at `reading_place(start.block)`.
+        unscored: the first tokens of each document that are left out of the loss.
+        router: None in a run without experts.
+        uneven: the largest share of a block's tokens that an expert has, over an equal one: more goes to the next best.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        fragments: Iterator[Fragment],
+        start: Cursor,
+        unscored: int = 0,
+        router: DocumentRouter | None = None,
+        uneven: float = UNEVEN,
+    ) -> None:
+        taken = start.taken if start.packing == PACKING else 0
+        self.cursor = replace(start, taken=taken, packing=PACKING)
+        self._router, self._uneven = router, uneven
+        self._model, self._seed = manifest.model, manifest.seed
+        self._room = Room(manifest.model.sequence, manifest.microbatch_tokens, quadratic_share(manifest.model))
+        self._block_tokens = tokens_of_block(manifest.microbatch_tokens, routed=manifest.stages.has_experts)
+        self._enough_tokens = min(self._block_tokens, ROUTED * BLOCK_MICROBATCHES * manifest.microbatch_tokens)
+        self._stretches = _stretches(fragments, unscored)
+        self._waiting = deque[tuple[Place, _Stretch]]()
+        """What has been read and is of the next block; less than a microbatch and one document."""
+        self._block: _Block | None = None
+
+    def next(self) -> Microbatch | None:
+        """The next microbatch, or None when the fragments have ended."""
+        if self._block is None:
+            self._block = self._next_block()
+        if self._block is None:
+            return None
+        block, start = self._block, self.cursor
+        chosen = [(block.stretches[piece.document], piece) for piece in block.turns[start.taken]]
+        if start.taken + 1 < len(block.turns):
+            self.cursor = replace(start, taken=start.taken + 1)
+        else:
+            self.cursor, self._block = block.end, None
+        documents = tuple(piece.stop - piece.start for _, piece in chosen)
+        return Microbatch(
+            _row([stretch.tokens_of(piece) for stretch, piece in chosen]),
+            _row([stretch.labels_of(piece) for stretch, piece in chosen]),
+            sum(document_cost(self._model, tokens) for tokens in documents),
+            start,
+            self.cursor,
+            documents,
+            best_route(chosen[0][0].affinity),
+            _sum([stretch.affinity for stretch, _ in chosen]),
+        )
+
+    def _next_block(self) -> _Block | None:
+        """As many documents as a block may have, or as the fragments still give. A block that is large enough ends with
+        the epoch: short texts are not read again and again for one block, and each route has its share in an epoch.
+        """
+        read, room, place = list[tuple[Place, _Stretch]](), self._block_tokens, self.cursor.block
+        while (found := self._next_stretch()) is not None:
+            at, stretch = found
+            if at.epoch > place.epoch and self._block_tokens - room >= self._enough_tokens:
+                self._waiting.appendleft(found)
+                return self._packed([stretch for _, stretch in read], at)
+            if stretch.labels.size > room:
+                return self._ended(read, found, self._taken_now(stretch, room))
+            read.append(found)
+            room -= stretch.labels.size
+            if len(read) == MOST_DOCUMENTS:
+                room = min(room, tokens_of_last(self._block_tokens - room, self._room.tokens))
+            place = Place(at.epoch, at.position + 1)
+        return self._packed([stretch for _, stretch in read], place) if read else None
+
+    def _next_stretch(self) -> tuple[Place, _Stretch] | None:
+        return self._waiting.popleft() if self._waiting else next(self._stretches, None)
+
+    def _ended(self, read: list[tuple[Place, _Stretch]], last: tuple[Place, _Stretch], taken: int) -> _Block:
+        """A block of what has been read and of so much of the last: in a run without experts the last few go into the
+        next one where that is better."""
+        at, stretch = last
+        whole, rest = [of for _, of in read], last
+        if taken:
+            now, later = stretch.parted(taken)
+            whole.append(now)
+            rest = Place(at.epoch, at.position, at.offset + taken), later
+        if self._router is not None:
+            self._waiting.appendleft(rest)
+            return self._packed(whole, rest[0])
+        lengths, cut = self._sizes(whole)
+        packing, kept = pack_and_end(lengths, cut, self._room, self.cursor.level, self._chance())
+        back = [*read, last][kept:] if kept < len(whole) else [rest]
+        self._waiting.extendleft(reversed(back))
+        return _Block(whole[:kept], list(packing.microbatches), self._end(back[0][0], packing.level))
+
+    def _taken_now(self, stretch: _Stretch, room: int) -> int:
+        """How much of a document for which a block has no room left still goes into it."""
+        sequence = self._room.sequence
+        if not self._is_cut(stretch) or 2 * room < sequence:
+            return 0
+        return room - room % sequence if room > sequence else room
+
+    def _is_cut(self, stretch: _Stretch) -> bool:
+        return stretch.is_rest or stretch.labels.size > self._room.sequence
+
+    def _packed(self, stretches: list[_Stretch], end: Place) -> _Block:
+        """The documents of each route together; microbatches of all routes cost alike, and take turns by how many there
+        are of each."""
+        if self._router is not None:
+            found = [self._router.affinity(of.source.name, of.source.opening) for of in stretches]
+            found = _evened(found, [of.labels.size for of in stretches], self._uneven)
+            stretches = [replace(of, affinity=affinity) for of, affinity in zip(stretches, found, strict=True)]
+        of_routes: dict[Route, list[int]] = {}
+        for index, stretch in enumerate(stretches):
+            of_routes.setdefault(best_route(stretch.affinity), []).append(index)
+        packed, levels = list[list[tuple[Piece, ...]]](), list[float]()
+        for route, members in sorted(of_routes.items()):
+            turns, level = self._of_one_route(stretches, members, f":{route}" * bool(route))
+            packed.append(turns)
+            levels.append(level)
+        ranks = permutation(f"routes:{self._at}", len(packed)).tolist()
+        given = [iter(packed[rank]) for rank in ranks]
+        turns = [next(given[turn]) for turn in in_shares([len(packed[rank]) for rank in ranks])]
+        return _Block(stretches, turns, self._end(end, min(levels)))
+
+    def _of_one_route(
+        self, stretches: list[_Stretch], members: list[int], key: str
+    ) -> tuple[list[tuple[Piece, ...]], float]:
+        """Packs the documents of one route: its microbatches in the order of turns, and what the next block's are to
+        cost."""
+        lengths, cut = self._sizes([stretches[index] for index in members])
+        packing = pack(lengths, cut, self._room, self.cursor.level, self._chance(key))
+        named = [
+            tuple(Piece(members[piece.document], piece.start, piece.stop) for piece in of)
+            for of in packing.microbatches
+        ]
+        return named, packing.level
+
+    def _end(self, place: Place, level: float) -> Cursor:
+        return Cursor(place, level=level, packing=PACKING)
+
+    def _sizes(self, stretches: list[_Stretch]) -> tuple[list[int], list[int]]:
+        """The tokens of each, and which are cut."""
+        cut = [index for index, stretch in enumerate(stretches) if self._is_cut(stretch)]
+        return [stretch.labels.size for stretch in stretches], cut
+
+    def _chance(self, key: str = "") -> Callable[[int], list[int]]:
+        """Permutations that follow from the place where the block begins."""
+        return lambda count: permutation(f"documents:{self._at}{key}", count).tolist()
+
+    @property
+    def _at(self) -> str:
+        place = self.cursor.block
+        return f"{self._seed}:{place.epoch}:{place.position}:{place.offset}"
+
+
+def _stretches(fragments: Iterator[Fragment], unscored: int) -> Iterator[tuple[Place, _Stretch]]:
+    """Each document, or the rest of one that reading begins in, with the place of its first label."""
+    for fragment in fragments:
+        start, tokens, wanted = fragment.start, fragment.tokens, fragment.wanted
+        if start.offset:  # it was read from the token before its first label
+            first = start.offset + 1
+            left = None if wanted is None else wanted[1:]
+            rest = _Stretch(int(tokens[0]), tokens[1:], True, max(0, unscored - first), fragment, wanted=left)
+            yield Place(start.epoch, start.position, first), rest
+        elif tokens.size:  # the end of document, which is its last token, stands before the first as well
+            yield start, _Stretch(int(tokens[-1]), tokens, False, unscored, fragment, wanted=wanted)
+
+
+def _evened(affinities: list[Affinity], sizes: list[int], most: float) -> list[Affinity]:
+    """The documents' scores with a bias of each expert, so that none has much more of the block than others."""
+    stages = [np.array(of_stage, dtype=np.int64) for of_stage in zip(*affinities, strict=True)]
+    evened = [(scores + even_bias(scores, np.array(sizes), most)).tolist() for scores in stages]
+    return [tuple(map(tuple, of_document)) for of_document in zip(*evened, strict=True)]
+
+
+def _sum(affinities: list[Affinity]) -> Affinity:
+    """Of each expert over the documents."""
+    return tuple(tuple(map(sum, zip(*of_stage, strict=True))) for of_stage in zip(*affinities, strict=True))
+
+
+def _row(parts: list[npt.NDArray[np.int64]]) -> torch.Tensor:
+    """int64 [1, tokens]."""
+    return torch.from_numpy(np.concatenate(parts)).unsqueeze(0)

@@ -6,18 +6,26 @@ split between data nodes follow from them.
 
 from __future__ import annotations
 
+import errno
 import sysconfig
+from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, Protocol, runtime_checkable
 
-from node.data.formats.document_names import MAX_DOCUMENTS, DocumentNames
-from node.data.formats.hub import HuggingFaceSource
-from node.data.formats.hub_stream import HubStream
-from node.data.formats.lines import LineSource
-from node.data.formats.listing import Listing, files_below, single_file, visible_below
-from node.data.formats.token_shards import TokenShards
+from node.data.files import (
+    LINE_BYTES,
+    MAX_DOCUMENTS,
+    DocumentNames,
+    Listing,
+    PlacedNames,
+    files_below,
+    single_file,
+    visible_below,
+)
+from node.data.hub import HubStream
+from node.data.token_shards import TokenShards
 from protocol.manifest.manifest import DataSection
 from swarm.vocabulary.errors import ConfigError
 
@@ -49,9 +57,11 @@ class Source(Protocol):
         ...
 
 
-def open_source(section: DataSection, place: Path | None) -> Source:
-    """Opens the source that the manifest names; `place` is where its files lie here, if it has some
-    (`node.data.places`).
+def open_source(section: DataSection, place: Path | None) -> Source | HubStream:
+    """Opens the source that the manifest names.
+
+    Args:
+        place: where its files lie here, if it has some (`node.data.places`).
 
     Raises:
         ConfigError: it is not on this machine, holds no text, is not the manifest's, or needs an extra that is not
@@ -61,7 +71,8 @@ def open_source(section: DataSection, place: Path | None) -> Source:
     if section.source == "python-stdlib":
         return python_standard_library()
     if kind == "huggingface":
-        return HuggingFaceSource(rest, section.revision, is_chat=section.labels == "assistant")
+        assert section.revision is not None, "the manifest's schema asks for it"
+        return HubStream(rest, section.revision, is_chat=section.labels == "assistant")
     if place is None:
         raise ConfigError(
             "the manifest names a path, and nobody has said where that text lies here",
@@ -71,17 +82,6 @@ def open_source(section: DataSection, place: Path | None) -> Source:
     if section.files is not None:
         source.listing.require(section.files)
     return source
-
-
-def open_stream(section: DataSection) -> HubStream | None:
-    """The rows of a data set that is dealt by files; None for a source of another kind (`open_source`).
-
-    Raises:
-        ConfigError: as `HubStream`.
-    """
-    if section.dealt_by != "files" or section.revision is None:
-        return None
-    return HubStream(section.source.partition(":")[2], section.revision, is_chat=section.labels == "assistant")
 
 
 class FileSource:
@@ -123,6 +123,48 @@ class _PieceNames(DocumentNames):
     def name_of(self, file: int, number: int) -> str:
         name, offset = self._listing.names[file], number * self._document_bytes
         return f"{name}@{offset}" if offset else name
+
+
+class LineSource:
+    """A source of the lines of a listing's `.jsonl` files, or of its one file; those that are empty are none. Documents
+    are named `NAME@OFFSET`. Opening one reads all files once, to find where lines begin.
+    """
+
+    def __init__(self, listing: Listing) -> None:
+        """Raises ConfigError: a file cannot be read, there is no line, or there are too many."""
+        self.listing = listing
+        names = (
+            listing.names if len(listing.names) == 1 else [name for name in listing.names if name.endswith(".jsonl")]
+        )
+        try:
+            self.names = PlacedNames(names, [_line_starts(listing, name) for name in names])
+        except OSError as error:
+            raise ConfigError(f"{listing.root}: {error.strerror}: {error.filename}") from None
+        if not self.names:
+            raise ConfigError(
+                f"{listing.root}: there is no line in it that could be a conversation",
+                hint="Name a file of JSON Lines, or a folder with .jsonl files.",
+            )
+
+    def read(self, name: str) -> bytes:
+        base, _, offset = name.rpartition("@")
+        with self.listing.open(base) as file:
+            file.seek(int(offset))
+            line = file.readline(LINE_BYTES + 1)
+        if len(line.rstrip(b"\r\n")) > LINE_BYTES:
+            raise OSError(errno.EFBIG, f"the line has more than {LINE_BYTES} bytes", name)
+        return line
+
+
+def _line_starts(listing: Listing, name: str) -> array[int]:
+    """Where the lines of a file begin that have something in them. Holds a piece of a line, however long that is."""
+    starts, at, is_begin = array("Q"), 0, True
+    with listing.open(name) as file:
+        while (piece := file.readline(LINE_BYTES)) and len(starts) <= MAX_DOCUMENTS:
+            if is_begin and piece.strip():
+                starts.append(at)
+            at, is_begin = at + len(piece), piece.endswith(b"\n")
+    return starts
 
 
 def python_standard_library() -> FileSource:

@@ -1,9 +1,10 @@
-"""Tokenizers: bytes as they are, or a file of the `tokenizers` library."""
+"""Tokenizers: bytes as they are, or a file of the `tokenizers` library; and their streaming detokenization."""
 
 from __future__ import annotations
 
+import codecs
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -11,8 +12,7 @@ from typing import Any, Final, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from node.data.detokenizer import ByteTextStream, TextStream, WindowTextStream
-from node.data.formats.listing import open_regular, resolved
+from node.data.files import open_regular, resolved
 from protocol.manifest.manifest import Manifest
 from swarm.vocabulary.errors import ConfigError, ManifestError
 
@@ -186,3 +186,74 @@ def _parse(path: Path, text: str) -> Any:
             return tokenizers.Tokenizer.from_str(text)
     except ConfigError as error:
         raise ConfigError(f"data.tokenizer: {path} is not a tokenizer file: {error}") from None
+
+
+# ---- text from tokens that come one by one ---------------------------------------------------------------------------
+
+
+REPLACEMENT: Final = "\ufffd"
+MOST_HELD_BACK: Final = 8
+"""Tokens. A character of UTF-8 is at most 4 bytes, so what makes no character after 8 tokens never will."""
+
+
+class TextStream(Protocol):
+    """A stream of text pieces which, one after the other, are the text of all tokens."""
+
+    def push(self, token: int) -> str:
+        """The text that can be shown now that this token is known; often empty."""
+        ...
+
+    def finish(self) -> str:
+        """The text that was held back, once no token will follow."""
+        ...
+
+
+class ByteTextStream:
+    """The text stream of the byte tokenizer: tokens up to 255 are bytes of UTF-8, others have no text; bytes that are
+    no UTF-8 become U+FFFD.
+    """
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, token: int) -> str:
+        return self._decoder.decode(bytes([token])) if token < 256 else ""
+
+    def finish(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+class WindowTextStream:
+    """The text stream of tokenizers whose decoding of a token depends on its neighbours (spaces between words, bytes of
+    one character).
+
+    Each time the last tokens are decoded together with those shown before them, and the difference is new.
+
+    Args:
+        decode: the text of some consecutive tokens.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+        self._decode = decode
+        self._shown: list[int] = []
+        self._held_back: list[int] = []
+
+    def push(self, token: int) -> str:
+        self._held_back.append(token)
+        piece = self._new_text()
+        if piece.endswith(REPLACEMENT) and len(self._held_back) < MOST_HELD_BACK:
+            return ""
+        if piece:
+            self._shown, self._held_back = self._held_back, []
+        elif len(self._held_back) >= MOST_HELD_BACK:
+            self._held_back = []  # they have no text
+        return piece
+
+    def finish(self) -> str:
+        piece = self._new_text() if self._held_back else ""
+        self._shown, self._held_back = [], []
+        return piece
+
+    def _new_text(self) -> str:
+        before = self._decode(self._shown)
+        return self._decode([*self._shown, *self._held_back])[len(before) :]

@@ -1,15 +1,16 @@
-"""The fit of a router: documents fall into as many clusters as the run has routes, by what their first tokens are like,
-and each stage's tables learn to tell its experts' clusters from the others'.
+"""The fit of a router: documents are clustered into as many routes as the run has, by their first tokens, and each
+stage's tables learn to tell its experts' clusters apart.
 
 Clusters come from balanced hard expectation maximisation of a multinomial over hashed pairs of tokens: each cluster's
-entries are its documents' counts, with the mean of all as a prior, and each document goes to the cluster under which it
-is the most probable and that has room (`swarm.experts.balance`). The likeliest of some beginnings is taken. Then
-clusters are laid out on the grid of experts so that those that share one are alike, and for each stage a softmax over
-the same counts is fitted to the experts of its clusters: what a router computes is linear, one table a stage.
+entries are its documents' counts, with the mean of all as a prior, and each document goes to the most probable cluster
+with space left. Without that limit large clusters attract more and small ones starve. The likeliest of several restarts
+is taken. Then clusters are laid out on the grid of experts so that those that share one are alike, and for each stage a
+softmax over the same counts is fitted to the experts of its clusters.
 
-Runs once, on the author's machine; only what comes of it, rounded to integers, has to be the same everywhere.
+Runs once, on the author's machine; only the result, rounded to integers, has to be the same everywhere.
 
-Sources: DiPaCo (arXiv:2403.10616) section 2.4, generative and discriminative routing of documents, product k-means.
+Sources: DiPaCo (arXiv:2403.10616) section 2.4, generative and discriminative routing of documents, product k-means;
+balanced assignment, Gururangan et al. 2023 (arXiv:2303.14177) and Filippova et al. 2024 (arXiv:2410.03529).
 """
 
 from __future__ import annotations
@@ -17,15 +18,25 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import heapify, heappop, heapreplace
 from itertools import product
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from node.experts.even_shares import even_bias, shares_of_tokens
-from node.experts.router import BUCKETS, MAX_BIAS, MAX_ENTRY, MAX_ROUTER_BYTES, Router, StageTable, Tokens, buckets
-from swarm.experts.balance import balanced
+from node.experts.router import (
+    BUCKETS,
+    MAX_BIAS,
+    MAX_ENTRY,
+    MAX_ROUTER_BYTES,
+    Router,
+    StageTable,
+    Tokens,
+    buckets,
+    even_bias,
+    shares_of_tokens,
+)
 from swarm.vocabulary.errors import ConfigError
 
 Matrix = npt.NDArray[np.float32]
@@ -202,3 +213,50 @@ def softmax_weights(counts: Matrix, labels: Labels, experts: int) -> Matrix:
         speed = 0.9 * speed - 1.0 * gradient
         weights = weights + speed
     return weights
+
+
+# ---- balanced assignment ---------------------------------------------------------------------------------------------
+
+
+SLACK: Final = 1.05
+"""The largest cluster may have so many times its share."""
+
+
+def balanced(scores: Sequence[Sequence[float]], clusters: int, slack: float = SLACK) -> list[int]:
+    """Assigns each document to one of the clusters, none of which gets more than `slack` times its share.
+
+    Args:
+        scores: of each document, how well each cluster fits it.
+
+    Returns:
+        The cluster of each document.
+    """
+    capacity = math.ceil(slack * len(scores) / clusters)
+    room = [capacity] * clusters
+    waiting = [(*_loss(of, room), index) for index, of in enumerate(scores)]
+    """What a document loses if it may not have its best cluster, negative; that cluster; and its index."""
+    heapify(waiting)
+    chosen = [0] * len(scores)
+    while waiting:
+        _, best, index = waiting[0]
+        current = _loss(scores[index], room)
+        if current != waiting[0][:2]:  # a cluster has filled up since
+            heapreplace(waiting, (*current, index))
+            continue
+        heappop(waiting)
+        chosen[index] = best
+        room[best] -= 1
+    return chosen
+
+
+def _loss(scores: Sequence[float], room: Sequence[int]) -> tuple[float, int]:
+    """How much worse the second best cluster with room is than the best, negative, and which that is."""
+    best, second, found = -math.inf, -math.inf, -1
+    for cluster, score in enumerate(scores):
+        if not room[cluster]:
+            continue
+        if score > best:
+            best, second, found = score, best, cluster
+        elif score > second:
+            second = score
+    return second - best, found

@@ -12,8 +12,10 @@ when the tables were made (u32, in 2^-32), bias (i32) and 4096 entries (i8).
 from __future__ import annotations
 
 import hashlib
+import math
 import struct
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final, Protocol
 
 import numpy as np
@@ -36,6 +38,7 @@ _MAGIC: Final = b"skipstone-router"
 _VERSION: Final = 1
 _HEADER: Final = struct.Struct(f"<{len(_MAGIC)}sHHH")
 _EXPERT: Final = struct.Struct("<Ii")
+_SUFFIX: Final = ".router"
 
 
 class DocumentRouter(Protocol):
@@ -214,3 +217,68 @@ def parse_router(data: bytes) -> Router:
 
 def _unreadable(why: str) -> StateError:
     return StateError(f"the router cannot be read: {why}", hint="Its author may have a newer Skipstone than this one.")
+
+
+# ---- the file beside the manifest ------------------------------------------------------------------------------------
+
+
+def router_file(manifest_file: Path) -> Path:
+    """The file of the router that a manifest names: `run.router` beside `run.toml`."""
+    return manifest_file.with_suffix(_SUFFIX)
+
+
+def load_router(manifest_file: Path, manifest: Manifest) -> Router | None:
+    """Reads the router beside a manifest; None when the manifest names none.
+
+    Raises:
+        ConfigError: the file is not there or cannot be read.
+        StateError: as `read_router`.
+    """
+    return None if manifest.routing is None else read_router(_read(router_file(manifest_file)), manifest)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return file.read(MAX_ROUTER_BYTES + 1)  # one more than may be: it is refused
+    except OSError as error:
+        raise ConfigError(
+            f"the run's router {path} cannot be read: {error.strerror}",
+            hint="It lies beside the manifest where `skipstone new` wrote it; copy it along, or join by a link.",
+        ) from None
+
+
+# ---- equal shares of the tokens --------------------------------------------------------------------------------------
+
+
+Integers = npt.NDArray[np.int64]
+
+TRIES: Final = 60
+
+
+def even_bias(scores: Integers, sizes: Integers, most: float) -> Integers:
+    """The bias by which no expert has more than `most` times an equal share; if there is none that is found, the one
+    with which the largest share is the smallest, for a single document may be large.
+
+    Args:
+        scores: [documents, experts]
+        sizes: the tokens of each document.
+    """
+    experts = scores.shape[1]
+    bias = best = np.zeros(experts, dtype=np.int64)
+    step, least = max(1, int(np.abs(scores).mean())), math.inf
+    for _ in range(TRIES):
+        shares = shares_of_tokens(scores + bias, sizes)
+        if shares.max() < least:
+            best, least = bias, float(shares.max())
+        if least * experts <= most:
+            break
+        bias = bias + np.rint(step * (1 / experts - shares) * experts).astype(np.int64)
+        step = max(1, int(step * 0.9))
+    return best - int(best.mean())
+
+
+def shares_of_tokens(scores: Integers, sizes: Integers) -> npt.NDArray[np.float64]:
+    """The share of each expert where every document goes to the best."""
+    found: npt.NDArray[np.float64] = np.bincount(scores.argmax(axis=1), sizes, scores.shape[1]) / sizes.sum()
+    return found

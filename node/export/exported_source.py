@@ -12,8 +12,7 @@ from typing import Any, Final
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from node.experts.router import Router
-from node.experts.router_file import load_trained_router
+from node.experts.router import Router, load_router
 from node.export.hugging_face import CONFIG, FORMAT, MANIFEST, ORIGIN, model_config, module_file, shard_files
 from node.export.source import Parameters
 from node.model.initialization import digest_of_tensors
@@ -91,7 +90,7 @@ class ExportedSource:
             self._check_headers(module)
 
     async def router(self) -> Router | None:
-        return await asyncio.to_thread(load_trained_router, self._path / MANIFEST, self.signed.manifest)
+        return await asyncio.to_thread(load_router, self._path / MANIFEST, self.signed.manifest)
 
     async def module(self, module: ModuleId) -> Parameters:
         return await asyncio.to_thread(self._read_module, module)

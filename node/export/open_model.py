@@ -20,9 +20,7 @@ from node.data.feed import held_out_microbatches, open_documents
 from node.data.packing import Microbatch
 from node.data.places import NOTHING_TOLD, ToldPlaces, places, tokenizer_place
 from node.data.tokenizers import Tokenizer, open_tokenizer
-from node.experts.route_tables import trained_router, without_tables
-from node.experts.router import Router
-from node.experts.router_file import load_router
+from node.experts.router import Router, load_router
 from node.export.exported_source import ExportedSource, is_exported
 from node.export.hugging_face import TOKENIZER
 from node.export.source import ModuleSource, Parameters, RoutedModel, routed_model
@@ -49,17 +47,10 @@ class CheckpointSource:
         self._manifest_file = path / MANIFEST_NAME
 
     async def router(self) -> Router | None:
-        return await asyncio.to_thread(self._router)
+        return await asyncio.to_thread(load_router, self._manifest_file, self.signed.manifest)
 
     async def module(self, module: ModuleId) -> Parameters:
-        return without_tables(await asyncio.to_thread(self._parameters.__getitem__, module))
-
-    def _router(self) -> Router | None:
-        manifest = self.signed.manifest
-        first = load_router(self._manifest_file, manifest)
-        if first is None or not manifest.reshards:
-            return first
-        return trained_router(first, self._parameters[ModuleId(0)])
+        return await asyncio.to_thread(self._parameters.__getitem__, module)
 
 
 Place = TypeVar("Place")

@@ -16,7 +16,6 @@ from node.averaging.anchor.layout import Layout, layout_of
 from node.averaging.anchor.shared_vector import SharedVector
 from node.averaging.state_sync.download import StateDownloads
 from node.averaging.state_sync.partial_state import STATE_CODECS, FreshSpace
-from node.experts.route_tables import table_shapes, trained_router, without_tables
 from node.experts.router import Router
 from node.export.source import Parameters
 from node.model.shapes import parameter_bytes, parameter_shapes
@@ -55,29 +54,17 @@ class SwarmSource:
         self._session = session
         self._on_progress = on_progress
         self._here: dict[ModuleId, int] = {}
-        self._stage_zero: Parameters | None = None
-        """Fetched for its tables."""
         self._downloads: dict[ModuleId, StateDownloads] = {}
         """Of the modules that were asked for."""
 
     async def router(self) -> Router | None:
-        """Fetches the router, and stage 0 if the run trains it. Raises Unreachable, and as `module`."""
-        manifest = self.signed.manifest
-        first = await fetch_router(self._session, manifest, PATIENCE_S)
-        if first is None or not manifest.reshards:
-            return first
-        if self._stage_zero is None:
-            self._stage_zero = await self._state(ModuleId(0))
-        return trained_router(first, self._stage_zero)
+        """Fetches the router. Raises Unreachable when nobody gives it."""
+        return await fetch_router(self._session, self.signed.manifest, PATIENCE_S)
 
     async def module(self, module: ModuleId) -> Parameters:
-        """Fetches the module's parameters. Raises as `agreed`, and NoQuorum or Stalled without donors."""
-        if module == ModuleId(0) and self._stage_zero is not None:
-            return without_tables(self._stage_zero)
-        return without_tables(await self._state(module))
-
-    async def _state(self, module: ModuleId) -> Parameters:
-        """As `module`, with the router's tables of stage 0 in a run that re-shards."""
+        """Fetches the module's parameters. Raises as `agreed`, and NoQuorum or Stalled when the donors are gone or give
+        nothing.
+        """
         if module not in self._downloads:
             self._downloads[module] = self._download(self.signed.manifest, module)
         for attempt in range(1, ATTEMPTS + 1):
@@ -129,9 +116,8 @@ class SwarmSource:
 
 
 def _layout(manifest: Manifest, module: ModuleId) -> Layout:
-    """Of the module's anchor: of stage 0 with the router's tables, where it has them."""
-    tables = {} if module.stage else table_shapes(manifest)
-    return layout_of(parameter_shapes(manifest, module) | tables, manifest.training.fragments)
+    """Layout of the module's anchor."""
+    return layout_of(parameter_shapes(manifest, module), manifest.training.fragments)
 
 
 @asynccontextmanager

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from node.data.tokenizers import FileTokenizer, open_tokenizer, tokenizer_bytes
-from node.experts.router_file import router_file
+from node.experts.router import router_file
 from node.export import hugging_face as layout
 from node.export.exported_source import is_exported
 from node.export.hugging_face import (

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from node.context.options import LogLevel, NodeOptions, without_settings
 from node.data.places import as_written
-from node.experts.router_file import router_file
+from node.experts.router import router_file
 from node.model.moments import MomentType
 from protocol.identity.keys import Identity
 from protocol.libp2p.child_process import with_packages

@@ -17,8 +17,7 @@ import torch
 from node.model.free_memory import available_memory
 from node.model.moments import MomentType
 from node.model.optimizer import optimizer_bytes
-from node.model.optimizers.adamw import AdamW
-from node.model.optimizers.eight_bit_adamw import EightBitAdamW
+from node.model.optimizers.adamw import AdamW, EightBitAdamW
 from node.model.parts import HIDDEN_TYPES
 from node.model.shapes import BYTES_PER_PARAMETER, Shape, parameter_bytes, parameter_shapes
 from protocol.manifest.manifest import Manifest

@@ -24,8 +24,7 @@ from torch import Tensor, nn
 from node.model.blocks import packed_weights
 from node.model.device import copied
 from node.model.moments import MomentType, moments_of
-from node.model.optimizers.adamw import AdamW
-from node.model.optimizers.eight_bit_adamw import EightBitAdamW
+from node.model.optimizers.adamw import AdamW, EightBitAdamW
 from node.model.optimizers.inner_rule import AtDeadline, InnerRule, ParameterState, Submit
 from node.model.optimizers.muon import Muon
 from node.model.optimizers.soap import Soap

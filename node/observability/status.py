@@ -148,16 +148,6 @@ class PathStatus:
 
 
 @dataclass(frozen=True, slots=True)
-class ScoringStatus:
-    """The documents that were drawn to be scored on other experts than their own, since the start."""
-
-    documents: int = 0
-    """Scored."""
-    left_out: int = 0
-    """For want of room, or because a path broke."""
-
-
-@dataclass(frozen=True, slots=True)
 class RouteStatus:
     """Microbatches of one route at a data node since its start; `experts` is empty for the uncounted rest."""
 
@@ -253,8 +243,6 @@ class Account:
     routes: tuple[RouteStatus, ...] | None = field(default=None, metadata=LEFT_OUT)
     weights: WeightsStatus | None = field(default=None, metadata=LEFT_OUT)
     """Of a stage peer."""
-    scored: ScoringStatus | None = field(default=None, metadata=LEFT_OUT)
-    """Of a data node in a run whose router goes on learning."""
     moments: MomentsStatus | None = field(default=None, metadata=LEFT_OUT)
 
 

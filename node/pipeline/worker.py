@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from node.concurrency.device_threads import DeviceThreads
 from node.data.packing import Microbatch
-from node.experts.route_tables import RouteTables, route_tables
 from node.model.device import device_errors
 from node.model.memory_need import require_room
 from node.model.moments import ORDINARY, Allowance
@@ -560,13 +559,11 @@ class StageZero:
     embedding_sum: Accumulator
     head_sum: Accumulator
     optimizer: InnerOptimizer
-    tables: tuple[RouteTables, ...] = ()
-    """Tables of a router that goes on learning. No inner step moves them."""
 
     @property
     def parts(self) -> tuple[nn.Module, ...]:
         """All that its rounds average."""
-        return (self.embedding, self.head, *self.tables)
+        return (self.embedding, self.head)
 
 
 class DataWorker(ReplicaWorker):
@@ -728,9 +725,8 @@ def host_stage_zero(
         embedding = build_embedding(manifest).to(device)
         head = build_head(manifest, embedding).to(device)
         sums = Accumulator(embedding), Accumulator(head)
-        tables = tuple(part.to(device) for part in route_tables(manifest))
         optimizer = inner_optimizer(manifest, ModuleId(0), sums, submit, allowance.moments)
-        stage = StageZero(embedding, head, *sums, optimizer, tables)
+        stage = StageZero(embedding, head, *sums, optimizer)
         body, end = body_passes(embedding, threads, quadratic_share(manifest.model)), head_passes(head, threads)
     return DataWorker(stage, hidden_tensor(manifest), device, body, end)
 

@@ -14,14 +14,12 @@ from node.concurrency.task_groups import task_scope
 from node.data.documents import Documents
 from node.data.feed import held_out_microbatches
 from node.data.packing import Microbatch
-from node.experts.block_routers import BlockRouters
 from node.network.loss_report import answer_of, held_out_loss
 from node.pipeline.runner import MicrobatchRunner
 from node.pipeline.worker import DataWorker
 from protocol.interfaces.clock import Clock
 from protocol.interfaces.transport import Question
 from protocol.manifest.manifest import Manifest
-from swarm.experts.routes import name_of_route
 from swarm.pipeline.custody_events import Started
 from swarm.routing.departure_line import taken_route
 from swarm.routing.planner import NoReplica, Planner
@@ -137,16 +135,6 @@ class Evaluator:
             losses = [tasks.create_task(measured(text)) for text in texts]
         return [loss.result() for loss in losses]
 
-    async def score(self, text: Microbatch, stages: Sequence[int]) -> float | None:
-        """The loss of a text on its own route and no other, nats per token that is predicted; nothing is learnt from
-        it. One try: None when it found no way."""
-        try:
-            loss = await self._send(text, text.route, stages, LIFETIMES_S[0])
-        except (StrandedOnPathError, TimeoutError) as error:
-            log.debug("a document was not scored on %s: %s", name_of_route(text.route), error)
-            return None
-        return text.per_label(loss)
-
     async def _evaluate(self, text: Microbatch, stages: Sequence[int]) -> float:
         reason = ""
         for attempt, lifetime_s in enumerate(LIFETIMES_S):
@@ -177,14 +165,9 @@ class Evaluator:
 
 
 class HeldOut:
-    """The held-out text of one run at one data node. One evaluation at a time; a second one waits.
+    """The held-out text of one run at one data node. One evaluation at a time; a second one waits."""
 
-    Args:
-        routers: of which the newest tells each document's route.
-    """
-
-    def __init__(self, manifest: Manifest, documents: Documents, evaluator: Evaluator, routers: BlockRouters) -> None:
-        self._routers = routers
+    def __init__(self, manifest: Manifest, documents: Documents, evaluator: Evaluator) -> None:
         self._manifest = manifest
         self._documents = documents
         self._evaluator = evaluator
@@ -219,5 +202,4 @@ class HeldOut:
 
     def _texts(self, count: int) -> list[Microbatch]:
         """Reads files."""
-        documents = self._documents.routed_by(self._routers.newest().router)
-        return list(held_out_microbatches(self._manifest, count, documents))
+        return list(held_out_microbatches(self._manifest, count, self._documents))

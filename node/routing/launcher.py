@@ -9,8 +9,8 @@ from typing import Protocol
 
 from node.concurrency.task_groups import set_or_after
 from node.context.module_context import ModuleContext
+from node.data.feed import ReadingPosition
 from node.data.packing import Microbatch
-from node.data.reading_position import ReadingPosition
 from node.network.proofs import Vouched
 from node.observability.events import Abandoned, Completed, Note, Resumed, Step, Visit, Waiting
 from node.observability.failpoints import crash_point

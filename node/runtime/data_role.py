@@ -16,23 +16,17 @@ from node.concurrency.compute_thread import Priority
 from node.concurrency.task_groups import task_scope
 from node.context.module_context import ModuleContext
 from node.context.options import NodeOptions
-from node.data.feed import START, TrainingFeed, open_documents
-from node.data.prefetch import Prefetcher
-from node.data.reading_position import ReadingPosition
-from node.experts.block_routers import BlockRouters
-from node.experts.table_learner import TableLearner
+from node.data.feed import START, Prefetcher, ReadingPosition, TrainingFeed, open_documents
 from node.network.session import NetworkSession
 from node.observability.events import Continued, Load, MicrobatchCounts
 from node.observability.status import Account, RouteStatus
 from node.pipeline.admission import path_rules
 from node.pipeline.runner import MicrobatchRunner
 from node.pipeline.worker import DataWorker, host_stage_zero
-from node.routing.document_scoring import DocumentScoring
 from node.routing.evaluation import Departures, Evaluator, HeldOut
-from node.routing.launcher import DataNode, Texts, Training
+from node.routing.launcher import DataNode, Training
 from node.routing.negotiation_runner import NegotiationRunner
 from node.routing.window_finder import WindowFinder
-from node.runtime.resharding import AgreedRouter, Resharding
 from node.runtime.resume import (
     NUMBERS,
     capture_stage_zero,
@@ -71,7 +65,6 @@ class DataRole:
         rounds: ModuleRounds,
         *,
         has_experts: bool,
-        resharding: Resharding | None = None,
     ) -> None:
         self.runner = runner
         self.rounds = rounds
@@ -81,13 +74,10 @@ class DataRole:
         self._negotiation = negotiation
         self._held_out = held_out
         self._has_experts = has_experts
-        self._resharding = resharding
 
     async def prepare(self) -> None:
         """Gets the state on which its module stands. A data node announces no speed: nobody chooses among them."""
         await self.rounds.prepare()
-        if self._resharding is not None:
-            self._resharding.agreed.stands()
 
     async def run(self) -> None:
         dispatcher, answers = self._session.dispatcher, {QuestionAbout.EVALUATE: self._held_out.answer}
@@ -96,8 +86,6 @@ class DataRole:
                 tasks.create_task(self._data_node.run())
                 tasks.create_task(self._negotiation.run())
                 tasks.create_task(self._wake_on_changes())
-                if self._resharding is not None:
-                    tasks.create_task(self._resharding.scoring.run())
 
     async def drain(self, patience_s: float) -> None:
         self._data_node.stop_launching()
@@ -135,7 +123,6 @@ class DataRole:
             module_visits=_by_module(progress.visits) if self._has_experts else None,
             rerouted=_by_module(progress.routes.rerouted) if self._has_experts else None,
             routes=_routes(progress.routes) if self._has_experts else None,
-            scored=None if self._resharding is None else self._resharding.scoring.status(),
             measured=self._data_node.vouched.peers(),
             paths=self._negotiation.describe(progress.stage_visits),
             sizes=self._data_node.sizes.summary() if flights.counts.started else None,
@@ -182,9 +169,7 @@ async def data_role(given: ModuleContext, first: Anchor | None) -> AsyncIterator
 
     start = START if position is None else position.cursor
     number, measured = first_number(position, randbelow(NUMBERS // 2)), NUMBERS + randbelow(NUMBERS // 2)
-    resharding: Resharding | None = None
-    routers = BlockRouters(documents.router, lambda: None if resharding is None else resharding.agreed.newest())
-    feed = TrainingFeed(manifest, documents, own.peer, start, routers)
+    feed = TrainingFeed(manifest, documents, own.peer, start)
     stage = worker.stage
     replica = LocalReplica(stage.parts, manifest.training.fragments, stage.optimizer, worker.parameters_changed)
     prefetcher = Prefetcher(feed, live_data_nodes, lambda: data_node.wake(), rules.window + 1)
@@ -200,18 +185,10 @@ async def data_role(given: ModuleContext, first: Anchor | None) -> AsyncIterator
         training = Training(flights, progress_of(given.resumed), reading)
         window = WindowFinder(manifest, flights, membership, clock, asked=given.options.window, memory=allowance.slots)
         path_times = PathTimes(own.peer, times, membership.slots_of)
-        texts: Texts = prefetcher
-        if stage.tables:
-            assert given.router is not None, "the tables of a router are added to its own"
-            experts, learner = manifest.stages.experts_of_each[1:], TableLearner(given.router)
-            texts = scoring = DocumentScoring(prefetcher, evaluator, experts, stage.tables[0], learner, given.compute)
-            resharding = Resharding(AgreedRouter(given.router, rounds), scoring)
-        data_node = DataNode(given, training, planner, path_times, evaluator, departures, texts, window)
-        held_out = HeldOut(manifest, documents, evaluator, routers)
+        data_node = DataNode(given, training, planner, path_times, evaluator, departures, prefetcher, window)
+        held_out = HeldOut(manifest, documents, evaluator)
         stack.enter_context(runner.ending_at(data_node))
         stack.enter_context(prefetcher)
-        if resharding is not None:
-            stack.enter_context(resharding.agreed)  # ends first: the packing thread may wait for it
         yield DataRole(
             given.session,
             worker,
@@ -221,7 +198,6 @@ async def data_role(given: ModuleContext, first: Anchor | None) -> AsyncIterator
             held_out,
             rounds,
             has_experts=paths.has_experts,
-            resharding=resharding,
         )
 
 

@@ -21,8 +21,7 @@ from node.concurrency.task_groups import unless
 from node.context.module_context import ModuleContext
 from node.context.options import NodeOptions
 from node.data.places import Places, places
-from node.experts.router import Router
-from node.experts.router_file import load_router
+from node.experts.router import Router, load_router
 from node.model.device import choose_devices
 from node.network.peer_files import fetch_router, router_given, tokenizer_given
 from node.network.proofs import Proofs

@@ -26,8 +26,7 @@ from node.checkpoint.gather import Gathered
 from node.data.documents import Documents
 from node.data.feed import TrainingFeed, open_documents
 from node.data.packing import Microbatch
-from node.experts.route_tables import route_tables
-from node.experts.router import DocumentRouter, Router
+from node.experts.router import Router
 from node.model import passes as visit
 from node.model.device import device_errors, flushed_denormals
 from node.model.initialization import parameters_of
@@ -38,7 +37,6 @@ from node.model.parts import BlockStack, EmbeddingPart, HeadPart, build_block_st
 from node.network.loss_report import answer_of, held_out_loss, summed_loss
 from node.observability.events import Event, MicrobatchCounts, Note, Step, Summary
 from node.pipeline.admission import path_rules
-from node.solo.resharding import Resharding
 from node.solo.solo_checkpoint import CheckpointPlan, Hosted, SoloReplica, load_solo, save_solo
 from node.start.cut_model import CutModel
 from protocol.manifest.manifest import Manifest
@@ -130,7 +128,6 @@ class WholeModel:
         with device_errors():
             self.embedding: EmbeddingPart = build_embedding(manifest).to(device)
             self.head: HeadPart = build_head(manifest, self.embedding).to(device)
-            self.tables = tuple(tables.to(device) for tables in route_tables(manifest))
             self._stack_of = {
                 module: build_block_stack(manifest, module).to(device) for module in manifest.modules()[1:]
             }
@@ -142,7 +139,7 @@ class WholeModel:
     def modules(self) -> list[tuple[ModuleId, tuple[nn.Module, ...]]]:
         """Each module's parts, in order of stage and expert."""
         stacks = [(module, (stack,)) for module, stack in self._stack_of.items()]
-        return [(ModuleId(0), (self.embedding, self.head, *self.tables)), *stacks]
+        return [(ModuleId(0), (self.embedding, self.head)), *stacks]
 
     def _path(self, microbatch: Microbatch, stages: Sequence[int] | None) -> list[BlockStack]:
         """What the microbatch goes through after the embedding, by its route."""
@@ -257,12 +254,9 @@ class SoloTrainer:
         self._choose = choose or planned_stages(manifest)
         self._model = model
         self._documents = documents
-        self._accumulators = {
-            part: Accumulator(part) for _, parts in model.modules() for part in parts if part not in model.tables
-        }
+        self._accumulators = {part: Accumulator(part) for _, parts in model.modules() for part in parts}
         self._hosted = [self._host(manifest, module, parts) for module, parts in model.modules()]
-        self._resharding = Resharding(manifest, model, documents.router, self._hosted[0].replica)
-        self._feed = TrainingFeed(manifest, documents, SOLO, routers=self._resharding.routers)
+        self._feed = TrainingFeed(manifest, documents, SOLO)
         self._at = self._feed.cursor
         self.steps = 0
         self.microbatches = 0
@@ -272,11 +266,6 @@ class SoloTrainer:
         self._turns: Counter[Route] = Counter()
         self._completed = 0
         """At stage 0's last step."""
-
-    @property
-    def router(self) -> DocumentRouter | None:
-        """The newest: with what stage 0's last outer step has made of it, in a run whose router goes on learning."""
-        return self._resharding.routers.newest().router
 
     def save(self, folder: CheckpointFolder) -> None:
         """Saves the model as it was after stage 0's last step, and the text's position there. Errors as `save_solo`.
@@ -293,8 +282,7 @@ class SoloTrainer:
             self.microbatches, self.tokens = position.completed, self._hosted[0].optimizer.tokens
             self.steps = position.steps_done(self._manifest.microbatches_per_step)
             self._completed = self.microbatches
-            routers = self._resharding.routers
-            self._feed = TrainingFeed(self._manifest, self._documents, SOLO, position.cursor, routers)
+            self._feed = TrainingFeed(self._manifest, self._documents, SOLO, position.cursor)
             self._at = position.cursor
         return problems
 
@@ -311,7 +299,6 @@ class SoloTrainer:
             if should_stop():
                 return None
             text = self._feed.next()
-            self._resharding.score(text)
             losses.append((self._microbatch(text), text.scored))
             self.steps += stage_zero.optimizer.due
             for hosted in self._hosted:
@@ -324,7 +311,7 @@ class SoloTrainer:
 
     def _host(self, manifest: Manifest, module: ModuleId, parts: tuple[nn.Module, ...]) -> Hosted:
         training = manifest.training
-        sums = [self._accumulators[part] for part in parts if part in self._accumulators]
+        sums = [self._accumulators[part] for part in parts]
         optimizer = inner_optimizer(manifest, module, sums, moments=self._moments)
         local = LocalReplica(parts, training.fragments, optimizer)
         every = -(-training.inner_steps // len(local.layout.fragments))

@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from node.averaging.anchor.shared_vector import Vector
-from node.data.formats.listing import open_regular
+from node.data.files import open_regular
 from node.model.shapes import HEAD, Shape
 from swarm.vocabulary.errors import ConfigError
 

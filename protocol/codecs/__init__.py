@@ -1,11 +1,10 @@
-"""Encoding of tensors to bytes and back, with any of the codecs.
+"""Encoding of tensors to bytes and back, with any codec.
 
-`encode` and `decode` are for tensors of any shape on any device, as hidden states are: encoded where they are, and only
-the small encoding is copied. What a codec cannot express (NaN, infinity, what does not shrink) goes as a wider one, and
-the spec that comes with the bytes says so. `encode_into` and `decode_into` are for float32 vectors in memory that the
-caller has, as pseudo-gradients are: there a value that cannot be expressed is an error. Encodings are deterministic,
-and so is decoding, bit for bit: whoever decodes the same bytes has the same elements. Sizes are
-`TensorSpec.byte_length`. The large operations are torch's and release the interpreter.
+`encode` and `decode` take tensors of any shape on any device, such as hidden states. They encode where the tensor is
+and copy only the small encoding. What a codec cannot express (NaN, infinity, what does not shrink) is sent with a wider
+one, named by the returned spec. `encode_into` and `decode_into` take float32 vectors in the caller's memory, such as
+pseudo-gradients; there an inexpressible value is an error. Both directions are deterministic, bit for bit. Sizes are
+`TensorSpec.byte_length`.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from protocol.codecs import bf16, blockwise_on_device, fp8, int4, int8, outliers, plain
 from protocol.codecs import byte_planes as planes
-from protocol.codecs.blockwise import Expect, or_violates
-from protocol.codecs.blockwise_on_device import Blockwise
+from protocol.codecs import outliers
+from protocol.codecs.blockwise import INT4, INT8, Blockwise, Expect, or_violates
 from protocol.codecs.host_memory import to_device, to_host
+from protocol.codecs.plain import HalfPrecision, Unchanged
 from protocol.codecs.top_k import TOP_K_2, TOP_K_4
 from protocol.codecs.views import DTYPES, ELEMENT_TYPES, Vector, octets_of, octets_of_tensor, tensor_of
 from protocol.interfaces.tensor_spec import DType, TensorSpec
@@ -37,10 +36,10 @@ class _Simple(Protocol):
     def decode(self, data: Tensor, out: Tensor) -> None: ...
 
 
-_BLOCKWISE: Final[dict[Codec, Blockwise]] = {Codec.INT8: int8, Codec.FP8: fp8, Codec.INT4: int4}
+_BLOCKWISE: Final[dict[Codec, Blockwise]] = {Codec.INT8: INT8, Codec.INT4: INT4}
 _SIMPLE: Final[dict[Codec, _Simple]] = {
-    Codec.NONE: plain,
-    Codec.BF16: bf16,
+    Codec.NONE: Unchanged(),
+    Codec.BF16: HalfPrecision(),
     **_BLOCKWISE,
     Codec.TOP_K_4: TOP_K_4,
     Codec.TOP_K_2: TOP_K_2,
@@ -73,21 +72,14 @@ def encode(values: Tensor, codec: Codec) -> Encoded:
 
 
 def _encode(values: Tensor, spec: TensorSpec) -> Encoded:
-    """Raises StateError for what the codec cannot express."""
-    codec, base = _SIMPLE[spec.codec], spec.byte_length
+    """Raises StateError if the codec cannot express a value."""
     blockwise = _BLOCKWISE.get(spec.codec)
-    if blockwise is not None and not values.is_cpu:
-        octets, count = blockwise_on_device.encode(values, spec, blockwise)
-        return Encoded(TensorSpec(spec.shape, spec.dtype, spec.codec, count), octets_of_tensor(octets))
-    apart = outliers.find(values) if blockwise is not None else None
-    if apart is None or not len(apart):
-        out = torch.empty(base, dtype=torch.uint8, device=values.device)
-        codec.encode(values.view(-1), out)
-        return Encoded(spec, octets_of_tensor(to_host(out)))
-    spec = TensorSpec(spec.shape, spec.dtype, spec.codec, len(apart))
-    out = torch.empty(spec.byte_length, dtype=torch.uint8)
-    codec.encode(outliers.split(values, apart, out[base:]).view(-1), out[:base])
-    return Encoded(spec, octets_of_tensor(out))
+    if blockwise is not None:
+        spec, octets = outliers.encode(values, spec, blockwise)
+        return Encoded(spec, octets_of_tensor(octets))
+    out = torch.empty(spec.byte_length, dtype=torch.uint8, device=values.device)
+    _SIMPLE[spec.codec].encode(values.view(-1), out)
+    return Encoded(spec, octets_of_tensor(to_host(out)))
 
 
 def _encode_planes(values: Tensor) -> Encoded:
@@ -105,8 +97,8 @@ def decode(spec: TensorSpec, data: memoryview, out: Tensor, expect: Expect = or_
     With NONE, BF16 and PLANES they may be anything; what the other codecs give is finite, but for channels sent apart.
 
     Args:
-        expect: takes what is to be found out about `data` on the device, for INT8, FP8 and INT4. One that does not look
-            at it at once lets `out` be written with anything.
+        expect: takes the checks of `data` on the device, for INT8 and INT4. If it does not look at them at once, `out`
+            may be written with anything.
 
     Raises:
         ProtocolViolation: `data` is no encoding; `out` is untouched, but with PLANES may be written in part.
@@ -118,15 +110,11 @@ def decode(spec: TensorSpec, data: memoryview, out: Tensor, expect: Expect = or_
         _decode_planes(octets_of(data), out)
         return
     octets = octets_of(data) if out.is_cpu else to_device(octets_of(data), out.device)
-    base = TensorSpec(spec.shape, spec.dtype, spec.codec).byte_length
     blockwise = _BLOCKWISE.get(spec.codec)
-    if blockwise is None:
+    if blockwise is not None:
+        outliers.decode(spec, octets, blockwise, out, expect)
+    else:
         _SIMPLE[spec.codec].decode(octets, out.view(-1))
-        return
-    apart = outliers.checked_channels(octets[base:], spec.outliers, spec.shape[-1], expect) if spec.outliers else None
-    blockwise.decode(octets[:base], out.view(-1), expect)
-    if apart is not None:
-        outliers.put_back(octets[base:], apart, out)
 
 
 def _decode_planes(octets: Tensor, out: Tensor) -> None:

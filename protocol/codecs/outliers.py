@@ -1,101 +1,106 @@
-"""Outlier channels: those far larger than the rest, sent apart in bfloat16 so that the rest can be blocked with small
-scales.
+"""Blockwise encoding of matrices whose outlier channels are sent apart, in bfloat16.
 
 In trained models a few places of the hidden states have magnitudes tens to thousands of times those of the others, the
-same ones for nearly all tokens (Dettmers et al. 2022, LLM.int8()). A block with one of them in it has a scale that
-leaves a few codes for all others.
+same ones for nearly all tokens (Dettmers et al. 2022, LLM.int8()). In a block with one of them a few codes are left for
+all others.
 
-They follow a blockwise encoding: k numbers of channels (unsigned 16 bits, little-endian, rising), then k columns of as
-many bfloat16 as the matrix has rows. In the blocks these channels are sent as zeros.
+They follow the blockwise encoding: k channel numbers (unsigned 16 bits, little-endian, rising), then k columns of
+bfloat16, one number a row. In the blocks these channels are zeros.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Final
 
 import torch
 from torch import Tensor
 
-from protocol.codecs.blockwise import Expect, or_violates
-from protocol.interfaces.tensor_spec import most_outliers
+from protocol.codecs.blockwise import Blockwise, Expect, or_violates
+from protocol.codecs.host_memory import to_host
+from protocol.interfaces.tensor_spec import TensorSpec, most_outliers
+from swarm.vocabulary.errors import StateError
 
 TIMES_THE_MEDIAN: Final = 8.0
-"""How much larger than the median channel's largest element a channel's must be."""
+"""How much larger than the median channel's largest element an outlier channel's is."""
 SAMPLED_ROWS: Final = 64
-"""That are looked at: the same channels stand out in all rows. One that is missed costs accuracy in its own blocks
-only."""
+"""Rows searched: the same channels stand out in all. A missed one costs accuracy in its own blocks only."""
 LARGEST_CHANNEL: Final = 2**16
+_FIGURES_BYTES: Final = 16
+"""Two int64 at the end of a device's encoding: number of outliers, and whether the codec can express the rest."""
 
 
-def find(values: Tensor) -> Tensor:
-    """The indices of the outlier channels of `values` [..., channels], rising; none where nothing can be sent apart."""
-    most = most_apart(values)
-    if not most:
-        return torch.empty(0, dtype=torch.int64, device=values.device)
-    largest, stand_out = _standing_out(values)
-    found = stand_out.nonzero().flatten()
-    if len(found) > most:
-        found = found[largest[found].topk(most).indices].sort().values
-    return found
+def encode(values: Tensor, spec: TensorSpec, codec: Blockwise) -> tuple[TensorSpec, Tensor]:
+    """Encodes a contiguous tensor where it is.
 
+    Args:
+        spec: of the tensor, without outliers.
 
-def find_without_looking(values: Tensor) -> tuple[Tensor, Tensor]:
-    """The same channels for a device that would have to be waited for: as many as there may be at most, those that
-    stand out in rising order and after them the number of channels, which is none; and how many stand out, an int64.
+    Returns:
+        The spec with the outliers that were found, and the encoding on the CPU [bytes].
 
-    Of several that are equally large where there are too many, the first ones are taken, as by `find` maybe others.
+    Raises:
+        StateError: the codec cannot express a value.
     """
-    most, channels = most_apart(values), values.shape[-1]
-    largest, stand_out = _standing_out(values)
-    sizes = torch.where(stand_out, largest, -1.0)
-    order = sizes.sort(descending=True, stable=True)
-    chosen = torch.where(order.values[:most] < 0, channels, order.indices[:most])
-    return chosen.sort().values, stand_out.sum().clamp(max=most)
+    if not values.is_cpu:
+        return encode_without_waiting(values, spec, codec)
+    channels = _found(values)
+    spec = replace(spec, outliers=len(channels))
+    out = torch.empty(spec.byte_length, dtype=torch.uint8)
+    base = len(out) - spec.apart_bytes
+    rest = split(values, channels, out[base:]) if len(channels) else values
+    codec.encode(rest.view(-1), out[:base])
+    return spec, out
 
 
-def most_apart(values: Tensor) -> int:
-    """The largest number of channels of `values` [..., channels] that can be sent apart."""
-    may_be = values.ndim > 1 and values.shape[-1] <= LARGEST_CHANNEL
-    return most_outliers(tuple(values.shape)) if may_be else 0
+def encode_without_waiting(values: Tensor, spec: TensorSpec, codec: Blockwise) -> tuple[TensorSpec, Tensor]:
+    """Encodes as `encode` does, but waits for the device once, for one copy of the result.
 
-
-def _standing_out(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each channel the largest magnitude that was looked at, and whether it stands out."""
-    matrix = values.view(-1, values.shape[-1])
-    sample = matrix[:: max(1, len(matrix) // SAMPLED_ROWS)][:SAMPLED_ROWS]
-    largest = sample.abs().amax(0).float()
-    return largest, largest > TIMES_THE_MEDIAN * largest.median()
-
-
-def split(values: Tensor, channels: Tensor, out: Tensor) -> Tensor:
-    """Writes the channels' numbers and columns into `out` [2 * k * (1 + rows)] bytes, and gives a copy of `values` with
-    zeros in their place."""
-    matrix = values.view(-1, values.shape[-1])
-    _write(matrix, channels, out)
-    return matrix.clone().index_fill_(1, channels, 0.0)
-
-
-def split_without_looking(values: Tensor, channels: Tensor, out: Tensor) -> Tensor:
-    """As `split`, of channels that `find_without_looking` gave: what is written of those that are none means
-    nothing."""
-    matrix, count = values.view(-1, values.shape[-1]), values.shape[-1]
-    _write(matrix, channels.clamp(max=count - 1), out)
-    are_apart = torch.zeros(count + 1, dtype=torch.bool, device=values.device).index_fill_(0, channels, True)
-    return matrix.masked_fill(are_apart[:count], 0.0)
-
-
-def _write(matrix: Tensor, channels: Tensor, out: Tensor) -> None:
-    numbers = channels.to(torch.uint16).view(torch.uint8)
-    columns = matrix.index_select(1, channels).to(torch.bfloat16).t().contiguous()
-    out[: len(numbers)].copy_(numbers)
-    out[len(numbers) :].copy_(columns.view(-1).view(torch.uint8))
-
-
-def checked_channels(data: Tensor, count: int, channels: int, expect: Expect = or_violates) -> Tensor:
-    """Reads the channel indices at the beginning of `data`, and expects that they rise and that there are such
-    channels. Whatever they are, the result can be used as indices.
+    The copy has space for the largest number of outliers (an eighth more than INT8 alone, a quarter more than INT4),
+    for their number is only known on the device. The unused space is cut off here.
     """
+    most, base = most_apart(values), spec.byte_length
+    space = 2 * most * (1 + spec.rows)
+    out = torch.empty(base + space + _FIGURES_BYTES, dtype=torch.uint8, device=values.device)
+    rest, count = values, torch.zeros((), dtype=torch.int64, device=values.device)
+    found = [torch.ones((), dtype=torch.bool, device=values.device)]
+    if most:
+        channels, count = find_without_looking(values)
+        rest = split(values, channels, out[base : base + space])
+    codec.encode(rest.view(-1), out[:base], lambda holds, _: found.append(holds))
+    can_express = torch.stack(found).all().to(torch.int64)
+    out[base + space :].copy_(torch.stack([count, can_express]).view(torch.uint8))
+    octets = to_host(out)
+    apart, is_expressed = octets[base + space :].clone().view(torch.int64).tolist()
+    if not is_expressed:
+        raise StateError(f"{spec.codec.name} can express finite values only, and none near the largest float32")
+    return replace(spec, outliers=apart), _cut(octets, base, 2 * most, 2 * apart, spec.rows)
+
+
+def _cut(octets: Tensor, base: int, space: int, used: int, rows: int) -> Tensor:
+    """Moves the columns forward, behind the `used` bytes of channel numbers of the `space` reserved."""
+    columns = octets[base + space : base + space + used * rows]
+    end = base + used + len(columns)
+    if 0 < used < space:
+        octets[base + used : end] = columns.clone()  # for the two may overlap
+    return octets[:end]
+
+
+def decode(spec: TensorSpec, octets: Tensor, codec: Blockwise, out: Tensor, expect: Expect) -> None:
+    """Writes the elements into `out`. Raises ProtocolViolation, with `out` untouched, for what is no encoding."""
+    base = len(octets) - spec.apart_bytes
+    apart = octets[base:]
+    channels = _checked_channels(apart, spec.outliers, spec.shape[-1], expect) if spec.outliers else None
+    codec.decode(octets[:base], out.view(-1), expect)
+    if channels is not None:
+        matrix = out.view(-1, out.shape[-1])
+        columns = apart[2 * spec.outliers :].clone().view(torch.bfloat16).view(spec.outliers, len(matrix))
+        matrix.index_copy_(1, channels, columns.t().to(out.dtype))
+
+
+def _checked_channels(data: Tensor, count: int, channels: int, expect: Expect = or_violates) -> Tensor:
+    """Reads the channel numbers, and expects that they exist and rise. The result can be used as indices anyway."""
     numbers = data[: 2 * count].clone().view(torch.uint16).to(torch.int64)
     if data.is_cpu:
         read = numbers.tolist()
@@ -106,8 +111,48 @@ def checked_channels(data: Tensor, count: int, channels: int, expect: Expect = o
     return numbers.clamp_(max=channels - 1)  # an index outside ends a GPU's context for good
 
 
-def put_back(data: Tensor, channels: Tensor, out: Tensor) -> None:
-    """Writes the columns of `data` [2 * k * (1 + rows)] bytes over those of `out` [..., channels]."""
-    matrix = out.view(-1, out.shape[-1])
-    columns = data[2 * len(channels) :].clone().view(torch.bfloat16).view(len(channels), len(matrix))
-    matrix.index_copy_(1, channels, columns.t().to(out.dtype))
+def most_apart(values: Tensor) -> int:
+    """The largest number of channels of `values` [..., channels] that can be sent apart."""
+    may_be = values.ndim > 1 and values.shape[-1] <= LARGEST_CHANNEL
+    return most_outliers(tuple(values.shape)) if may_be else 0
+
+
+def _found(values: Tensor) -> Tensor:
+    """Outlier channels of `values` [..., channels] on the CPU, rising."""
+    most = most_apart(values)
+    if not most:
+        return torch.empty(0, dtype=torch.int64)
+    found = _standing_out(values)[1].nonzero().flatten()
+    return found if len(found) <= most else find_without_looking(values)[0]
+
+
+def find_without_looking(values: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest outlier channels, rising, filled up with the number of channels; and their number, an int64.
+
+    Of equally large ones the first are taken.
+    """
+    most, channels = most_apart(values), values.shape[-1]
+    largest, stand_out = _standing_out(values)
+    sizes = torch.where(stand_out, largest, -1.0)
+    order = sizes.sort(descending=True, stable=True)
+    chosen = torch.where(order.values[:most] < 0, channels, order.indices[:most])
+    return chosen.sort().values, stand_out.sum().clamp(max=most)
+
+
+def _standing_out(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each channel the largest magnitude in the sampled rows, and whether it is an outlier."""
+    matrix = values.view(-1, values.shape[-1])
+    sample = matrix[:: max(1, len(matrix) // SAMPLED_ROWS)][:SAMPLED_ROWS]
+    largest = sample.abs().amax(0).float()
+    return largest, largest > TIMES_THE_MEDIAN * largest.median()
+
+
+def split(values: Tensor, channels: Tensor, out: Tensor) -> Tensor:
+    """Writes the numbers and columns of `channels` into `out`; returns a copy of `values` with zeros there."""
+    matrix, count = values.view(-1, values.shape[-1]), values.shape[-1]
+    real = channels.clamp(max=count - 1)  # what is written of a filler is cut off later
+    out[: 2 * len(real)].copy_(real.to(torch.uint16).view(torch.uint8))
+    columns = matrix.index_select(1, real).to(torch.bfloat16).t().contiguous()
+    out[2 * len(real) :].copy_(columns.view(-1).view(torch.uint8))
+    are_apart = torch.zeros(count + 1, dtype=torch.bool, device=values.device).index_fill_(0, channels, True)
+    return matrix.masked_fill(are_apart[:count], 0.0)

@@ -1,6 +1,7 @@
-"""The codec NONE: the elements as they are, row-major, little-endian.
+"""The codecs NONE, the elements as they are, and BF16, rounded to bfloat16; row-major, little-endian.
 
-It stands alone because each codec is a module of its own.
+BF16 rounds to nearest, ties to even. NaN and infinity pass, and values beyond the largest bfloat16 become infinity: the
+other codecs fall back to this one.
 """
 
 from __future__ import annotations
@@ -8,12 +9,26 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-
-def encode(values: Tensor, out: Tensor) -> None:
-    """Copies `values` [n] into `out`, as many bytes on the same device."""
-    out.copy_(values.view(torch.uint8))
+from protocol.codecs.blockwise import in_slices
 
 
-def decode(data: Tensor, out: Tensor) -> None:
-    """Copies `data` into `out` [n], as many bytes on the same device."""
-    out.view(torch.uint8).copy_(data)
+class Unchanged:
+    """The codec NONE. All tensors of a call are on one device."""
+
+    def encode(self, values: Tensor, out: Tensor) -> None:
+        out.copy_(values.view(torch.uint8))
+
+    def decode(self, data: Tensor, out: Tensor) -> None:
+        out.view(torch.uint8).copy_(data)
+
+
+class HalfPrecision:
+    """The codec BF16. Elements are float32 or bfloat16, on one device in a call."""
+
+    def encode(self, values: Tensor, out: Tensor) -> None:
+        for half, value in in_slices(out.view(torch.bfloat16).view(-1, 1), values.view(-1, 1)):
+            half.copy_(value)
+
+    def decode(self, data: Tensor, out: Tensor) -> None:
+        for value, half in in_slices(out.view(-1, 1), data.view(torch.bfloat16).view(-1, 1)):
+            value.copy_(half)

@@ -20,7 +20,6 @@ class Codec(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     NONE: _ClassVar[Codec]
     INT8: _ClassVar[Codec]
     BF16: _ClassVar[Codec]
-    FP8: _ClassVar[Codec]
     INT4: _ClassVar[Codec]
     TOP_K_4: _ClassVar[Codec]
     TOP_K_2: _ClassVar[Codec]
@@ -45,7 +44,6 @@ CODEC_UNSPECIFIED: Codec
 NONE: Codec
 INT8: Codec
 BF16: Codec
-FP8: Codec
 INT4: Codec
 TOP_K_4: Codec
 TOP_K_2: Codec

@@ -34,7 +34,7 @@ class DType(enum.Enum):
 KEPT: Final = {Codec.TOP_K_4: 192, Codec.TOP_K_2: 256}
 """Of a whole chunk; of a shorter last one as large a share, rounded up. As many as go into a sixtieth of float32."""
 
-_BLOCKWISE: Final = frozenset({Codec.INT8, Codec.FP8, Codec.INT4})
+_BLOCKWISE: Final = frozenset({Codec.INT8, Codec.INT4})
 _WHOLE_FLOATS: Final = frozenset({DType.FLOAT32, DType.BFLOAT16})
 
 
@@ -74,18 +74,18 @@ class TensorSpec:
                 return self.raw_bytes
             case Codec.BF16:
                 return 2 * elements
-            case Codec.INT8 | Codec.FP8:
-                return elements + 4 * blocks_of(elements, BLOCK) + self._apart_bytes
+            case Codec.INT8:
+                return elements + 4 * blocks_of(elements, BLOCK) + self.apart_bytes
             case Codec.INT4:
-                return -(-elements // 2) + 2 * blocks_of(elements, INT4_BLOCK) + self._apart_bytes
+                return -(-elements // 2) + 2 * blocks_of(elements, INT4_BLOCK) + self.apart_bytes
             case Codec.TOP_K_4 | Codec.TOP_K_2:
                 return _sparse_bytes(elements, self.codec)
             case Codec.PLANES:
                 return self.compressed_bytes
 
     @property
-    def _apart_bytes(self) -> int:
-        """Two for a channel's number, two for each of its elements."""
+    def apart_bytes(self) -> int:
+        """Bytes of the outliers: two for a channel's number, two for each of its elements."""
         return 2 * self.outliers * (1 + self.rows)
 
     def fault(self) -> str | None:

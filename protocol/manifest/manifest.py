@@ -36,8 +36,6 @@ MAX_DEPTH = 8
 DEFAULT_PREFIX: Final = 256
 """Tokens of a document that its route is chosen by: of bytes a few lines, which tell code from prose and one kind of
 prose from another."""
-FEWEST_SCORED: Final = 16
-"""Tokens of a document that are scored on other experts: the mean loss of fewer says more of them than of these."""
 SOURCES: Final = (
     "`python-stdlib`, `path:FILE-OR-FOLDER`, `tokens:FOLDER` and `huggingface:OWNER/NAME[:CONFIG[:SPLIT[:COLUMN]]]`"
 )
@@ -48,7 +46,7 @@ FILE_KINDS: Final = ("path", "tokens")
 
 HexDigest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Experts = Annotated[int, Field(ge=1, le=MAX_EXPERTS)]
-_HUB: Final = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}(:[\w.-]{0,96}){0,3}", re.ASCII)
+HUB_PLACE: Final = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}(:[\w.-]{0,96}){0,3}", re.ASCII)
 """OWNER/NAME, and nothing that could be a place on this machine."""
 
 
@@ -151,9 +149,8 @@ class DataSection(Section):
     """Only of `huggingface:`: the commit of the data set, so that all data nodes read the same; `skipstone new` writes
     it."""
     dealt_by: Literal["documents", "files"] = "documents"
-    """`files`, only of `huggingface:` with a revision: an epoch walks the data set file by file, each in its own order,
-    and data nodes are dealt whole files where there are enough, so that a file is fetched when it is due by those who
-    read it. `documents` shuffles the rows of the whole set, which every data node then needs."""
+    """`files` for `huggingface:`: an epoch walks the data set file by file, each in its own order, and data nodes are
+    dealt whole files where there are enough. `documents` for all others: documents of the whole text are shuffled."""
     added_later: ClassVar[frozenset[str]] = frozenset({"labels", "revision", "dealt_by"})
 
     @property
@@ -173,7 +170,7 @@ class DataSection(Section):
         known = (
             source == "python-stdlib"
             or (kind in FILE_KINDS and rest)
-            or (kind == "huggingface" and _HUB.fullmatch(rest))
+            or (kind == "huggingface" and HUB_PLACE.fullmatch(rest))
         )
         if not known:
             raise ValueError(f"is none of {SOURCES}")
@@ -197,9 +194,15 @@ class DataSection(Section):
         return self
 
     @model_validator(mode="after")
-    def _files_that_are_dealt_are_the_hubs(self) -> Self:
-        if self.dealt_by == "files" and self.revision is None:
-            raise ValueError('dealt_by = "files" needs source = "huggingface:..." with a revision')
+    def _hub_is_read_by_files(self) -> Self:
+        is_hub = self.kind == "huggingface"
+        if is_hub and (self.revision is None or self.dealt_by != "files"):
+            raise ValueError(
+                'source = "huggingface:..." needs a revision and dealt_by = "files": a data set of the hub is no longer'
+                " fetched whole; make a new manifest with `skipstone new`"
+            )
+        if self.dealt_by == "files" and not is_hub:
+            raise ValueError('dealt_by = "files" needs source = "huggingface:..."')
         return self
 
     @model_validator(mode="after")
@@ -220,9 +223,9 @@ class CodecSection(Section):
     as far as a link needs it.
     """
 
-    activations: Literal["none", "bf16", "int8", "fp8", "int4"] = "none"
+    activations: Literal["none", "bf16", "int8", "int4"] = "none"
     """Hidden states between stages."""
-    gradients: Literal["none", "bf16", "int8", "fp8", "int4"] = "none"
+    gradients: Literal["none", "bf16", "int8", "int4"] = "none"
     """Their gradients."""
     pseudo_gradients: Literal["none", "bf16", "int8", "int4", "top_k_4", "top_k_2"] = "none"
     """What replicas send each other in a round, whatever the link: `int8` is 3.88 times smaller, with a relative error
@@ -232,6 +235,13 @@ class CodecSection(Section):
     """Of what newcomers download, which is lossless either way: `planes` lets it be shortened by a sixth where the link
     is slow."""
 
+    @field_validator("activations", "gradients", mode="before")
+    @classmethod
+    def _codec_still_exists(cls, name: object) -> object:
+        if name == "fp8":
+            raise ValueError("this Skipstone has no codec fp8; int8 is as small and has a quarter of its error")
+        return name
+
 
 class RoutingSection(Section):
     """The router of a run with experts: to which of them each document goes."""
@@ -240,10 +250,13 @@ class RoutingSection(Section):
     """BLAKE3 of the router's bytes, which peers give each other."""
     prefix: Annotated[int, Field(ge=8, le=4096)] = DEFAULT_PREFIX
     """The first tokens of a document, by which its route is chosen."""
-    reshard: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.0
-    """The share of documents that are also scored on other experts than their own. From these scores the router goes on
-    learning: its tables are then parameters of stage 0. 0 keeps it as it is."""
-    added_later: ClassVar[frozenset[str]] = frozenset({"reshard"})
+
+    @model_validator(mode="before")
+    @classmethod
+    def _router_is_fixed(cls, table: Any) -> Any:
+        if isinstance(table, dict) and "reshard" in table:
+            raise ValueError("reshard is gone: the router of a run does not learn any more; make a new run without it")
+        return table
 
 
 class StartSection(Section):
@@ -280,11 +293,6 @@ class Manifest(Section):
         if not self.stages.has_experts:
             return 0
         return DEFAULT_PREFIX if self.routing is None else self.routing.prefix
-
-    @property
-    def reshards(self) -> bool:
-        """Whether the router goes on learning while the run trains."""
-        return self.routing is not None and self.routing.reshard > 0
 
     @property
     def microbatch_tokens(self) -> int:
@@ -340,21 +348,12 @@ class Manifest(Section):
             )
         if self.routing is not None and not self.stages.has_experts:
             raise ValueError("routing must not be given when no stage has several experts (stages.experts)")
-        if self.reshards and self.data.labels != "all":
-            raise ValueError('routing.reshard must not be given where data.labels is not "all"')
-        if self.reshards and self.microbatch_tokens < self.route_prefix + FEWEST_SCORED:
-            raise ValueError(
-                f"routing.reshard needs microbatches (training.rows x model.sequence, {self.microbatch_tokens}) of"
-                f" routing.prefix + {FEWEST_SCORED} tokens at least: what routes are chosen by is not scored"
-            )
         return self
 
     @model_validator(mode="after")
     def _starts_whole(self) -> Self:
         if self.start is not None and len(self.start.modules) != self.stages.count:
             raise ValueError(f"start.modules must have one digest for each of the {self.stages.count} stages")
-        if self.start is not None and self.reshards:
-            raise ValueError("routing.reshard must not be given in a run that starts from an existing model")
         return self
 
     @model_validator(mode="after")

@@ -30,7 +30,7 @@ class Traffic(enum.Enum):
     GRADIENTS = "gradients"
 
 
-MOST_ERROR: Final[Mapping[Codec, float]] = {Codec.BF16: 4e-3, Codec.INT8: 1.2e-2, Codec.FP8: 4e-2, Codec.INT4: 0.13}
+MOST_ERROR: Final[Mapping[Codec, float]] = {Codec.BF16: 4e-3, Codec.INT8: 1.2e-2, Codec.INT4: 0.13}
 """Relative errors that are more than these codecs have on any data they are meant for. Where one does, the next milder
 one is used."""
 
@@ -38,7 +38,6 @@ _LADDERS: Final[Mapping[Codec, tuple[Codec, ...]]] = {
     Codec.NONE: (),
     Codec.BF16: (Codec.BF16,),
     Codec.INT8: (Codec.BF16, Codec.INT8),
-    Codec.FP8: (Codec.BF16, Codec.FP8),
     Codec.INT4: (Codec.BF16, Codec.INT8, Codec.INT4),
 }
 

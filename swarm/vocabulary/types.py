@@ -242,14 +242,11 @@ class Codec(enum.Enum):
     """A signed byte each, and a float32 scale for each 128 of them."""
     BF16 = 3
     """The upper half of a float32."""
-    FP8 = 4
-    """Eight bits with an exponent of their own (e4m3), and a float32 scale for each 128 of them."""
     INT4 = 5
     """Half a byte each, and a bfloat16 scale for each 64 of them."""
     TOP_K_4 = 6
     """Of each 4096 the 192 largest, four bits each besides their place."""
     TOP_K_2 = 7
     """Of each 4096 the 256 largest, two bits each besides their place."""
-    """A matrix as the product of two thin ones, bfloat16."""
     PLANES = 9
     """Without loss: the elements' first bytes, second bytes and so on, each plane compressed."""

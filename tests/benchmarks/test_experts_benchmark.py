@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from benchmarks import experts
-from benchmarks.experts_task import ARMS, RESHARDED, Domain, MixedSource, domains_of
+from benchmarks.experts_task import ARMS, Domain, MixedSource, domains_of
 from node.data.sources import PIECE_BYTES
 from swarm.vocabulary.errors import ConfigError
 
@@ -75,22 +75,6 @@ def test_texts_that_are_too_short_or_missing_are_refused_in_a_sentence(
     (line,) = said.err.splitlines()
     assert line.startswith("error: ")
     assert complaint in line
-
-
-def test_what_resharding_moves_is_told_beside_the_loss_without_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options = two_domains(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["experts.py", *options, "--reshard", "--arms", *RESHARDED, "--json"])
-    experts.main()
-    (line,) = capsys.readouterr().out.splitlines()
-    report = json.loads(line)
-    (without,), (resharded,) = report["every_seed"]["reshard_off"], report["every_seed"]["resharded"]
-    assert resharded["loss"] == pytest.approx(without["loss"], abs=1e-3), "no outer step has come yet"
-    assert (resharded["moved"], resharded["documents"]) == (0, 128)
-    assert resharded["by_first_router"] == pytest.approx(resharded["loss"], abs=1e-3)
-    assert sum(resharded["documents_of"].values()) == 128
-    assert report["perplexity"].keys() == {"resharded/reshard_off"}
 
 
 def test_without_files_this_machine_has_some_domains() -> None:

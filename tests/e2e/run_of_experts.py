@@ -19,7 +19,7 @@ DOCUMENT_BYTES: Final = 31
 """One less than a row: with the end of document they fill it."""
 
 
-def run_of_experts(folder: Path, reshard: float = 0.0, experts: tuple[int, ...] = (2, 2)) -> tuple[Manifest, Router]:
+def run_of_experts(folder: Path, experts: tuple[int, ...] = (2, 2)) -> tuple[Manifest, Router]:
     """Writes equally many documents of each route, equally long, and makes a manifest and a router of them. `experts`
     of each stage after 0 make four routes."""
     folder.mkdir()
@@ -29,7 +29,7 @@ def run_of_experts(folder: Path, reshard: float = 0.0, experts: tuple[int, ...] 
             (folder / f"{''.join(map(str, route))}{number:02}.txt").write_text(words)
     router = _router_by_letters(experts)
     manifest = small_run(folder, blocks=(0, *(1 for _ in experts)), inner_steps=4, attention="documents")
-    routing = RoutingSection(router=router_digest(router.to_bytes()), prefix=router.prefix, reshard=reshard)
+    routing = RoutingSection(router=router_digest(router.to_bytes()), prefix=router.prefix)
     changes = {
         "stages": manifest.stages.model_copy(update={"experts": (1, *experts)}),
         "data": manifest.data.model_copy(update={"held_out": 0.0}),

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from node.__main__ import app
-from node.experts.router_file import router_file
+from node.experts.router import router_file
 from node.observability.events import Completed, NodeStatus
 from protocol.identity.keys import Identity
 from protocol.manifest.signing import sign_manifest

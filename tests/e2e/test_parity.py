@@ -8,9 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from node.checkpoint.gather import gather_modules
 from node.data.feed import TrainingFeed, open_documents
-from node.experts.route_tables import ENTRIES
 from node.experts.router import Router
 from node.local_swarm.local_swarm import LocalSwarm
 from node.local_swarm.setup import LocalSwarmOptions, Place, Places, everywhere_here
@@ -19,7 +17,7 @@ from node.observability.events import NodeSummary
 from node.pipeline.admission import path_rules
 from protocol.manifest.manifest import Manifest
 from swarm.routing.planner import visited_stages
-from swarm.vocabulary.types import ModuleId, PeerId
+from swarm.vocabulary.types import PeerId
 from tests.e2e.run_of_experts import run_of_experts
 from tests.e2e.small_run import Watch, small_run, write_conversations, write_documents, write_text
 from tests.e2e.solo_run import assert_same_parameters, solo_losses
@@ -27,9 +25,6 @@ from tests.e2e.solo_run import assert_same_parameters, solo_losses
 pytestmark = pytest.mark.e2e
 
 STEPS = 20
-STEPS_THAT_TEACH = 60
-"""So that a router learns, whose data node scores some documents in each step and needs 32; within a block, which is 70
-steps long."""
 
 
 @pytest.mark.parametrize(
@@ -95,35 +90,23 @@ async def test_a_swarm_of_experts_equals_one_process(tmp_path: Path) -> None:
     await _compare(manifest, tmp_path, router=router)
 
 
-@pytest.mark.long
-async def test_a_swarm_that_reshards_equals_one_process(tmp_path: Path) -> None:
-    """Within a block, which is packed by one router: that documents are scored meanwhile changes nothing of the model.
-    When they are is not the same, so the tables are not either; but each has learnt some."""
-    manifest, router = run_of_experts(tmp_path / "text", reshard=1.0)
-    await _compare(manifest, tmp_path, router=router, steps=STEPS_THAT_TEACH)
-    for folder in ("swarm", "solo"):
-        tables = gather_modules(tmp_path / folder).modules[ModuleId(0)]
-        assert tables[ENTRIES].abs().max() > 0, folder
-
-
 async def _compare(
     manifest: Manifest,
     tmp_path: Path,
     places: Places = everywhere_here,
     router: Router | None = None,
-    steps: int = STEPS,
 ) -> list[NodeSummary]:
     """The nodes' last words."""
-    solo = solo_losses(manifest, tmp_path / "solo", steps, router=router)
+    solo = solo_losses(manifest, tmp_path / "solo", STEPS, router=router)
     peers, tables = len(manifest.modules()), b"" if router is None else router.to_bytes()
-    options = LocalSwarmOptions(peers=peers, steps=steps, threads=1, checkpoint_dir=tmp_path / "swarm", router=tables)
+    options = LocalSwarmOptions(peers=peers, steps=STEPS, threads=1, checkpoint_dir=tmp_path / "swarm", router=tables)
     async with LocalSwarm(manifest, options, places=places) as swarm:
         watch = Watch(swarm)
         await watch.to_the_end(swarm)
     assert watch.losses() == pytest.approx(solo, abs=1e-4)
     assert solo[-1] < solo[0] - 0.5, "nothing was learnt, so that equal losses would show nothing"
     assert_same_parameters(manifest, tmp_path / "swarm", tmp_path / "solo")
-    completed = steps * manifest.microbatches_per_step
+    completed = STEPS * manifest.microbatches_per_step
     visits = {str(module): round(completed * demand_of(manifest, module)) for module in manifest.modules()}
     assert {summary.module: summary.accumulated for summary in watch.summaries()} == visits
     return watch.summaries()

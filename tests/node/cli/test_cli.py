@@ -20,7 +20,7 @@ from node.__main__ import app
 from node.cli.views.text import harmless_lines
 from node.context.options import NodeOptions
 from node.data.tokenizers import ByteTokenizer, Tokens
-from node.experts.router_file import load_router
+from node.experts.router import load_router
 from node.local_swarm import local_swarm
 from node.network.loss_report import AskedPaths
 from node.observability.events import EventSink, MicrobatchCounts, Note, Step
@@ -164,11 +164,6 @@ class TestNew:
         assert "4 modules; documents are routed to experts by" in result.stdout
         assert run("new", str(tmp_path / "again.toml"), "--from", str(file), "--seed", "2").exit_code == 0
         assert (tmp_path / "again.router").read_bytes() == router.to_bytes()
-        learning = run("new", str(tmp_path / "learning.toml"), "--from", str(file), "--reshard", "0.1")
-        assert learning.exit_code == 0, learning.output
-        routing = read_signed_manifest((tmp_path / "learning.toml").read_bytes(), None).manifest.routing
-        assert manifest.routing is not None
-        assert routing == manifest.routing.model_copy(update={"reshard": 0.1})
         (tmp_path / "run.router").unlink()
         lost = run("solo", "--manifest", str(file), "--steps", "1")
         assert lost.exit_code == 78
@@ -240,7 +235,6 @@ class TestNew:
             (("--size", "10m", "--inner", "sgd"), 65, "training.inner.name"),
             (("--card", "12GB"), 78, "--card goes with --size"),
             (("--size", "10m", "--tokenizer", "nowhere.json"), 78, "cannot be read"),
-            (("--reshard", "0.1"), 78, "without a router"),
             (("--experts", "5", "--route-from", "python-stdlib"), 78, "20 experts on 625 routes"),
         ],
     )

@@ -10,10 +10,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from node.data.document_packer import BLOCK_MICROBATCHES, MOST_DOCUMENTS, PACKING, ROUTED, DocumentPacker, reading_place
 from node.data.documents import Documents, Place
 from node.data.feed import TrainingFeed, held_out_microbatches
-from node.data.packing import Cursor, Microbatch
+from node.data.packing import (
+    BLOCK_MICROBATCHES,
+    MOST_DOCUMENTS,
+    PACKING,
+    ROUTED,
+    Cursor,
+    DocumentPacker,
+    Microbatch,
+    reading_place,
+)
 from node.data.tokenizers import ByteTokenizer
 from protocol.manifest.model import document_cost
 from swarm.vocabulary.errors import ConfigError

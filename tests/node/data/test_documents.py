@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from itertools import islice
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.data.documents import Documents, Place, epoch_order, is_held_out, owner
+from node.cli.manifests import ManifestChanges, changed_manifest
+from node.data.documents import FILES_EACH, Documents, FileShare, Place, epoch_order, everything, is_held_out, owner
+from node.data.documents import ROWS as LONGEST
+from node.data.feed import TrainingFeed, held_out_microbatches, open_documents
+from node.data.packing import Microbatch
 from node.data.tokenizers import ByteTokenizer
-from swarm.vocabulary.errors import ConfigError
+from protocol.manifest.manifest import Manifest
+from swarm.vocabulary.errors import ConfigError, ManifestError
 from swarm.vocabulary.types import PeerId
+from tests.node.hub_on_loopback import COMMIT, NAME, LoopbackHub, serving
+from tests.node.small_manifest import small_manifest
 
 NAMES = [f"folder/file{index}.py" for index in range(400)]
 peers = st.lists(st.integers(0, 30).map(lambda n: PeerId(f"peer{n}")), min_size=1, max_size=6, unique=True).map(sorted)
@@ -30,10 +41,6 @@ class Texts:
         if isinstance(text, OSError):
             raise text
         return text
-
-
-def everything(name: str) -> bool:
-    return True
 
 
 def documents(*texts: bytes | OSError) -> Documents:
@@ -115,3 +122,178 @@ def test_text_that_has_nothing_for_this_data_node_is_an_error_and_no_endless_sea
         next(documents(b"a", b"b").endless(Place(), lambda name: False))
     with pytest.raises(ConfigError):
         next(documents(b"a", b"b").endless(Place(0, 1), lambda name: False))
+
+
+A, B, C = PeerId("a"), PeerId("b"), PeerId("c")
+FILES, ROWS = 40, 60
+
+
+def manifest_of(**changes: object) -> Manifest:
+    data = {"data__source": f"huggingface:{NAME}", "data__revision": COMMIT, "data__dealt_by": "files"}
+    return small_manifest(**data, data__held_out=0.1, model__attention="documents", **changes)
+
+
+def serve(files: int) -> LoopbackHub:
+    """Each row's text is its number, which nothing else is."""
+    held = {}
+    for file in range(files):
+        rows = [{"text": f"row {file * ROWS + row:08}."} for row in range(ROWS)]
+        held[f"data/{file:03}.jsonl"] = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    return LoopbackHub(held)
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[LoopbackHub]:
+    with serving(serve(FILES), tmp_path / "home") as serves:
+        yield serves
+
+
+@pytest.fixture
+def few(tmp_path: Path) -> Iterator[LoopbackHub]:
+    """Fewer files than are dealt whole to two data nodes."""
+    with serving(serve(FILES_EACH), tmp_path / "home") as serves:
+        yield serves
+
+
+def rows_in(microbatches: Iterable[Microbatch]) -> list[int]:
+    """The rows whose texts are whole in the microbatches, which those of these lengths are."""
+    found = list[int]()
+    for microbatch in microbatches:
+        said = bytes(token for token in microbatch.tokens.flatten().tolist() if token < 256)
+        found += [int(text.removeprefix(b"row ")) for text in said.split(b".") if text]
+    return found
+
+
+def an_epoch(manifest: Manifest, own: PeerId, nodes: tuple[PeerId, ...]) -> set[int]:
+    """The rows that a data node reads in its first epoch, and the beginning of the next in the same block."""
+    feed = TrainingFeed(manifest, open_documents(manifest), own)
+    of_first = list[Microbatch]()
+    while (microbatch := feed.next(nodes)).start.block.epoch == 0:
+        of_first.append(microbatch)
+    return set(rows_in(of_first))
+
+
+def held_out(manifest: Manifest) -> set[int]:
+    return set(rows_in(held_out_microbatches(manifest, 10_000)))
+
+
+def read_of_two(manifest: Manifest, hub: LoopbackHub) -> tuple[set[str], set[str]]:
+    """Checks that two data nodes and the held-out text divide the rows. Returns the files that each fetched."""
+    alone = an_epoch(manifest, A, (A,))
+    hub.fetched.clear()
+    of_a = an_epoch(manifest, A, (A, B))
+    files_of_a = set(hub.fetched)
+    hub.fetched.clear()
+    of_b = an_epoch(manifest, B, (A, B))
+    files_of_b = set(hub.fetched)
+    assert min(len(of_a), len(of_b)) > 0
+    assert not of_a & of_b
+    assert of_a | of_b == alone
+    assert not alone & held_out(manifest)
+    assert alone | held_out(manifest) == set(range(len(hub.files) * ROWS))
+    return files_of_a, files_of_b
+
+
+def test_two_data_nodes_read_all_rows_once_and_fetch_no_file_of_the_other(hub: LoopbackHub) -> None:
+    of_a, of_b = read_of_two(manifest_of(), hub)
+    assert not of_a & of_b
+    assert of_a | of_b == set(hub.files)
+
+
+def test_an_epoch_has_every_row_once_and_the_files_in_an_order_of_its_own(hub: LoopbackHub) -> None:
+    documents = open_documents(manifest_of())
+    names = [[fragment.name for fragment in documents.epoch(Place(epoch), everything)] for epoch in (0, 1)]
+    expected = sorted(f"{file}@{row}" for file in hub.files for row in range(ROWS))
+    assert sorted(names[0]) == sorted(names[1]) == expected
+    assert names[0] != names[1]
+
+
+def test_few_files_are_dealt_by_rows(few: LoopbackHub) -> None:
+    of_a, of_b = read_of_two(manifest_of(), few)
+    assert of_a == of_b == set(few.files)
+
+
+def test_a_newcomer_takes_files_and_no_others_change_hands() -> None:
+    files = [f"{number}.parquet" for number in range(FILES_EACH * 3)]
+    shares = {own: FileShare(own, len(files), partial(owner, 1)) for own in (A, B, C)}
+    for file in files:
+        (before,) = (own for own in (A, B) if shares[own].has_file(file, (A, B)))
+        (after,) = (own for own in (A, B, C) if shares[own].has_file(file, (A, B, C)))
+        assert after in (before, C)
+        assert [own for own in (A, B, C) if shares[own].has_row(f"{file}@7", (A, B, C))] == [after]
+    assert all(any(share.has_file(file, (A, B, C)) for file in files) for share in shares.values())
+
+
+def test_a_feed_goes_on_at_its_cursor_and_fetches_only_what_is_due_there(hub: LoopbackHub) -> None:
+    manifest = manifest_of()
+    feed = TrainingFeed(manifest, open_documents(manifest), A)
+    given = [feed.next((A, B)) for _ in range(2000)]
+    assert given[-1].end.block.epoch > 0
+    blocks = sorted({microbatch.start.block for microbatch in given})
+    assert len(blocks) > 2, "or nothing is shown"
+    for index in range(0, 2000, 190):
+        hub.fetched.clear()
+        again = TrainingFeed(manifest, open_documents(manifest), A, given[index].start)
+        assert [again.next((A, B)).tokens.tolist() for _ in range(20)] == [
+            microbatch.tokens.tolist() for microbatch in given[index : index + 20]
+        ]
+        block = given[index].start.block
+        due = epoch_order(manifest.seed, block.epoch, FILES)[block.position // LONGEST]
+        if block.position % LONGEST:
+            assert hub.fetched[0] == sorted(hub.files)[due]
+
+
+def test_the_first_document_comes_after_one_file(hub: LoopbackHub) -> None:
+    manifest = manifest_of()
+    first = sorted(hub.files)[epoch_order(manifest.seed, 0, FILES)[0]]
+    hub.gates = {name: threading.Event() for name in hub.files if name != first}
+    document = next(open_documents(manifest).endless(Place(), everything))
+    assert document.name.startswith(first)
+    assert hub.fetched == [first]
+    for gate in hub.gates.values():
+        gate.set()
+
+
+def test_held_out_text_is_of_the_first_files_and_no_more_are_fetched(hub: LoopbackHub) -> None:
+    manifest = manifest_of()
+    assert rows_in(held_out_microbatches(manifest, 1))
+    assert hub.fetched == [sorted(hub.files)[epoch_order(manifest.seed, 0, FILES)[0]]]
+
+
+def test_a_file_that_is_another_s_by_now_is_left_and_a_document_that_was_begun_is_finished(hub: LoopbackHub) -> None:
+    documents = open_documents(manifest_of())
+    allowed = set(hub.files)
+    reading = documents.epoch(Place(), everything, allowed.__contains__)
+    first, second = next(reading), next(reading)
+    allowed.discard(first.name.partition("@")[0])
+    assert next(reading).start == Place(0, LONGEST)
+    begun = Place(second.start.epoch, second.start.position, 3)
+    rest = documents.epoch(begun, everything, allowed.__contains__)
+    assert next(rest).tokens.tolist() == second.tokens.tolist()[3:]
+    assert next(rest).start == Place(0, LONGEST)
+
+
+def test_a_row_that_is_none_is_left_out(hub: LoopbackHub, caplog: pytest.LogCaptureFixture) -> None:
+    for name in hub.files:
+        hub.files[name] = b"no JSON\n" + hub.files[name]
+    manifest = manifest_of()
+    assert an_epoch(manifest, A, (A,)) | held_out(manifest) == set(range(FILES * ROWS))
+    assert "data/000.jsonl@0 is left out: the line is no JSON" in caplog.text
+
+
+def test_nothing_for_this_data_node_is_said(few: LoopbackHub) -> None:
+    for name in few.files:
+        few.files[name] = b'{"other": 1}\n'
+    with pytest.raises(ConfigError, match=f"none of the {FILES_EACH} files"):
+        TrainingFeed(manifest_of(), open_documents(manifest_of()), A).next()
+
+
+def test_a_data_set_that_is_named_is_read_by_files_at_its_newest_commit(hub: LoopbackHub) -> None:
+    data = changed_manifest(small_manifest(), ManifestChanges(source=f"huggingface:{NAME}")).data
+    assert (data.revision, data.dealt_by) == (COMMIT, "files")
+    assert hub.tokens == hub.fetched == []
+
+
+def test_only_a_data_set_of_the_hub_is_dealt_by_files() -> None:
+    with pytest.raises(ManifestError, match="dealt_by"):
+        small_manifest(data__dealt_by="files")

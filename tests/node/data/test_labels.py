@@ -153,15 +153,11 @@ def test_text_without_an_answer_is_an_error_and_no_endless_search(tmp_path: Path
         TrainingFeed(manifest, open_documents(manifest), OWN).next()
 
 
-def test_masks_need_conversations_and_no_router_that_learns() -> None:
+def test_masks_need_conversations() -> None:
     with pytest.raises(ManifestError, match="needs a source of conversations"):
         small_manifest(data__labels="assistant")
     with pytest.raises(ManifestError, match=r"data\.labels"):
         small_manifest(data__labels="user")
-    chat = {"model__attention": "documents", "training__rows": 32, "stages__experts": 2, "data__labels": "assistant"}
-    routing = {"router": "0" * 64, "reshard": 0.1}
-    with pytest.raises(ManifestError, match=r"routing\.reshard must not be given where data\.labels"):
-        small_manifest(**chat, data__source="path:x", routing=routing)
 
 
 def test_of_many_documents_that_are_none_a_bounded_number_is_told(

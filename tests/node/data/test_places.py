@@ -60,7 +60,7 @@ def test_a_tokenizer_that_nobody_has_named_is_left_to_the_peers_and_text_is_not(
 
 
 def test_a_hub_is_asked_only_with_leave() -> None:
-    data = DataSection(source="huggingface:some/set")
+    data = DataSection(source="huggingface:some/set", revision="0" * 40, dealt_by="files")
     refused = places(data, NOTHING_TOLD, own=False)
     assert refused.value is None
     assert "--allow-hub" in refused.reason

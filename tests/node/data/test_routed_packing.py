@@ -11,13 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from node.data.document_packer import DocumentPacker, reading_place
 from node.data.documents import Documents, Place
 from node.data.feed import held_out_microbatches
 from node.data.labels import UNSCORED
-from node.data.packing import Cursor, Microbatch
+from node.data.packing import Cursor, DocumentPacker, Microbatch, reading_place
 from node.data.tokenizers import ByteTokenizer, Tokens
-from node.experts.block_routers import BlockRouters
 from swarm.experts.routes import best_route
 from swarm.vocabulary.types import Affinity
 from tests.node.data.test_documents import Texts, everything
@@ -48,7 +46,7 @@ def packer_of(
 ) -> DocumentPacker:
     read = documents.endless if endless else documents.epoch
     fragments = read(reading_place(start.block), everything)
-    packer = DocumentPacker(MANIFEST, fragments, start, routers=BlockRouters(documents.router), uneven=uneven)
+    packer = DocumentPacker(MANIFEST, fragments, start, router=documents.router, uneven=uneven)
     packer._block_tokens = max(block, LONGEST)
     return packer
 

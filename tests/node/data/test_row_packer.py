@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from node.data.documents import Documents, Fragment, Place
-from node.data.packing import Cursor, Microbatch
-from node.data.row_packer import RowPacker
+from node.data.packing import Cursor, Microbatch, RowPacker
 from node.data.tokenizers import ByteTokenizer
 from tests.node.data.test_documents import Texts, everything
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import sys
@@ -15,15 +14,15 @@ from pathlib import Path
 import pytest
 
 from node.cli.manifests import ManifestChanges, changed_manifest
-from node.data.formats import listing
-from node.data.formats.document_names import MAX_DOCUMENTS
-from node.data.formats.hub import MAX_HUB_BYTES, newest_commit
-from node.data.formats.listing import files_below
+from node.data import files as listing
+from node.data.files import LINE_BYTES, MAX_DOCUMENTS, files_below
+from node.data.hub import newest_commit
 from node.data.sources import (
     DOCUMENT_BYTES,
     PIECE_BYTES,
     FileSource,
     files_at,
+    lines_at,
     open_source,
 )
 from protocol.manifest.manifest import DataSection
@@ -89,10 +88,10 @@ def test_a_folder_with_too_many_files_is_refused(tmp_path: Path, monkeypatch: py
         files_at(tmp_path)
 
 
-def test_without_the_datasets_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "datasets", None)  # what an import of a missing library finds
+def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)  # what an import of a missing library finds
     with pytest.raises(ConfigError, match="not installed") as caught:
-        open_source(DataSection(source="huggingface:some/set"), None)
+        open_source(DataSection(source="huggingface:some/set", revision="0" * 40, dealt_by="files"), None)
     assert "skipstone[datasets]" in caught.value.hint
 
 
@@ -237,108 +236,39 @@ def test_only_an_owner_and_a_name_are_looked_up_on_a_hub(name: str) -> None:
 
 
 COMMIT = "0123456789abcdef" * 2 + "01234567"
-ROWS = [{"text": "hello", "messages": [{"role": "assistant", "content": "hi"}], "talk": [{"role": "user"}]}]
 
 
 class Hub:
-    """Stands in for the libraries of the Hugging Face hub."""
+    """Replaces the library of the Hugging Face hub."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...] = (10,), version: str = "4.1.0") -> None:
-        self.asked: list[dict[str, object]] = []
-        self.commit = COMMIT
-        self._files = [types.SimpleNamespace(size=size) for size in sizes]
-        monkeypatch.setitem(
-            sys.modules, "datasets", types.SimpleNamespace(load_dataset=self._load, __version__=version)
-        )
-        monkeypatch.setitem(sys.modules, "huggingface_hub", types.SimpleNamespace(HfApi=self._api))
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.asked: list[object] = []
+        monkeypatch.setattr("node.data.hub._api", lambda: types.SimpleNamespace(dataset_info=self._info))
 
-    def _api(self, token: object) -> object:
-        self.asked.append({"token": token})
-        return types.SimpleNamespace(dataset_info=self._info)
-
-    def _info(self, name: str, files_metadata: bool, token: object, revision: str | None = None) -> object:
-        self.asked.append({"token": token} | ({} if revision is None else {"revision": revision}))
-        return types.SimpleNamespace(siblings=self._files if files_metadata else None, sha=self.commit)
-
-    def _load(self, name: str, config: str | None, **said: object) -> object:
-        self.asked.append(said)
-        return Rows(ROWS)
-
-
-class Rows(list[dict[str, object]]):
-    column_names = ("text", "messages", "talk")
+    def _info(self, name: str, files_metadata: bool, token: object) -> object:
+        self.asked.append(token)
+        return types.SimpleNamespace(sha=COMMIT)
 
 
 class TestHub:
-    def test_no_token_is_sent_and_no_code_is_run(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        hub = Hub(monkeypatch)
-        source = open_source(DataSection(source="huggingface:some/set"), None)
-        assert source.read("0") == b"hello"
-        assert [said["token"] for said in hub.asked] == [False, False, False]
-        assert hub.asked[-1] == {"split": "train", "token": False, "revision": None}
-
-    def test_a_folder_of_that_name_is_not_taken_for_it(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        hub = Hub(monkeypatch)
-        (tmp_path / "some" / "set").mkdir(parents=True)
-        monkeypatch.chdir(tmp_path)
-        with pytest.raises(ConfigError, match="would be read in place"):
-            open_source(DataSection(source="huggingface:some/set"), None)
-        assert hub.asked == []
-
-    def test_a_library_that_runs_code_of_data_sets_is_not_used(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        hub = Hub(monkeypatch, version="3.6.0")
-        with pytest.raises(ConfigError, match="can run code"):
-            open_source(DataSection(source="huggingface:some/set"), None)
-        assert hub.asked == []
-
-    def test_it_is_bounded(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        hub = Hub(monkeypatch, sizes=(MAX_HUB_BYTES, 1))
-        with pytest.raises(ConfigError, match="more than"):
-            open_source(DataSection(source="huggingface:some/set"), None)
-        assert all("split" not in said for said in hub.asked), "nothing was loaded"
-
-    def test_a_commit_is_asked_for_and_loaded(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        hub = Hub(monkeypatch)
-        open_source(DataSection(source="huggingface:some/set", revision=COMMIT), None)
-        assert hub.asked[-2:] == [
-            {"token": False, "revision": COMMIT},
-            {"split": "train", "token": False, "revision": COMMIT},
-        ]
-
-    def test_what_the_name_is_now_is_not_taken_for_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        hub = Hub(monkeypatch)
-        hub.commit = "f" * 40
-        with pytest.raises(ConfigError, match=f"is {'f' * 40} on the hub, the manifest asks for {COMMIT}"):
-            open_source(DataSection(source="huggingface:some/set", revision=COMMIT), None)
-        assert all("split" not in said for said in hub.asked), "nothing was loaded"
-
-    def test_rows_may_be_conversations(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        Hub(monkeypatch)
-        source = open_source(DataSection(source="huggingface:some/set", labels="assistant"), None)
-        assert json.loads(source.read("0")) == {"messages": ROWS[0]["messages"]}
-        other = open_source(DataSection(source="huggingface:some/set:::talk", labels="assistant"), None)
-        assert json.loads(other.read("0")) == {"messages": ROWS[0]["talk"]}
-
     def test_a_new_manifest_has_the_newest_commit_or_the_one_that_is_named(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         hub = Hub(monkeypatch)
         named = ManifestChanges(source="huggingface:some/set:config")
         assert changed_manifest(small_manifest(), named).data.revision == COMMIT
-        assert hub.asked == [{"token": False}, {"token": False}]
+        assert hub.asked == [False], "without a token"
         other = changed_manifest(small_manifest(), replace(named, revision="e" * 40))
         assert other.data.revision == "e" * 40
-        assert len(hub.asked) == 2, "the hub was asked for nothing more"
-        assert changed_manifest(other, ManifestChanges(seed=1)).data.revision == "e" * 40
-        assert other.data.dealt_by == changed_manifest(other, ManifestChanges(seed=1)).data.dealt_by == "files"
-        whole = changed_manifest(other, ManifestChanges(dealt_by="documents"))
-        assert whole.data == other.data.model_copy(update={"dealt_by": "documents"})
-        assert changed_manifest(whole, ManifestChanges(seed=1)).data.dealt_by == "documents"
+        assert len(hub.asked) == 1, "the hub was asked for nothing more"
+        again = changed_manifest(other, ManifestChanges(seed=1)).data
+        assert (again.revision, again.dealt_by) == ("e" * 40, "files")
         assert changed_manifest(other, ManifestChanges(source="python-stdlib")).data.dealt_by == "documents"
-        with pytest.raises(ManifestError, match="dealt_by"):
-            changed_manifest(small_manifest(), ManifestChanges(dealt_by="files"))
-        older = small_manifest(data__source="huggingface:some/set")
-        assert changed_manifest(older, ManifestChanges()).data.revision is None, "it keeps its RunId"
+
+    @pytest.mark.parametrize("more", [{}, {"data__revision": COMMIT}, {"data__dealt_by": "files"}])
+    def test_a_data_set_that_would_be_fetched_whole_is_refused(self, more: dict[str, str]) -> None:
+        with pytest.raises(ManifestError, match="of the hub is no longer fetched whole; make a new manifest"):
+            small_manifest(data__source="huggingface:some/set", **more)
 
     def test_without_the_hub_the_option_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "huggingface_hub", None)
@@ -350,3 +280,38 @@ class TestHub:
         for source, revision in (("huggingface:some/set", "main"), ("path:x", COMMIT)):
             with pytest.raises(ManifestError, match="revision"):
                 small_manifest(data__source=source, data__revision=revision)
+
+
+def test_lines_of_all_files_are_documents_in_the_order_of_names(tmp_path: Path) -> None:
+    (tmp_path / "b.jsonl").write_bytes(b"three\n")
+    (tmp_path / "a.jsonl").write_bytes(b"one\r\n\n  \ntwo")
+    (tmp_path / "c.txt").write_bytes(b"not asked for\n")
+    source = lines_at(tmp_path)
+    assert list(source.names) == ["a.jsonl@0", "a.jsonl@9", "b.jsonl@0"]
+    assert source.names[1:] == ["a.jsonl@9", "b.jsonl@0"]
+    assert [source.read(name).strip() for name in source.names] == [b"one", b"two", b"three"]
+    assert source.listing.section() == files_at(tmp_path).listing.section(), "what the manifest names is the same"
+
+
+def test_one_file_may_be_called_anything(tmp_path: Path) -> None:
+    (tmp_path / "talk.json@0").write_bytes(b"a\nb\n")
+    source = lines_at(tmp_path / "talk.json@0")
+    assert [source.read(name) for name in source.names] == [b"a\n", b"b\n"]
+
+
+def test_a_line_that_is_too_long_is_left_out_and_does_not_hide_the_next(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b"x" * LINE_BYTES + b"\n" + b"y" * (2 * LINE_BYTES) + b"\n" + b"z\n")
+    source = lines_at(tmp_path)
+    fits, too_long, last = source.names
+    assert source.read(fits) == b"x" * LINE_BYTES + b"\n"
+    assert source.read(last) == b"z\n"
+    with pytest.raises(OSError, match="more than"):
+        source.read(too_long)
+
+
+def test_a_place_without_a_line_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b"\n \n")
+    with pytest.raises(ConfigError, match="no line"):
+        lines_at(tmp_path)
+    with pytest.raises(ConfigError, match="no file or folder"):
+        lines_at(tmp_path / "none")

@@ -40,7 +40,7 @@ from tests.node.small_manifest import small_manifest
 
 CPU: Final = torch.device("cpu")
 NO_GRAPHS: Final = 0
-CODECS: Final = (Codec.NONE, Codec.BF16, Codec.INT8, Codec.FP8, Codec.INT4)
+CODECS: Final = (Codec.NONE, Codec.BF16, Codec.INT8, Codec.INT4)
 WIDE: Final = {"vocabulary": 257, "hidden": 128, "heads": 4, "kv_heads": 2, "feed_forward": 384, "sequence": 8}
 """Of so few tokens that activations weigh nothing beside the parameters."""
 

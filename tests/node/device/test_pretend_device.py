@@ -34,12 +34,12 @@ ALLOWED: Final = {
 }
 """Waits for the device, by job, with any codec; messages are in receive buffers that it reads by itself. Each is a
 moment in which a GPU has nothing to do."""
-CODECS: Final = ("NONE", "BF16", "INT8", "FP8", "INT4")
+CODECS: Final = ("NONE", "BF16", "INT8", "INT4")
 FARTHEST: Final = {"float32": 1e-3, "bfloat16": 0.03}
 """Of a result from the CPU's, relative to the largest: kernels that are composed of others there are one here."""
 STEP_OF_8_BITS: Final = 0.016
 """Of a mean: what falls between two of its values is rounded this way or that."""
-STEPS: Final = {"FP8": 0.075, "INT4": 0.15}
+STEPS: Final = {"INT4": 0.15}
 """From a code to the next (a fourteenth and an eighth) and what bfloat16 rounds: of what is sent with these codecs."""
 MOST_BYTES: Final = {
     "float32": {"resident": 16.1, "forward": 16.2, "backward": 16.4, "step": 16.6, "recomputed backward": 16.4},

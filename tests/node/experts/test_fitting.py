@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
+
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from node.experts.fitting import fit_router
+from node.experts.fitting import SLACK, balanced, fit_router
 from node.experts.router import Tokens
 from swarm.vocabulary.errors import ConfigError
 
@@ -59,3 +64,29 @@ def test_experts_have_equal_shares_of_the_tokens_and_not_of_the_documents() -> N
     for size, (_, expert) in zip(sizes, fitted.routes.tolist(), strict=True):
         of_tokens[expert] += size
     assert max(of_tokens) / sum(of_tokens) == pytest.approx(max(table.shares))
+
+
+SCORES = st.integers(2, 5).flatmap(
+    lambda clusters: st.lists(
+        st.lists(st.floats(-100, 100), min_size=clusters, max_size=clusters), min_size=1, max_size=60
+    )
+)
+
+
+@given(SCORES)
+def test_no_cluster_has_more_than_its_share_and_a_twentieth(scores: list[list[float]]) -> None:
+    clusters = len(scores[0])
+    chosen = balanced(scores, clusters)
+    assert len(chosen) == len(scores)
+    assert max(Counter(chosen).values()) <= math.ceil(SLACK * len(scores) / clusters)
+
+
+@given(SCORES)
+def test_where_there_is_room_every_document_has_its_best(scores: list[list[float]]) -> None:
+    chosen = balanced(scores, len(scores[0]), slack=len(scores[0]))
+    assert all(of[cluster] == max(of) for of, cluster in zip(scores, chosen, strict=True))
+
+
+def test_who_would_lose_the_most_chooses_first() -> None:
+    scores = [[1.0, 0.9], [5.0, 0.0], [3.0, 2.0], [4.0, 4.0]]
+    assert balanced(scores, 2, slack=1.0) == [1, 0, 0, 1]

@@ -11,20 +11,17 @@ import pytest
 import torch
 
 from node.data.tokenizers import ByteTokenizer
-from node.experts.route_tables import trained_router
 from node.export.open_model import evaluate_model, open_model
 from node.export.source import RoutedModel, parse_path, path_modules, routed_model
 from node.export.writer import export, export_all
 from node.model.decoder import Decoder
 from node.model.generation import Continuation, Sampling
-from node.model.initialization import parameters_of
 from node.solo.trainer import WholeModel
 from swarm.experts.routes import module_at
 from swarm.vocabulary.errors import ConfigError, CorruptSnapshot
 from swarm.vocabulary.types import Route
 from tests.node.checkpoint.saved_model import CPU, noisy_model, save_checkpoint
 from tests.node.experts.routed import manifest_with, some_router
-from tests.node.experts.test_route_tables import resharding
 
 ROUTER = some_router((1, 2, 2))
 PATHS: Sequence[Route] = [(0, 0), (0, 1), (1, 0), (1, 1)]
@@ -156,36 +153,6 @@ class TestGeneration:
         assert rest == list(Continuation(second, bytes_, prompt + begun, 4, greedy).take(4))
         assert text.has_ended
         assert text.tokens == prompt + begun + rest
-
-
-class TestOfARunThatReshards:
-    @pytest.fixture
-    def model(self) -> WholeModel:
-        """What `noisy_model` adds to all parameters is also added to the router's tables."""
-        return noisy_model(resharding(manifest_with(ROUTER)))
-
-    @pytest.fixture
-    def checkpoint(self, tmp_path: Path, model: WholeModel) -> Path:
-        folder = save_checkpoint(tmp_path / "checkpoint", resharding(manifest_with(ROUTER)), model)
-        (folder / "manifest.router").write_bytes(ROUTER.to_bytes())
-        return folder
-
-    def test_a_path_is_a_llama_without_the_tables(self, tmp_path: Path, checkpoint: Path, model: WholeModel) -> None:
-        import transformers
-
-        folder = exported(checkpoint, tmp_path / "path", (0, 1))
-        theirs, report = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
-        assert not any(report.values()), report
-        with torch.no_grad():
-            assert (theirs(TOKENS).logits - logits_on(model, (0, 1))).abs().max().item() <= 1e-4
-
-    def test_texts_are_routed_by_what_was_learnt(self, tmp_path: Path, checkpoint: Path, model: WholeModel) -> None:
-        trained = trained_router(ROUTER, parameters_of(*model.tables))
-        assert trained.to_bytes() != ROUTER.to_bytes()
-        for folder in (checkpoint, exported(checkpoint, tmp_path / "every", every=True)):
-            assert router_in(folder) == trained.to_bytes()
-            for route in PATHS:
-                assert torch.equal(decoder_of(folder, route).logits(TOKENS), logits_on(model, route))
 
 
 def router_in(folder: Path) -> bytes:

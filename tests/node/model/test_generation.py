@@ -9,8 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.data.detokenizer import ByteTextStream, WindowTextStream
-from node.data.tokenizers import ByteTokenizer
+from node.data.tokenizers import ByteTextStream, ByteTokenizer, WindowTextStream
 from node.model.blocks import Past
 from node.model.decoder import Decoder
 from node.model.generation import Sampling, choose, generate

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from protocol.codecs import decode_into, encode_into, encoded_bytes
-from protocol.codecs.int8 import LARGEST_SCALE, LARGEST_VALUE
+from protocol.codecs.blockwise import INT8
 from protocol.codecs.views import Vector
 from protocol.interfaces.tensor_spec import BLOCK
 from swarm.vocabulary.errors import ProtocolViolation, StateError
@@ -21,6 +21,7 @@ from swarm.vocabulary.types import Codec
 
 INT8_SPAN = 16 * 255 * BLOCK
 """Elements from which on a vector is encoded in several spans."""
+LARGEST_SCALE, LARGEST_VALUE = INT8.largest_scale, INT8.largest_value
 VECTOR_CODECS = [codec for codec in Codec if codec is not Codec.PLANES]
 LENGTHS = [1, 127, 128, 129, 255, 256, 255 * 128 - 1, 255 * 128, 255 * 128 + 1, INT8_SPAN, INT8_SPAN + 1, 1_100_001]
 

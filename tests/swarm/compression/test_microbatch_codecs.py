@@ -11,7 +11,7 @@ from swarm.compression.microbatch_codecs import BACK_AT, MOST_OF_A_VISIT, choose
 from swarm.vocabulary.types import Codec
 
 RUNGS = ladder(Codec.INT4, half_precision=False)
-SIZES = {Codec.NONE: 4_000_000, Codec.BF16: 2_000_000, Codec.INT8: 1_031_250, Codec.FP8: 1_031_250, Codec.INT4: 531_250}
+SIZES = {Codec.NONE: 4_000_000, Codec.BF16: 2_000_000, Codec.INT8: 1_031_250, Codec.INT4: 531_250}
 VISIT_S = 0.4
 
 
@@ -24,11 +24,10 @@ def test_the_ladders() -> None:
     assert ladder(Codec.NONE, half_precision=False) == (Codec.NONE,)
     assert ladder(Codec.INT8, half_precision=False) == (Codec.NONE, Codec.BF16, Codec.INT8)
     assert ladder(Codec.INT8, half_precision=True) == (Codec.NONE, Codec.INT8)
-    assert ladder(Codec.FP8, half_precision=False) == (Codec.NONE, Codec.BF16, Codec.FP8)
     assert RUNGS == (Codec.NONE, Codec.BF16, Codec.INT8, Codec.INT4)
 
 
-@pytest.mark.parametrize("limit", [Codec.NONE, Codec.BF16, Codec.INT8, Codec.FP8, Codec.INT4])
+@pytest.mark.parametrize("limit", [Codec.NONE, Codec.BF16, Codec.INT8, Codec.INT4])
 @pytest.mark.parametrize("half", [False, True])
 def test_what_may_be_chosen_is_accepted_and_so_is_what_it_falls_back_to(limit: Codec, half: bool) -> None:
     accepted = ladder(limit, half_precision=half)

@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm.vocabulary.types import MAX_DOCUMENTS
-from swarm.workload.filling import Piece, Room
-from swarm.workload.packing import ABOVE, Packing, longest_piece, pack
-from swarm.workload.turns import worst_run
+from swarm.workload.packing import (
+    ABOVE,
+    STRATA,
+    Packing,
+    Piece,
+    Room,
+    in_turns,
+    longest_piece,
+    pack,
+    pack_and_end,
+    worst_run,
+)
 
 SHARE = 1 / 3000
 MOST = 4096
@@ -145,3 +155,76 @@ def test_a_block_begins_with_what_the_block_before_cost_and_goes_on_by_and_by() 
 
 def packed_lengths(found: Packing) -> list[int]:
     return [piece.stop - piece.start for of in found.microbatches for piece in of]
+
+
+@given(st.lists(st.floats(1, 100), max_size=70), st.floats(1, 100) | st.just(0.0), st.randoms())
+def test_each_has_its_turn_once(costs: list[float], level: float, chance: random.Random) -> None:
+    ranks = list(range(len(costs)))
+    chance.shuffle(ranks)
+    order, _ = in_turns(costs, ranks, level)
+    assert sorted(order) == list(range(len(costs)))
+
+
+def test_of_so_many_in_a_row_one_is_of_each_stratum() -> None:
+    costs = [float(place) for place in range(10 * STRATA)]
+    order, level = in_turns(costs, random.Random(1).sample(range(len(costs)), len(costs)))
+    assert level == 0.0
+    for start in range(len(order) - STRATA + 1):
+        assert sorted(place // 10 for place in order[start : start + STRATA]) == list(range(STRATA))
+    assert any(abs(one - other) > 20 for one, other in pairwise(order))
+    assert order != in_turns(costs, list(range(len(costs))))[0], "chance decides within a stratum"
+
+
+def test_costs_fall_or_rise_from_those_of_the_block_before() -> None:
+    costs = [100.0 + place % 20 for place in range(80)]
+    ranks = random.Random(2).sample(range(80), 80)
+    for level, ends_at in ((120.0, 100.0), (100.0, 119.0)):
+        order, found = in_turns(costs, ranks, level)
+        assert abs(found - ends_at) < 2
+        assert worst_run([costs[place] for place in order], level) < 1.02
+
+
+def test_the_few_that_cost_much_less_do_not_come_together() -> None:
+    """Seven that cost nothing in a row would make the eighth many times as dear as their mean."""
+    costs = [100.0 + place / 10 for place in range(72)] + [20.0] * 4
+    order, _ = in_turns(costs, list(range(76)), 110.0)
+    few = [at for at, place in enumerate(order) if costs[place] == 20.0]
+    assert min(later - earlier for earlier, later in pairwise(few)) > STRATA
+
+
+def test_a_run_counts_what_came_before_the_block() -> None:
+    assert worst_run([1.0] * 20) == 1.0
+    assert worst_run([1.0] * 20, 1.0) == 1.0
+    assert worst_run([2.0] + [1.0] * 20, 1.0) == 16 / 9
+    assert worst_run([1.0, 3.0]) == 1.5
+
+
+ROOM_OF_FOUR = Room(4096, 16_384, 1 / 3000)
+
+
+def test_what_would_leave_a_microbatch_half_empty_goes_into_the_next_block() -> None:
+    packing, taken = pack_and_end([4096] * 254, (), ROOM_OF_FOUR)
+    assert taken == 252
+    assert {len(of) for of in packing.microbatches} == {4}
+    assert len(pack([4096] * 254, (), ROOM_OF_FOUR).microbatches) == len(packing.microbatches) + 1
+
+
+def test_all_documents_are_of_the_block_where_they_fill_it() -> None:
+    lengths = [random.Random(1).randint(20, 1500) for _ in range(600)]
+    packing, taken = pack_and_end(lengths, (), ROOM_OF_FOUR)
+    assert (packing, taken) == (pack(lengths, (), ROOM_OF_FOUR), 600)
+
+
+def test_what_is_packed_is_what_would_be_packed_of_those_alone() -> None:
+    chance = random.Random(4)
+    for _ in range(20):
+        lengths = [chance.choice((51, 3001, 4001, 9000)) for _ in range(chance.randint(1, 250))]
+        cut = [index for index, length in enumerate(lengths) if length > ROOM_OF_FOUR.sequence]
+        packing, taken = pack_and_end(lengths, cut, ROOM_OF_FOUR, 25_000.0)
+        assert sum(lengths[taken:]) <= ROOM_OF_FOUR.tokens
+        assert packing == pack(lengths[:taken], [index for index in cut if index < taken], ROOM_OF_FOUR, 25_000.0)
+
+
+def test_no_documents_and_one() -> None:
+    assert pack_and_end([], (), ROOM_OF_FOUR)[1] == 0
+    assert pack_and_end([1], (), ROOM_OF_FOUR)[1] == 1

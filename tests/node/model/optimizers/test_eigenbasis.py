@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from node.model.optimizers import eigenbasis
-from node.model.optimizers.eigenbasis import Eigenbasis, refined
+from node.model.optimizers import soap
+from node.model.optimizers.soap import Eigenbasis, refined
 
 
 def result_of(statistics: Tensor, basis: Tensor | None = None, iterations: int = 1) -> tuple[Eigenbasis | None, int]:
@@ -29,7 +29,7 @@ def statistics_of(side: int, decay: float = 4.0) -> Tensor:
 
 @pytest.mark.parametrize("width", [8, 13, 1000])
 def test_iterations_come_to_the_eigenvectors(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(eigenbasis, "_CHUNK_OPERATIONS", {"cpu": 4 * 40**2 * width})
+    monkeypatch.setattr(soap, "_CHUNK_OPERATIONS", {"cpu": 4 * 40**2 * width})
     statistics = statistics_of(40)
     found, chunks = result_of(statistics, iterations=30)
     assert found is not None
@@ -63,7 +63,7 @@ def test_one_iteration_is_a_product_and_a_qr_decomposition() -> None:
 def test_what_has_few_directions_keeps_the_others_orthonormal(
     rank: int, scale: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(eigenbasis, "_CHUNK_OPERATIONS", {"cpu": 1})
+    monkeypatch.setattr(soap, "_CHUNK_OPERATIONS", {"cpu": 1})
     few = torch.randn(50, rank, generator=torch.Generator().manual_seed(5))
     found, _ = result_of(few @ few.T * scale, iterations=3)
     assert found is not None

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from benchmarks.optimizers import Task, measure
-from node.model.optimizers.adamw import AdamW
-from node.model.optimizers.eight_bit_adamw import EightBitAdamW
+from node.model.optimizers.adamw import AdamW, EightBitAdamW
 from node.model.optimizers.inner_rule import ParameterState
 from node.model.packed.packed_floats import PART
 from node.model.packed.split_weight import SplitWeight

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from node.cli.manifests import ManifestChanges, changed_manifest
+from node.data import token_shards
 from node.data.documents import Place, is_held_out, owner
 from node.data.feed import TrainingFeed, open_documents
-from node.data.formats import token_shards
-from node.data.formats.token_shards import READ_AS, ShardWriter
 from node.data.sources import shards_at
+from node.data.token_shards import READ_AS, ShardWriter
 from node.data.tokenizers import ByteTokenizer
 from protocol.manifest.manifest import Manifest
 from swarm.vocabulary.errors import ConfigError, ManifestError

@@ -25,8 +25,7 @@ from typing import Any, BinaryIO, Final
 import numpy as np
 import numpy.typing as npt
 
-from node.data.formats.document_names import MAX_DOCUMENTS, PlacedNames
-from node.data.formats.listing import Listing
+from node.data.files import MAX_DOCUMENTS, Listing, PlacedNames
 from swarm.vocabulary.errors import ConfigError
 
 Tokens = npt.NDArray[np.int64]

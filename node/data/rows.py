@@ -1,6 +1,6 @@
-"""Rows of a file of a data set, one after the other: JSON Lines, packed or not, and Parquet (by pyarrow, an extra).
+"""Rows of a data set's file, one after the other: JSON Lines, compressed or not, and Parquet (by pyarrow, an extra).
 
-A file is read from a row on, and holds a bounded part of itself in memory: a line, or a batch of a column's rows.
+Memory is bounded: a line, or a batch of one column's rows.
 """
 
 from __future__ import annotations
@@ -17,31 +17,30 @@ from typing import Any, BinaryIO, Final, cast
 
 import zstandard
 
-from node.data.formats.lines import LINE_BYTES
-from node.data.formats.listing import open_regular
+from node.data.files import LINE_BYTES, open_regular
 from swarm.vocabulary.errors import ConfigError
 
 PARQUET: Final = ".parquet"
 SUFFIXES: Final = (PARQUET, *(f"{kind}{packed}" for kind in (".jsonl", ".json") for packed in ("", ".gz", ".zst")))
 MAX_GROUP_BYTES: Final = 2**31
-"""Of the column in one of a Parquet file's row groups, unpacked; read in batches, but pyarrow may hold all of it."""
+"""Uncompressed size of the column in a row group. Rows are read in batches, but pyarrow may hold all of it."""
 BATCH_ROWS: Final = 256
 MAX_WINDOW_BYTES: Final = 2**27
-"""Memory that unpacking zstd may take."""
+"""Memory that decompressing zstd may take."""
 
 Row = Callable[[], bytes]
-"""Reads a row's document. Raises OSError when the row is none, or too long."""
+"""Reads a row's document. Raises OSError if the row is malformed or too long."""
 
 
 def rows(path: Path, column: str, start: int, *, is_chat: bool) -> Iterator[Row]:
-    """The rows of a file from number `start` on.
+    """Reads the rows of a file from number `start` on.
 
     Args:
         path: ends in one of SUFFIXES.
         column: holds the document, which is a text, or the `messages` of a conversation.
 
     Raises:
-        ConfigError: it is no such file, has no such column, or what reads it is not installed.
+        ConfigError: it is damaged or has no such column, or pyarrow is not installed.
         OSError: it cannot be read.
     """
     if path.name.endswith(PARQUET):
@@ -51,7 +50,7 @@ def rows(path: Path, column: str, start: int, *, is_chat: bool) -> Iterator[Row]
 
 
 def _document(value: object, is_chat: bool) -> bytes:
-    """Nothing of a row without a value: an empty document is left out."""
+    """The document of a value; an empty one, which is left out, if there is none."""
     if value is None:
         return b""
     return (json.dumps({"messages": value}, default=str) if is_chat else str(value)).encode(errors="replace")
@@ -70,7 +69,7 @@ def _of_line(line: bytes | None, column: str, is_chat: bool) -> bytes:
 
 
 def _lines(path: Path, start: int) -> Iterator[bytes | None]:
-    """The lines that have something in them, None for one that is too long."""
+    """Lines that are not blank, None for one that is too long."""
     with _unpacked(path) as file:
         number, is_begin = 0, True
         try:
@@ -102,7 +101,7 @@ def _unpacked(path: Path) -> Iterator[BinaryIO]:
 
 
 def _column(path: Path, column: str, start: int) -> Iterator[Any]:
-    """The column's values from row `start` on; row groups before it are not read."""
+    """Values of the column from row `start` on; earlier row groups are not read."""
     try:
         import pyarrow
         from pyarrow.parquet import ParquetFile
@@ -138,5 +137,5 @@ def _require_bounded(group: Any, column: str, path: Path) -> None:
     if size > MAX_GROUP_BYTES:
         raise ConfigError(
             f"data.source: a row group of {path.name} has {size} bytes in {column!r}, more than {MAX_GROUP_BYTES}",
-            hint="Make shards of it once with `skipstone tokenize`, on a machine with enough memory.",
+            hint="Use a data set of smaller row groups, or a folder of your own with path:FOLDER.",
         )

@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from node.data.formats.hub_files import WAITS, HubPlace, chosen, hub_place
-from node.data.formats.hub_stream import HubStream
-from node.data.formats.lines import LINE_BYTES
-from node.data.formats.row_files import rows
+from node.data.files import LINE_BYTES
+from node.data.hub import WAITS, HubPlace, HubStream, chosen, hub_place
+from node.data.rows import rows
 from swarm.vocabulary.errors import ConfigError
 from tests.node.hub_on_loopback import COMMIT, NAME, LoopbackHub, serving
 
@@ -54,7 +53,7 @@ def test_the_bytes_on_disk_are_bounded_and_what_was_not_read_for_longest_goes(hu
     for file in stream.files:
         assert len(texts(stream, file)) == 2
         on_disk = list((tmp_path / "home").rglob("*.jsonl"))
-        assert sum(path.stat().st_size for path in on_disk) <= stream.shelf.bytes <= 4 * size
+        assert sum(path.stat().st_size for path in on_disk) <= stream.bytes <= 4 * size
     assert {path.name for path in on_disk} == {f"train-{number}.jsonl" for number in (4, 5, 6, 7)}
     with pytest.raises(ConfigError, match=f"data/train-0.jsonl has {size} bytes, more than a quarter"):
         opened(4 * size - 1)
@@ -259,7 +258,7 @@ class TestChosenFiles:
         hub.files["a.csv"] = b"text"
         with pytest.raises(ConfigError, match=r"a\.csv .* is none of \.parquet") as caught:
             opened()
-        assert "--dealt-by documents" in caught.value.hint
+        assert "Parquet" in caught.value.hint
 
     def test_what_a_stranger_wrote_there_may_be_anything(self, hub: LoopbackHub) -> None:
         for configs in ([3], [{"data_files": {"a": 1}}], [{"data_files": None}], [{"config_name": [], "data_dir": 4}]):

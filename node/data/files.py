@@ -1,8 +1,7 @@
-"""The files at a place on this machine, and opening one of them: regular files only, bounded, none that a link leads
-to.
+"""Files at a place on this machine, their listing, and sources of the documents in them.
 
-A folder may be one that somebody else can write into, and a FIFO, a device or a link in it must not make a node wait
-for ever or read what nobody meant.
+Only regular files are opened, none behind a link: others may write into the folder, and a FIFO, a device or a link in
+it must neither block a node nor make it read what its owner did not name.
 """
 
 from __future__ import annotations
@@ -11,16 +10,22 @@ import errno
 import hashlib
 import os
 import stat
+from abc import abstractmethod
 from array import array
-from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import Any, BinaryIO, Final
 
 from protocol.manifest.manifest import FilesSection
 from swarm.vocabulary.errors import ConfigError
 
 MAX_FILES: Final = 1_000_000
+MAX_DOCUMENTS: Final = 2**24
+"""The order of an epoch takes 16 bytes for each, an index of their beginnings 8."""
+LINE_BYTES: Final = 2**20
+"""Longest line that is read as a document."""
 
 _NEVER: Final = tuple(map(Path, ("/proc", "/sys", "/dev")))
 """What lies there is the machine itself. `/proc/kcore`, for one, is a regular file of 128 TiB."""
@@ -181,3 +186,51 @@ def _is_machine(real: Path) -> bool:
 def _check_regular(found: os.stat_result, path: Path) -> None:
     if not stat.S_ISREG(found.st_mode):
         raise OSError(errno.EINVAL, "it is no regular file", str(path))
+
+
+# ---- documents -------------------------------------------------------------------------------------------------------
+
+
+class DocumentNames(Sequence[str]):
+    """Of documents in several files, one file after the other.
+
+    Args:
+        counts: how many documents each file has.
+    """
+
+    def __init__(self, counts: Iterable[int]) -> None:
+        self._ends = array("q", accumulate(counts))
+        """For each file, how many documents it and those before it have."""
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[number] for number in range(len(self))[index]]
+        number = range(len(self))[index]
+        file = bisect_right(self._ends, number)
+        return self.name_of(file, number - (self._ends[file - 1] if file else 0))
+
+    @abstractmethod
+    def name_of(self, file: int, number: int) -> str:
+        """The name of a file's document; both counted from 0."""
+
+
+class PlacedNames(DocumentNames):
+    """Names `FILE@START`, of documents that begin at these places.
+
+    Raises:
+        ConfigError: there are more than MAX_DOCUMENTS.
+    """
+
+    def __init__(self, files: Sequence[str], starts: Sequence[array[int]]) -> None:
+        super().__init__(map(len, starts))
+        self._files, self._starts = files, starts
+        if len(self) > MAX_DOCUMENTS:
+            raise ConfigError(
+                f"data.source has {len(self)} documents, more than {MAX_DOCUMENTS}", hint="Name a part of it."
+            )
+
+    def name_of(self, file: int, number: int) -> str:
+        return f"{self._files[file]}@{self._starts[file][number]}"
