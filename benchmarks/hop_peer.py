@@ -1,9 +1,8 @@
-"""One hop through the node's own parts, in two processes: a peer of stage 1 whose module is the identity, and a data
-node.
+"""One hop through the node's own parts, in two processes: a peer of stage 1 whose module is the identity, a data node.
 
-Transport, admission, custody, runner, compute thread and hop worker are the real ones. Left out are only the directory
-(the processes get each other's announcements by a pipe) and the model: the data node sends a fixed tensor instead of an
-embedding, and returns what comes out as the loss's gradient.
+Transport, admission, custody, runner, compute thread and hop worker are the real ones. Left out are the directory (the
+processes exchange announcements by a pipe) and the model: the data node sends a fixed tensor and returns the stage's
+output as the loss's gradient.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from multiprocessing.connection import Connection
 import torch
 import uvloop
 
-from benchmarks.samples import SAMPLES_PER_ROUND, Sample, threads_of_each_peer
+from benchmarks.kit import RUN, run_of, threads_of_each_peer
 from node.concurrency.compute_thread import ComputeThread
 from node.model.optimizer import Accumulator, InnerOptimizer, StepFigures
 from node.network.addresses import KnownPeers
@@ -36,9 +35,7 @@ from protocol.identity.keys import Identity
 from protocol.identity.route_signatures import Routes
 from protocol.interfaces.clock import SystemClock
 from protocol.interfaces.tensor_spec import TensorSpec
-from protocol.manifest.manifest import Manifest, StagesSection
-from protocol.manifest.model import ModelSection
-from protocol.manifest.training import TrainingSection
+from protocol.manifest.manifest import Manifest
 from protocol.transport.grpc_transport import GrpcTransport
 from protocol.transport.settings import TransportSettings
 from swarm.membership.membership import Membership
@@ -50,24 +47,22 @@ from swarm.routing.path_rules import PathRules
 from swarm.routing.planner import Planner
 from swarm.vocabulary.errors import PeerError, SkipstoneError
 from swarm.vocabulary.pipeline_messages import Forward, Purpose, Receipt
-from swarm.vocabulary.types import Hop, MicrobatchId, ModuleId, Path, PeerId, PeerState, RunId
+from swarm.vocabulary.types import Hop, MicrobatchId, ModuleId, Path, PeerId, PeerState
 
-RUN = RunId("0" * 64)
 STAGE = ModuleId(1)
+
+
 CPU = torch.device("cpu")
+
+
 LIFETIME_S = 60.0
 
 
 def manifest_for(shape: tuple[int, int, int]) -> Manifest:
     """A run with one hop whose hidden states have this shape, and whose inner step is never due."""
     rows, tokens, hidden = shape
-    return Manifest(
-        protocol=2,
-        name="hop",
-        model=ModelSection(vocabulary=257, hidden=hidden, heads=8, kv_heads=8, feed_forward=hidden, sequence=tokens),
-        stages=StagesSection(blocks=(0, 1)),
-        training=TrainingSection(rows=rows, inner_tokens=rows * tokens * 10**9),
-    )
+    size = {"hidden": hidden, "sequence": tokens, "rows": rows, "heads": 8, "feed_forward": hidden}
+    return run_of("hop", [0, 1], microbatches=10**9, **size)
 
 
 class FixedData:
@@ -135,7 +130,7 @@ class OneFlight(PathEnds):
 
 
 class Uncounted:
-    """`node.pipeline.interfaces.Host` of whom nobody wants to know anything."""
+    """A `node.pipeline.interfaces.Host` that counts nothing."""
 
     def visited(self, microbatch: MicrobatchId) -> None:
         return
@@ -151,7 +146,7 @@ class Uncounted:
 
 
 class IdentityPart(torch.nn.Module):
-    """A part of a model that gives back what it is given, whatever the documents are."""
+    """A part of a model that returns its input."""
 
     def forward(self, source: torch.Tensor, documents: tuple[int, ...]) -> torch.Tensor:
         return source
@@ -168,8 +163,7 @@ def identity_worker(manifest: Manifest) -> HopWorker:
 async def peer_of_two(
     connection: Connection, manifest: Manifest, module: ModuleId, worker: Worker, ends: PathEnds | None
 ) -> AsyncIterator[tuple[MicrobatchRunner, PeerId, Routes]]:
-    """A runner of microbatches at work on loopback, what signs its routes, and the other process's peer, with which
-    announcements are exchanged first."""
+    """A runner of microbatches at work, the other process's peer, and what signs routes."""
     identity, clock = Identity.generate(), SystemClock()
     credentials = make_credentials(identity, RUN)
     own = LocalPeer(RUN, identity.peer, credentials.certificate_der, clock, state=PeerState.SERVING, module=module)
@@ -212,7 +206,7 @@ def stage_process(connection: Connection, shape: tuple[int, int, int]) -> None:
     uvloop.run(main())
 
 
-def data_node_process(connection: Connection, shape: tuple[int, int, int]) -> None:
+def data_node_process(connection: Connection, shape: tuple[int, int, int], samples: int) -> None:
     """Sends microbatches, one at a time: a round of them for each message on the connection."""
     manifest = manifest_for(shape)
     worker, flight = FixedData(hidden_tensor(manifest)), OneFlight()
@@ -221,7 +215,7 @@ def data_node_process(connection: Connection, shape: tuple[int, int, int]) -> No
         async with peer_of_two(connection, manifest, ModuleId(0), worker, flight) as (runner, stage, routes):
             first = 0
             while await asyncio.to_thread(connection.recv):
-                numbers = range(first, first + SAMPLES_PER_ROUND)
+                numbers = range(first, first + samples)
                 first = numbers.stop
                 connection.send([await fly(runner, routes, flight, stage, number) for number in numbers])
                 if not torch.equal(worker.returned, worker.hidden):
@@ -230,7 +224,10 @@ def data_node_process(connection: Connection, shape: tuple[int, int, int]) -> No
     uvloop.run(main())
 
 
-async def fly(runner: MicrobatchRunner, routes: Routes, flight: OneFlight, stage: PeerId, number: int) -> Sample:
+async def fly(
+    runner: MicrobatchRunner, routes: Routes, flight: OneFlight, stage: PeerId, number: int
+) -> tuple[float, float]:
+    """Seconds until the output is there, and until the input's gradient is."""
     own = runner.custody.own
     flight.landed = asyncio.get_running_loop().create_future()
     microbatch, path = MicrobatchId(own, number), Path(own, (Hop(STAGE, stage),))
@@ -238,4 +235,4 @@ async def fly(runner: MicrobatchRunner, routes: Routes, flight: OneFlight, stage
     path = routes.signed(microbatch, path, Purpose.TRAIN, LIFETIME_S)
     runner.handle(Started(microbatch, path, Purpose.TRAIN, LIFETIME_S))
     ended = await flight.landed
-    return Sample(flight.output_at - begun, ended - begun)
+    return flight.output_at - begun, ended - begun
