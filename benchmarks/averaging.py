@@ -42,7 +42,6 @@ START_PATIENCE_S: Final = 30.0
 STARTS: Final = 4
 MATCHMAKING_S: Final = 3.0
 HIVEMIND_S: Final = 60.0
-
 Round = Callable[[], dict[str, Any] | None]
 """Holds one round: `seconds`, and `sent_bytes` where that is known. None when it failed."""
 

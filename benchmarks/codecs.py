@@ -3,12 +3,9 @@
 `table`: ratio, error (L2, relative) and speed (GB/s of the tensors, one thread, in turns, medians) on tensors captured
 from training, normal numbers, and hidden states two of whose channels stand out, as in large models (arXiv:2208.07339).
 `encode` ends where the library hands over to its transport (ours: memory, hivemind's: a protobuf message), `decode`
-begins there; `encode_to_bytes` ends with a byte string. `error_spread` is the largest over the smallest error for a
-root mean square from 1e-7 to 1e+3. `targets` are for a machine that does nothing else.
+begins there; `encode_to_bytes` ends with a byte string.
 
-`loss`: nats a byte that codecs cost a small model. `boundaries`: what passes between 5 stages is encoded, in both
-directions; `rounds`: 2 workers average every 10 steps, and what the encoding of a pseudo-gradient leaves out stays in
-the replica, as in the node.
+`loss`: nats a byte that codecs of what passes between 5 stages, in both directions, cost a small model.
 """
 
 from __future__ import annotations
@@ -19,7 +16,7 @@ import statistics
 import sys
 import time
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -33,7 +30,6 @@ import torch
 from hivemind.compression import deserialize_torch_tensor, serialize_torch_tensor
 from hivemind.proto import runtime_pb2
 from torch import Tensor, nn
-from torch.nn.utils import vector_to_parameters
 
 from benchmarks import kit
 from benchmarks.kit import READER, Learner, run_of, source_of, tell
@@ -44,7 +40,6 @@ from node.model.initialization import parameters_of
 from node.runtime.malloc import keep_freed_memory
 from node.solo.trainer import evaluate
 from protocol import codecs
-from protocol.codecs import decode_into, encode_into, encoded_bytes
 from protocol.interfaces.tensor_spec import TensorSpec
 from protocol.manifest.manifest import Manifest
 from swarm.vocabulary.types import Codec
@@ -127,7 +122,6 @@ def with_workaround() -> Iterator[None]:
 
 OUTLIERS: Final = {17: 60.0, 101: 25.0}
 """Channels of hidden states, and how many times larger they are made."""
-MAGNITUDES: Final = tuple(10.0**exponent for exponent in range(-7, 4))
 TIMED: Final = ("activations", "pseudo_gradient", "outliers")
 
 
@@ -145,11 +139,15 @@ def captured(options: Any) -> dict[str, list[Tensor]]:
         inner={"learning_rate": 2e-3},
         schedule={"kind": "constant", "warmup_steps": max(1, options.steps // 10), "total_steps": options.steps + 1},
     )
-    feed, learner = TrainingFeed(manifest, open_documents(manifest), READER), Learner(manifest)
+    feed, learner = TrainingFeed(manifest, open_documents(manifest), READER), Coded(manifest, Codec.NONE)
     for _ in range(options.steps):
         learner.step([feed.next()])
-    borders = [at_borders(learner, feed.next()) for _ in range(8)]
-    hidden, gradients = ([torch.cat(parts) for parts in zip(*of, strict=True)] for of in zip(*borders, strict=True))
+    seen: list[list[Tensor]] = []
+    for _ in range(8):
+        learner.gradients(feed.next())
+        seen.append(list(learner.seen))
+    passed = [torch.cat(parts) for parts in zip(*seen, strict=True)]
+    hidden, gradients = passed[: len(passed) // 2], passed[len(passed) // 2 :]
     before = flat(learner)
     for _ in range(20):
         learner.step([feed.next()])
@@ -167,21 +165,10 @@ def captured(options: Any) -> dict[str, list[Tensor]]:
     }
 
 
-def at_borders(learner: Learner, microbatch: Microbatch) -> tuple[list[Tensor], list[Tensor]]:
-    """Hidden states and the gradients that come back, [rows, tokens, hidden], at each border between stages."""
-    coded = Coded(learner.manifest, Codec.NONE, learner)
-    coded.gradients(microbatch)
-    borders = len(coded.model.stacks) + 1
-    return coded.seen[:borders], coded.seen[: borders - 1 : -1]
-
-
-def parameters_in_order(learner: Learner) -> list[Tensor]:
-    return [tensor for parts in learner.modules for _, tensor in sorted(parameters_of(*parts).items())]
-
-
 def flat(learner: Learner) -> Tensor:
     """A copy of all parameters, [elements]."""
-    return torch.cat([tensor.detach().flatten() for tensor in parameters_in_order(learner)])
+    parameters = (tensor for parts in learner.modules for _, tensor in sorted(parameters_of(*parts).items()))
+    return torch.cat([tensor.detach().flatten() for tensor in parameters])
 
 
 # ---- the table -------------------------------------------------------------------------------------------------------
@@ -204,12 +191,6 @@ def accuracy(contender: Contender, tensors: Sequence[Tensor]) -> dict[str, float
         whole += float(values.double().square().sum())
     ratio = sum(values.nbytes for values in tensors) / sent_bytes
     return {"ratio": round(ratio, 3), "error": float(f"{math.sqrt(wrong / whole):.4g}")}
-
-
-def error_spread(contender: Contender) -> float:
-    numbers = torch.randn(1024, 256, generator=torch.Generator().manual_seed(2))
-    errors = [accuracy(contender, [numbers * size])["error"] for size in MAGNITUDES]
-    return round(max(errors) / min(errors), 4) if min(errors) else 1.0
 
 
 def speeds(contenders: Sequence[Contender], values: Tensor, rounds: int) -> dict[str, dict[str, float | None]]:
@@ -239,29 +220,6 @@ def _take_turn(contender: Contender, values: Tensor, seconds: dict[str, list[flo
         seconds.setdefault(operation, []).append(time.perf_counter() - begun)
 
 
-LOSSY: Final = ("activations", "activation_gradients", "pseudo_gradient", "normal")
-TARGETS: Final = {
-    "INT8": {"ratio": 3.85, "error": 7e-3, "encode": 3.5, "decode": 6.0},
-    "INT4": {"ratio": 7.1, "error": 0.105, "encode": 1.8, "decode": 3.5},
-    "BF16": {"encode": 8.0, "decode": 8.0},
-}
-"""Ratios and speeds: at least; errors: at most."""
-
-
-def targets(rows: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """What was to be reached by the worst class (of two for speeds), and what was."""
-    found = []
-    for codec, bounds in TARGETS.items():
-        row = rows[f"skipstone.{codec}"]
-        for key, bound in bounds.items():
-            speed = key in ("encode", "decode")
-            values = [row["speed"][name][key] for name in TIMED[:2]] if speed else [row[name][key] for name in LOSSY]
-            value = max(values) if key == "error" else min(values)
-            met = value <= bound if key == "error" else value >= bound
-            found.append({"target": f"{codec}: {key}", "bound": bound, "measured": value, "met": met})
-    return found
-
-
 def measure_table(options: Any) -> dict[str, Any]:
     keep_freed_memory()
     classes = captured(options)
@@ -272,12 +230,12 @@ def measure_table(options: Any) -> dict[str, Any]:
         for one in contenders:
             tell(f"accuracy of {one.name}")
             rows[one.name] = {name: attempt(lambda: accuracy(one, of)) for name, of in classes.items()}  # noqa: B023
-            rows[one.name] |= {"error_spread": attempt(lambda: error_spread(one)), "speed": {}}  # noqa: B023
+            rows[one.name]["speed"] = {}
         for name in TIMED:
             values = classes[name][len(classes[name]) // 2]
             for contender, found in speeds(contenders, values, options.rounds).items():
                 rows[contender]["speed"][name] = found
-    return {"contenders": rows, "targets": targets(rows)}
+    return {"contenders": rows}
 
 
 # ---- loss ------------------------------------------------------------------------------------------------------------
@@ -286,12 +244,10 @@ def measure_table(options: Any) -> dict[str, Any]:
 class Coded(Learner):
     """All stages in one process; what a stage hands on, forward and backward, goes through a codec."""
 
-    def __init__(self, manifest: Manifest, codec: Codec, other: Learner | None = None) -> None:
+    def __init__(self, manifest: Manifest, codec: Codec) -> None:
         super().__init__(manifest)
         self.codec, self.sent_bytes, self.seen = codec, 0, list[Tensor]()
         """`seen` has what was handed on for the last microbatch."""
-        if other is not None:
-            self.follow(other)
 
     def gradients(self, microbatch: Microbatch) -> tuple[float, dict[nn.Module, tuple[Tensor, ...]]]:
         self.seen.clear()
@@ -323,41 +279,8 @@ class Coded(Learner):
         self.seen.append(out)
         return out
 
-    def follow(self, other: Learner) -> None:
-        """Becomes a copy of the other, its optimizers' states included."""
-        pairs = zip(self.modules, self.optimizers, other.modules, other.optimizers, strict=True)
-        for own, optimizer, those, its in pairs:
-            theirs = parameters_of(*those)
-            for name, tensor in parameters_of(*own).items():
-                tensor.detach().copy_(theirs[name].detach())
-            optimizer.import_state(parameters_of(*own), its.export_state(theirs))
 
-
-def passed(codec: Codec, values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """What the others have of a vector."""
-    data, out = memoryview(bytearray(encoded_bytes(codec, len(values)))), np.empty_like(values)
-    encode_into(codec, values, data)
-    decode_into(codec, data, out)
-    return out
-
-
-def average(workers: Sequence[Coded], anchor: np.ndarray[Any, Any], codec: Codec) -> None:
-    """A round, by the plain mean; what the encodings leave out stays in the workers."""
-    gradients = [anchor - flat(worker).numpy() for worker in workers]
-    decoded = [passed(codec, gradient) for gradient in gradients]
-    anchor -= np.mean(decoded, axis=0)
-    for worker, gradient, sent in zip(workers, gradients, decoded, strict=True):
-        write(worker, anchor - (gradient - sent))
-
-
-def write(learner: Learner, values: np.ndarray[Any, Any]) -> None:
-    vector_to_parameters(torch.from_numpy(values.copy()), parameters_in_order(learner))
-
-
-ROUND_STEPS: Final = 10
-COMMON_STEPS: Final = 100
 BOUNDARIES: Final = (Codec.NONE, Codec.BF16, Codec.INT8, Codec.INT4, Codec.TOP_K_4)
-CONTRIBUTIONS: Final = (Codec.NONE, Codec.INT8, Codec.INT4, Codec.TOP_K_4, Codec.TOP_K_2)
 
 
 def loss_run(options: Any, blocks: Sequence[int], seed: int) -> Manifest:
@@ -383,35 +306,14 @@ def coded_boundaries(options: Any, codec: Codec, seed: int) -> dict[str, float]:
     }
 
 
-def coded_rounds(options: Any, codec: Codec, seed: int) -> dict[str, float]:
-    manifest = loss_run(options, [2], seed)
-    documents = open_documents(manifest)
-    feed, start = TrainingFeed(manifest, documents, READER), Coded(manifest, Codec.NONE)
-    common = min(COMMON_STEPS, options.loss_steps // 2)
-    for _ in range(common):
-        start.step([feed.next()])
-    workers, anchor = [Coded(manifest, Codec.NONE, start) for _ in range(2)], flat(start).numpy()
-    for step in range(common + 1, options.loss_steps + 1):
-        for worker in workers:
-            worker.step([feed.next()])
-        if (step - common) % ROUND_STEPS == 0 or step == options.loss_steps:
-            average(workers, anchor, codec)
-    write(workers[0], anchor)
-    ratio = anchor.nbytes / encoded_bytes(codec, len(anchor))
-    return {"loss": evaluate(workers[0], held_out_microbatches(manifest, 32, documents))["loss"], "ratio": ratio}
-
-
 def measure_loss(options: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    tables = {"boundaries": (coded_boundaries, BOUNDARIES), "rounds": (coded_rounds, CONTRIBUTIONS)}
-    for table, (train, arms) in tables.items():
-        rows = {arm.name: [train(options, arm, seed) for seed in options.seeds] for arm in arms}
-        dense = [row["loss"] for row in rows["NONE"]]
-        found[table] = {}
-        for arm, of in rows.items():
-            behind = [row["loss"] - without for row, without in zip(of, dense, strict=True)]
-            found[table][arm] = kit.medians(of) | {"behind": statistics.mean(behind)}
-            tell(table, arm, found[table][arm])
+    rows = {arm.name: [coded_boundaries(options, arm, seed) for seed in options.seeds] for arm in BOUNDARIES}
+    dense = [row["loss"] for row in rows["NONE"]]
+    for of in rows.values():
+        for row, without in zip(of, dense, strict=True):
+            row["behind"] = row["loss"] - without
+    found = {arm: kit.medians(of) for arm, of in rows.items()}
+    tell(found)
     return found
 
 

@@ -23,8 +23,6 @@ from benchmarks import kit
 from benchmarks.kit import ROOT
 
 STEADY_STEPS = 10
-
-
 WANTED_LOSS = 3.0
 
 

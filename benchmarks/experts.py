@@ -53,32 +53,15 @@ from swarm.vocabulary.errors import ConfigError
 
 # ---- the text --------------------------------------------------------------------------------------------------------
 
-
 DOMAIN_BYTES: Final = 1_100_000
-
-
 LEAST_DOMAIN_BYTES: Final = 2**16
-
-
 DOCUMENTS: Final = 128
 """Of all domains together, at least."""
-
-
 LEAST_DOCUMENT_BYTES: Final = 2**10
-
-
 SEQUENCE: Final = 128
-
-
 ROWS: Final = 4
-
-
 HELD_OUT: Final = 0.1
-
-
 LEARNING_RATE: Final = {16: 1.6e-2, 32: 8e-3}
-
-
 FIT_DOCUMENTS: Final = 4096
 
 
@@ -241,16 +224,11 @@ def measure_loss(options: Any) -> dict[str, Any]:
 
 # ---- swarm -----------------------------------------------------------------------------------------------------------
 
-
 SWARM_ARMS: Final = {"dense": ("", ""), "experts": ('route_from = "python-stdlib"', "experts = 2")}
 """What the scenario and its stages say."""
 SWARM_BARS: Final = {"tokens_per_s": 0.9, "bytes_a_token": 1.02, "unevenness": 1.25}
 """Of experts over dense: at least, at most; of a module's visits over the mean: at most."""
-
-
 WINDOW: Final = 32
-
-
 SCENARIO: Final = """
 name = "{arm}"
 seed = {seed}

@@ -33,14 +33,8 @@ from tests.e2e.split_network import split_network, why_no_namespaces
 from tests.e2e.striking import MODULE, STAGE, Blow, Role, Striker, heavy_run, replicas_of, see_it_through
 
 LIMIT_S = 5.0
-
-
 ROLES: tuple[Role, ...] = ("member", "convener", "reducer")
-
-
 SIGNALS = (signal.SIGKILL, signal.SIGSTOP)
-
-
 UNHURRIED = 30
 """Inner steps of a round of two parted groups: it takes seconds, so that what is due after two rounds does not depend
 on who finds whom first."""

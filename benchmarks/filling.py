@@ -1,20 +1,13 @@
 """What idle time is worth: weight gradients that are put off against those computed at once, and the cost of filling.
 
-In virtual time what decides is the node's own: custody, planner (`swarm.simulation.pipeline_world`) and compute queue.
-A data node and four stages of one peer each, which are 0.8 to 1.2 times as fast as others; forward, the input's
-gradient and the weights' gradients take 30 ms each, the head 10 ms; links so many ms one way, and 2 ms more for a
-tensor's body, both with a log-normal jitter of 0.3. `put_off`: steps of 8 microbatches wait for each other (staleness
-0); `ratio` is the pace with weight gradients put off over that with all computed at once, `held` the same of the most
-bytes of graphs and of what is kept for weight gradients. `filling`: staleness 2, a window that leaves the devices idle
-half of the time, and endless idle work in chunks of `chunk_ms`, for tensors whose body takes `body_ms` on its link
-after its header; `foreground` is the pace with idle work over that without, `busy` the share of the time that devices
-compute, `wait_ms` by how much the 99th percentile of a job's waiting grows; `deaf` without expecting a tensor when its
-header is there; of the settings' median and the worst.
+In virtual time the node's own custody, planner and compute queue decide (`swarm.simulation.pipeline_world`). A data
+node and four stages of one peer each, 0.8 to 1.2 times as fast as others; forward, the input's gradient and the
+weights' gradients take 30 ms each; links so many ms one way, with a log-normal jitter of 0.3. `put_off`: steps of 8
+microbatches wait for each other (staleness 0); `ratio` is the pace with weight gradients put off over that without,
+`held` the same of the most bytes held. `filling`: staleness 2, a window that leaves devices idle half of the time, and
+endless idle work; `foreground` is the pace over that without it, `wait_ms` the growth of a job's 99th percentile wait.
 
-`stage`: a real stage of two blocks of 256 on one core, in processor seconds: `kept`, bytes kept for the weights'
-gradients over those of the graph; `time`, of both halves over a whole backward, and `first`, of the first half;
-`chunk_ms`, the 99th percentile of a chunk. `live`: the two arms of `put_off` side by side in real swarms of nodes with
-emulated devices (`tests/e2e/emulated.py`), as tokens per second.
+`live`: both arms of `put_off` side by side in real swarms of emulated nodes, as tokens per second.
 """
 
 from __future__ import annotations
@@ -36,7 +29,7 @@ from typing import Any, Final
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import kit
-from benchmarks.kit import run_of, tell
+from benchmarks.kit import tell
 from node.local_swarm.local_swarm import LocalSwarm
 from node.local_swarm.setup import LocalSwarmOptions, Place
 from node.observability.events import NodeSummary, Step
@@ -50,33 +43,19 @@ from swarm.routing.path_rules import PathRules
 from swarm.simulation.pipeline_peer import Peer
 from swarm.simulation.pipeline_world import Ledger, World
 from swarm.vocabulary.pipeline_messages import MicrobatchTensor, Receipt
-from swarm.vocabulary.types import MicrobatchId, ModuleId, PeerId, Reasoned
+from swarm.vocabulary.types import ModuleId, PeerId
 from tests.e2e.emulated import Network, Spec
 from tests.e2e.small_run import small_run, write_text
 
 # ---- a pipeline in virtual time --------------------------------------------------------------------------------------
 
-
-STAGES: Final = 4
-"""After stage 0."""
-
-
 PER_STEP: Final = 8
-
-
-CHUNK_S: Final = 0.002
-
-
-BODY_S: Final = 0.002
-
-
 SLOTS: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Durations:
-    """Seconds of a device: a visit's forward pass, its input's gradient, its weights' gradients; an inner step; and the
-    data node's two parts of a microbatch."""
+    """Seconds of a visit's forward pass, input's and weights' gradients, an inner step, the data node's two parts."""
 
     forward_s: float = 0.030
     source_s: float = 0.030
@@ -88,7 +67,7 @@ class Durations:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One arm on one ground."""
+    """One arm on one ground. Peers' speeds differ by up to `spread`, delays by a log-normal `jitter`."""
 
     one_way_s: float
     seed: int
@@ -96,17 +75,13 @@ class Setting:
     window: int = PER_STEP
     puts_off: bool = False
     fills: bool = False
-    hears: bool = True
-    """Whether headers are heeded."""
-    body_s: float = BODY_S
-    chunk_s: float = CHUNK_S
-    stages: int = STAGES
+    body_s: float = 0.002
+    chunk_s: float = 0.002
+    stages: int = 4
     per_step: int = PER_STEP
     durations: Durations = field(default_factory=Durations)
     spread: float = 0.2
-    """How much slower or faster than others a peer is at most."""
     jitter: float = 0.3
-    """Of delays, log-normal."""
 
 
 class EmulatedGround:
@@ -163,16 +138,12 @@ Span = tuple[float, float]
 
 @dataclass(slots=True)
 class Account:
-    """What one device did."""
+    """What one device did: time in jobs and in idle work, when each job came and how long it waited, graphs held."""
 
     busy: list[Span] = field(default_factory=list)
-    """In jobs."""
     idle_work: list[Span] = field(default_factory=list)
-    """In chunks of idle work."""
     waits: list[tuple[float, float]] = field(default_factory=list)
-    """When a job came, and how long it waited."""
     held: float = 0.0
-    """Graphs, or of what is kept for weight gradients as much as that is of a graph."""
     most_held: float = 0.0
 
     def hold(self, graphs: float) -> None:
@@ -211,8 +182,7 @@ class FillingPeer(Peer):
         super().received(message)
 
     def _expect(self) -> None:
-        if self.setting.hears:
-            self.queue.expected = self._forecast.expected
+        self.queue.expected = self._forecast.expected
 
     def later(self, work: Work, done: Callable[[float], None]) -> None:
         self._put(Priority.TRAIN, partial(self._job, work, done))
@@ -345,34 +315,22 @@ def share_of_time(accounts: Sequence[Sequence[Span]], begin: float, end: float) 
 
 # ---- arms in virtual time --------------------------------------------------------------------------------------------
 
-
-CHUNKS_S: Final = (0.002, 0.005)
-
-
 BODIES_S: Final = (0.002, 0.020, 0.170)
-
-
 KEPT: Final = 0.8
-"""Bytes kept for weight gradients over those of a graph, as `stage` finds them."""
+"""Bytes kept for weight gradients over those of a graph, measured on two blocks of 256."""
 WARM_S: Final = 5.0
-
-
 BARS: Final = {"0": 1.15, "20": 1.15, "50": 1.15, "100": 1.10}
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What an arm did while it was measured."""
+    """Microbatches a second, shares of the devices' time, a job's 99th percentile wait, most graphs at a stage."""
 
     pace: float
-    """Microbatches a second."""
     busy: float
-    """Share of the time of the stages' devices."""
     idle_work: float
     wait_s: float
-    """99th percentile."""
     held: float
-    """The most graphs at a stage."""
 
 
 def run(setting: Setting, seconds: float, kept: float) -> Seen:
@@ -412,99 +370,29 @@ def put_off(latencies: Sequence[int], seeds: Sequence[int], seconds: float, kept
 
 
 def filling(latencies: Sequence[int], seeds: Sequence[int], seconds: float) -> list[dict[str, Any]]:
-    """Arms with and without work for idle time, which heed headers or do not; the median of all settings, and the
-    worst."""
-    found: dict[tuple[Any, ...], list[dict[str, float]]] = {}
+    """With work for idle time against without, on the same grounds."""
+    found = []
     for one_way_ms, window, body_s in product(latencies, (2, 3, 4, 6), BODIES_S):
         plain = [Setting(one_way_ms / 1e3, seed, 2, window, body_s=body_s) for seed in seeds]
         bare = [run(setting, seconds, 1.0) for setting in plain]
         if not 0.35 <= statistics.median(each.busy for each in bare) <= 0.65:
             continue
-        for chunk_s, hears in product(CHUNKS_S, (True, False)):
-            filled = [run(replace(one, fills=True, hears=hears, chunk_s=chunk_s), seconds, 1.0) for one in plain]
-            kind = "headers" if hears else "deaf", round(1e3 * chunk_s), round(1e3 * body_s)
-            found.setdefault(kind, []).append(compared(filled, bare))
-            tell(f"filling, {one_way_ms} ms, window {window}, {kind}: {found[kind][-1]}")
-    return [
-        dict(zip(("arm", "chunk_ms", "body_ms"), kind, strict=True))
-        | {"settings": len(rows)}
-        | {
-            name: [statistics.median(row[name] for row in rows), worst(row[name] for row in rows)]
-            for name, worst in (("foreground", min), ("busy", min), ("wait_ms", max))
-        }
-        for kind, rows in found.items()
-    ]
-
-
-def compared(filled: Sequence[Seen], bare: Sequence[Seen]) -> dict[str, float]:
-    """An arm with idle work against the one without, on the same grounds."""
-    pairs = list(zip(filled, bare, strict=True))
-    return {
-        "foreground": statistics.median(each.pace / without.pace for each, without in pairs),
-        "busy": statistics.median(each.busy + each.idle_work for each in filled),
-        "wait_ms": 1e3 * statistics.median(each.wait_s - without.wait_s for each, without in pairs),
-    }
-
-
-# ---- a real stage ----------------------------------------------------------------------------------------------------
-
-
-def stage() -> dict[str, float]:
-    """A real stage: what is kept, what the split costs, how long chunks are."""
-    import torch
-
-    from node.model.optimizer import Accumulator
-    from node.model.parts import build_block_stack
-    from node.pipeline.deferred_weights import DeferredWeights, SplitDevice
-    from node.pipeline.graph_budget import GraphBudget
-
-    torch.set_num_threads(1)
-    manifest = run_of("stage", [0, 2], hidden=256, feed_forward=704, sequence=256, rows=4, microbatches=8)
-    part = build_block_stack(manifest, ModuleId(1))
-    split, sums, queue = SplitDevice(part), Accumulator(part), ComputeQueue(limit=1)
-    later = DeferredWeights(Reasoned(True, "measured"), split, sums, queue.submit)
-    tokens, source, graphs = manifest.microbatch_tokens, torch.randn(manifest.hidden_shape), GraphBudget(2**40)
-    graphs.forward(split, source, ())
-    assert graphs._of_one is not None
-    whole, halves, firsts, chunks = [], [], [], []
-    for number in range(15):
-        visit = split.forward(source, ())
-        begun = time.thread_time()
-        sums.add(MicrobatchId(stage_peer(0), 2 * number), tokens, split.backward(visit, source).parameters)
-        whole.append(time.thread_time() - begun)
-        visit = split.forward(source, ())
-        begun = time.thread_time()
-        half = later.first_half(visit, source)
-        assert half.is_bounded()
-        later.put_off(MicrobatchId(stage_peer(0), 2 * number + 1), tokens, half, lambda seconds: None)
-        firsts.append(time.thread_time() - begun)
-        del half
-        while isinstance(turn := queue.take(0.0), IdleWork):
-            at = time.thread_time()
-            turn.compute_chunk()
-            chunks.append(time.thread_time() - at)
-        halves.append(time.thread_time() - begun)
-    return {
-        "kept": later.peak_bytes / (graphs._of_one * tokens),
-        "time": statistics.median(halves) / statistics.median(whole),
-        "first": statistics.median(firsts) / statistics.median(whole),
-        "chunk_ms": 1e3 * sorted(chunks)[int(0.99 * (len(chunks) - 1))],
-        "longest_chunk_ms": 1e3 * max(chunks),
-    }
+        filled = [run(replace(setting, fills=True), seconds, 1.0) for setting in plain]
+        pairs = list(zip(filled, bare, strict=True))
+        row = {"one_way_ms": one_way_ms, "window": window, "body_ms": round(1e3 * body_s)}
+        row["foreground"] = statistics.median(each.pace / without.pace for each, without in pairs)
+        row["busy"] = statistics.median(each.busy + each.idle_work for each in filled)
+        row["wait_ms"] = 1e3 * statistics.median(each.wait_s - without.wait_s for each, without in pairs)
+        found.append(row)
+        tell(f"filling: {row}")
+    return found
 
 
 # ---- real swarms -----------------------------------------------------------------------------------------------------
 
-
 BLOCKS: Final = (0, 1, 1, 1, 1)
-
-
 WARM_STEPS: Final = 4
-
-
 DATA_FORWARD_S: Final = 0.003
-
-
 PATIENCE_S: Final = 400.0
 
 
@@ -558,10 +446,10 @@ async def live(one_way_ms: int, part_s: float, steps: int) -> dict[str, Any]:
 
 
 def measure(options: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {"stage": stage()} if "stage" in options.parts else {}
+    found: dict[str, Any] = {}
     given = options.latencies, options.seeds, options.seconds
     if "put_off" in options.parts:
-        found["put_off"] = put_off(*given, found["stage"]["kept"] if "stage" in found else KEPT)
+        found["put_off"] = put_off(*given, KEPT)
     if "filling" in options.parts:
         found["filling"] = filling(*given)
     if "live" in options.parts:
@@ -572,8 +460,8 @@ def measure(options: Any) -> dict[str, Any]:
 
 def main() -> None:
     usual = {"latencies": [0, 20, 50, 100], "seeds": [1, 2, 3], "seconds": 60.0, "steps": 24, "part_ms": 30.0}
-    quick = {"latencies": [50], "seeds": [1], "seconds": 15.0, "steps": 8, "parts": ["stage", "put_off", "filling"]}
-    kit.run(__doc__, measure, quick, parts=("stage", "put_off", "filling", "live"), **usual)
+    quick = {"latencies": [50], "seeds": [1], "seconds": 10.0, "steps": 8, "parts": ["put_off", "filling"]}
+    kit.run(__doc__, measure, quick, parts=("put_off", "filling", "live"), **usual)
 
 
 if __name__ == "__main__":

@@ -41,12 +41,8 @@ from protocol.manifest.manifest import Manifest
 from protocol.manifest.signing import sign_manifest
 
 CPU = torch.device("cpu")
-
-
 LOGITS, LOSS, PARAMETERS = 1e-4, 1e-4, 1e-5
 """Largest differences: logits before training; losses and parameters after it."""
-
-
 SIZES: dict[str, Any] = {
     "vocab_size": 49152,
     "hidden_size": 576,
@@ -58,8 +54,6 @@ SIZES: dict[str, Any] = {
     "rms_norm_eps": 1e-5,
     "tie_word_embeddings": True,
 }
-
-
 OWN: dict[str, dict[str, Any]] = {
     "llama": {
         "rope_parameters": {
@@ -75,21 +69,17 @@ OWN: dict[str, dict[str, Any]] = {
     "qwen2": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
     "qwen3": {"head_dim": 128, "num_hidden_layers": 24},
 }
-
-
 TINY = {
     "vocab_size": 512,
     "hidden_size": 64,
     "intermediate_size": 128,
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
 }
 """Instead of `SIZES` for `--quick`."""
-
-
 ROWS, SEQUENCE, MICROBATCHES = 1, 64, 2
-
-
 HELD_OUT = 16
 """Microbatches of held-out text."""
 

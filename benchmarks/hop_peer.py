@@ -50,11 +50,7 @@ from swarm.vocabulary.pipeline_messages import Forward, Purpose, Receipt
 from swarm.vocabulary.types import Hop, MicrobatchId, ModuleId, Path, PeerId, PeerState
 
 STAGE = ModuleId(1)
-
-
 CPU = torch.device("cpu")
-
-
 LIFETIME_S = 60.0
 
 

@@ -35,14 +35,8 @@ from protocol.manifest.manifest import Manifest
 from swarm.vocabulary.types import ModuleId
 
 STAGE = 1
-
-
 ROUNDS_BEFORE = 3
-
-
 PATIENCE_S = 240.0
-
-
 TARGETS = {"slower_while_transfer": 0.10, "rounds_until_member": 2, "max_over_mean": 2.0}
 
 
@@ -205,7 +199,7 @@ async def measure(options: Any) -> dict[str, Any]:
 
 
 def main() -> None:
-    quick = {"replicas": 2, "joiners": 1, "hidden": 64, "blocks": 1, "window": 3.0}
+    quick = {"replicas": 2, "joiners": 1, "hidden": 256, "blocks": 2, "window": 5.0}
     kit.run(__doc__, measure, quick, replicas=3, joiners=4, hidden=512, blocks=2, window=15.0)
 
 

@@ -1,10 +1,10 @@
 """K-FAC in a pipeline's idle time, as PipeFisher has it (Osawa et al. 2022, arXiv:2211.14133).
 
 `schedule`, in virtual time through the node's compute queue: equal devices without latency, by the authors' times of a
-transformer block and by this machine's, and unlike peers over links. At the first microbatch of a step a stage begins a
-refresh: each microbatch of that step gives two curvature factors, then each factor is inverted, all as idle work.
-`period`: steps between two refreshes (`work_over_bubble`: the authors' formula for it). `step`: step time over that
-without K-FAC, `in_step` with the same refreshes inside the step.
+transformer block and by this machine's. At the first microbatch of a step a stage begins a refresh: each microbatch of
+that step gives two curvature factors, then each factor is inverted, all as idle work. `period`: steps between two
+refreshes (`work_over_bubble`: the authors' formula for it). `step`: step time over that without K-FAC, `in_step` with
+the same refreshes inside the step.
 
 `training`: a small model with K-FAC against AdamW, by refresh period; curvature is as many steps old when first used
 (`at once`: that of the step itself). The empirical Fisher matrix of a layer is the Kronecker product of the means of x
@@ -13,7 +13,6 @@ x^T and g g^T, damped as in arXiv:1503.05671, section 6.3; steps have AdamW's le
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 import statistics
@@ -49,9 +48,7 @@ from swarm.simulation.pipeline_peer import Peer
 from swarm.vocabulary.types import ModuleId, PeerId
 
 WARM_STEPS: Final = 2
-STAGES: Final = 4
 CHUNK_S: Final = 0.002
-LATENCIES_MS: Final = (0, 20, 50)
 DAMPING: Final = 1e-3
 """PipeFisher's for BERT, relative to the means of the factors' eigenvalues."""
 ADAMW, AT_ONCE = "adamw", "at once"
@@ -69,12 +66,6 @@ class Profile:
     inversion_ms: float
     precondition_ms: float
 
-    @property
-    def durations(self) -> Durations:
-        """Without K-FAC; stage 0 and the inner step count for nothing, as in the paper's model."""
-        half = self.backward_ms / 2e3
-        return Durations(self.forward_ms / 1e3, half, half, 0.0, 0.0, 0.0)
-
     def work_over_bubble(self, stages: int, microbatches: int) -> float:
         """The paper's figure, for GPipe or 1F1B: (curvature + inversion) / bubble."""
         bubble_ms = (stages - 1) * (self.forward_ms + self.backward_ms)
@@ -88,20 +79,11 @@ PROFILES: Final = {
 """One block on a P100, 32 sequences of 128: prof/*_time_memory_p100.csv of github.com/kazukiosawa/pipe-fisher."""
 
 
-@dataclass(frozen=True, slots=True)
-class SecondOrder:
-    """K-FAC's work: in the bubbles, or at the end of its step; at least `every` steps between two refreshes."""
-
-    profile: Profile
-    in_bubbles: bool = True
-    every: int = 1
-
-
 class KfacPeer(FillingPeer):
     """A stage peer that preconditions its inner steps."""
 
     def __init__(self, world: KfacWorld, own: PeerId, module: ModuleId, incarnation: int) -> None:
-        self.second_order = world.second_order
+        self._kfac = world
         self.begun: list[int] = []
         """The steps with whose microbatches a refresh began."""
         self._undone: deque[float] = deque()
@@ -114,18 +96,18 @@ class KfacPeer(FillingPeer):
         super()._passed(work)
         step, place = divmod(self._passes[work], self.setting.per_step)
         self._passes[work] += 1
-        second_order = self.second_order
-        if second_order is None:
+        profile = self._kfac.profile
+        if profile is None:
             return
-        may_begin = not self._undone and (not self.begun or step >= self.begun[-1] + second_order.every)
+        may_begin = not self._undone and (not self.begun or step >= self.begun[-1] + self._kfac.refresh_every)
         if work is Work.FORWARD and place == 0 and may_begin:
             self.begun.append(step)
         if self.begun and self.begun[-1] == step:
-            profile, slowness = second_order.profile, self._ground.slowness(self.id)
+            slowness = self._ground.slowness(self.id)
             self._undone.append(slowness * profile.curvature_ms / 2e3)
             if work is Work.BACKWARD and place == self.setting.per_step - 1:
                 self._undone.extend([slowness * profile.inversion_ms / 2e3] * 2)
-            if second_order.in_bubbles:
+            if self._kfac.in_bubbles:
                 self._queue_one()
 
     def _queue_one(self) -> None:
@@ -144,18 +126,18 @@ class KfacPeer(FillingPeer):
 
     def _step(self) -> None:
         super()._step()
-        if self.second_order is not None:
-            self._spent_s += self._ground.slowness(self.id) * self.second_order.profile.precondition_ms / 1e3
-            if not self.second_order.in_bubbles:
+        if self._kfac.profile is not None:
+            self._spent_s += self._ground.slowness(self.id) * self._kfac.profile.precondition_ms / 1e3
+            if not self._kfac.in_bubbles:
                 self._spent_s += sum(self._undone)
                 self._undone.clear()
 
 
 class KfacWorld(FillingWorld):
-    """The world of one arm; `second_order` is None without K-FAC."""
+    """The world of one arm: K-FAC by this profile (None: without), in bubbles or in its step, every `least` steps."""
 
-    def __init__(self, setting: Setting, second_order: SecondOrder | None) -> None:
-        self.second_order = second_order
+    def __init__(self, setting: Setting, profile: Profile | None, in_bubbles: bool = True, least: int = 1) -> None:
+        self.profile, self.in_bubbles, self.refresh_every = profile, in_bubbles, least
         super().__init__(setting, 1.0)
 
     def new_peer(self, own: PeerId, module: ModuleId, incarnation: int) -> Peer:
@@ -167,14 +149,15 @@ class KfacWorld(FillingWorld):
 
 
 def pipeline(profile: Profile, stages: int, microbatches: int) -> Setting:
-    """The paper's ground: equal devices, no latency."""
-    own = {"stages": stages, "per_step": microbatches, "window": microbatches, "durations": profile.durations}
+    """The paper's ground: equal devices, no latency; stage 0 and the inner step count for nothing."""
+    half_s = profile.backward_ms / 2e3
+    durations = Durations(profile.forward_ms / 1e3, half_s, half_s, 0.0, 0.0, 0.0)
+    own = {"stages": stages, "per_step": microbatches, "window": microbatches, "durations": durations}
     return Setting(0.0, 1, body_s=0.0, chunk_s=CHUNK_S, spread=0.0, jitter=0.0, **own)
 
 
-def run(setting: Setting, second_order: SecondOrder | None, steps: int) -> dict[str, float]:
+def run(world: KfacWorld, steps: int) -> dict[str, float]:
     """Runs one arm for so many steps after a warm-up. Shares are means over the stages, the rest of the worst stage."""
-    world = KfacWorld(setting, second_order)
     world.run_steps(WARM_STEPS)
     begin = world.time.now
     world.run_steps(WARM_STEPS + steps)
@@ -196,10 +179,10 @@ def period(begun: list[int]) -> float:
 
 def row_of(setting: Setting, profile: Profile, steps: int) -> dict[str, Any]:
     """A pipeline with K-FAC's work in the bubbles, without K-FAC, and with the same refreshes in the step."""
-    bare, filled = run(setting, None, steps), run(setting, SecondOrder(profile), steps)
+    bare, filled = run(KfacWorld(setting, None), steps), run(KfacWorld(setting, profile), steps)
     is_refreshed = math.isfinite(filled["period"])
     every = max(1, round(filled["period"])) if is_refreshed else steps
-    in_step = run(setting, SecondOrder(profile, in_bubbles=False, every=every), steps)
+    in_step = run(KfacWorld(setting, profile, in_bubbles=False, least=every), steps)
     return {
         **filled,
         "period": filled["period"] if is_refreshed else None,
@@ -218,18 +201,6 @@ def schedules(options: Any, task: Task) -> dict[str, list[dict[str, Any]]]:
         row["work_over_bubble"] = profile.work_over_bubble(stages, count)
         found.setdefault("pipelines", []).append(row | row_of(pipeline(profile, stages, count), profile, steps))
         tell(found["pipelines"][-1])
-    profile = PROFILES["BERT-Base"]
-    for one_way_ms, puts_off in itertools.product(LATENCIES_MS, (False, True)):
-        rows = []
-        for seed in (1, 2, 3):
-            unlike = Setting(one_way_ms / 1e3, seed, puts_off=puts_off)
-            links = {
-                key: getattr(unlike, key) for key in ("one_way_s", "seed", "body_s", "spread", "jitter", "puts_off")
-            }
-            rows.append(row_of(dataclasses.replace(pipeline(profile, STAGES, 8), **links), profile, steps))
-        row = {"one_way_ms": one_way_ms, "puts_off": puts_off} | kit.medians(rows)
-        found.setdefault("links", []).append(row)
-        tell(row)
     return found
 
 
@@ -249,12 +220,7 @@ def _inverse(factor: Tensor) -> Tensor:
 
 
 class Kfac(AdamW):
-    """The rule of these layers' weights; hooks on the layers collect curvature.
-
-    Args:
-        every: steps from one refresh to the next.
-        lag: steps from a refresh's microbatches to the first step with its inverses.
-    """
+    """The rule of these layers' weights, with new curvature every so many steps, which is first used after `lag`."""
 
     def __init__(self, layers: Sequence[Linear], inner: InnerSection, every: int, lag: int) -> None:
         super().__init__([layer.weight for layer in layers], inner)

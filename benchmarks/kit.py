@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from importlib.metadata import version
+from itertools import pairwise
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -117,6 +118,15 @@ def medians(rows: Sequence[Mapping[str, Any]], keys: Iterable[str] | None = None
 def median_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
     """The median of the ratios of pairs that were measured in the same turn."""
     return statistics.median(one / other for one, other in zip(ours, theirs, strict=True))
+
+
+def reached(curve: Sequence[Sequence[float]], column: int, loss: float, of: float) -> float | None:
+    """Where a curve is first down to a loss (its last column), interpolated, as a share of `of`; None if never."""
+    for before, at in pairwise(curve):
+        if at[-1] <= loss:
+            part = 0.0 if before[-1] <= loss else (before[-1] - loss) / (before[-1] - at[-1])
+            return (before[column] + part * (at[column] - before[column])) / of
+    return None
 
 
 def rounded(value: float | None, digits: int = 3) -> float | None:

@@ -33,26 +33,14 @@ from tests.e2e.small_run import small_run, write_text
 from tests.security.liar import LIES
 
 HONEST = "honest"
-
-
 LIAR = 3
-
-
 LIMIT_S = 300.0
 """Timeout of one run, in seconds."""
-
-
 HELD_OUT = 64
 """Microbatches."""
-
-
 SETTLES_S = 2.0
 """After the liar was killed, so that what was under way through it is done."""
-
-
 SCHEDULE = {"kind": "cosine", "warmup_steps": 5, "total_steps": 5000, "final_ratio": 0.0}
-
-
 NOBODY: Final = "nobody"
 CONTRIBUTIONS: Final = (HONEST, "nan", "million", "million-declared", "shapes", "round", "garbage")
 ROUNDS: Final = tuple(sorted(set(LIES) - {HONEST}))

@@ -1,17 +1,14 @@
 """What SOAP, Muon and AdamW with 8-bit moments are worth as inner optimizers against AdamW.
 
-One small model, trained to the end of a cosine schedule with the product's parts on the same text in the same order; a
-token is a byte. Each optimizer has every learning rate and seed. `soap` refreshes its bases between microbatches, as in
-a peer's idle time, `soap in step` the same bases at the same steps inside the inner step, `soap at once` is the
-published algorithm. Seconds are the process's own; `foreground_s` leaves out what was computed between microbatches.
-`best` has for each optimizer and seed the learning rate with the least final loss, and `steps_share` and
-`seconds_share`: of AdamW's, until the last loss of AdamW's best (null: never). `summary` has medians over the seeds.
+One small model, trained to the end of a cosine schedule with the product's parts; a token is a byte. `soap` refreshes
+its bases between microbatches, as in a peer's idle time, `soap in step` the same bases inside the inner step.
+`foreground_s`: processor time without that between microbatches. `best`: for each optimizer and seed the learning rate
+with the least final loss, and the shares of AdamW's steps and seconds until its best's last loss (null: never).
 """
 
 from __future__ import annotations
 
 import itertools
-import statistics
 import sys
 import time
 from collections import deque
@@ -26,21 +23,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from benchmarks import kit
-from benchmarks.kit import READER, Learner, run_of, source_of, tell
+from benchmarks.kit import READER, Learner, reached, run_of, source_of, tell
 from node.data.feed import TrainingFeed, held_out_microbatches, open_documents
 from node.model.device import flush_denormals
 from node.model.moments import MomentType
 from node.model.optimizer import Accumulator, InnerOptimizer, StepFigures
 from node.model.optimizers.inner_rule import AtDeadline
-from node.model.optimizers.soap import Soap
 from node.solo.trainer import evaluate
 from protocol.manifest.manifest import Manifest
 from swarm.vocabulary.errors import StateError
 
 POINTS: Final = 20
 """Of a curve, after the one before training."""
-WARM: Final = 10
-"""First steps that are left out of `p99_step_ms`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +58,7 @@ class Arm:
     """An inner optimizer, and when its refreshes are computed."""
 
     name: str
-    lag: int = 2
     in_idle_time: bool = False
-    spread: bool = True
     moments: MomentType = MomentType.FLOAT32
 
 
@@ -76,16 +68,13 @@ ARMS: Final = {
     "muon": Arm("muon"),
     "soap": Arm("soap", in_idle_time=True),
     "soap in step": Arm("soap"),
-    "soap at once": Arm("soap", lag=1, spread=False),
 }
-COMPARED: Final = ("adamw", "muon", "soap")
-"""With every learning rate; the others with the middle one."""
 
 
 def manifest_of(task: Task, arm: Arm, seed: int, rate: float) -> Manifest:
     size = {key: getattr(task, key) for key in ("hidden", "heads", "feed_forward", "sequence", "rows", "microbatches")}
     schedule = {"kind": "cosine", "warmup_steps": task.steps // 20, "total_steps": task.steps}
-    inner = {"name": arm.name, "learning_rate": rate, "refresh_lag": arm.lag}
+    inner = {"name": arm.name, "learning_rate": rate}
     data = {"source": task.source, "held_out": 0.1}
     return run_of("optimizers", [0, task.blocks], seed=seed, data=data, inner=inner, schedule=schedule, **size)
 
@@ -113,20 +102,14 @@ class Trainer(Learner):
     """The model with its inner optimizers, as data node and stage peers have them."""
 
     def __init__(self, manifest: Manifest, arm: Arm) -> None:
-        self._idle, self._arm = IdleTime(), arm
+        self.idle, self._arm = IdleTime(), arm
         self._feed = TrainingFeed(manifest, open_documents(manifest), READER)
         self._seconds = 0.0
-        self.step_ms: list[float] = []
-        """Of the inner steps of all modules together."""
         super().__init__(manifest, partial(self._optimizer, manifest))
 
     @property
     def foreground_s(self) -> float:
-        return self._seconds - self._idle.seconds
-
-    @property
-    def idle_s(self) -> float:
-        return self._idle.seconds
+        return self._seconds - self.idle.seconds
 
     def next_step(self) -> tuple[StepFigures, ...]:
         """One inner step of every module, with the next microbatches."""
@@ -134,22 +117,14 @@ class Trainer(Learner):
         for _ in range(self.manifest.microbatches_per_step):
             self.add(self._feed.next())
             if self._arm.in_idle_time:
-                self._idle.fill()
-        stepping = time.thread_time()
+                self.idle.fill()
         figures = self.step()
-        self.step_ms.append((time.thread_time() - stepping) * 1e3)
         self._seconds += time.thread_time() - begun
         return figures
 
     def _optimizer(self, manifest: Manifest, sums: Sequence[Accumulator]) -> InnerOptimizer:
-        submit = self._idle.submit if self._arm.in_idle_time else AtDeadline
-        optimizer = InnerOptimizer(manifest.training, sums, submit=submit, moments=self._arm.moments)
-        if not self._arm.spread:
-            optimizer.rules = tuple(
-                Soap(rule.parameters, manifest.training.inner, spread=False) if isinstance(rule, Soap) else rule
-                for rule in optimizer.rules
-            )
-        return optimizer
+        submit = self.idle.submit if self._arm.in_idle_time else AtDeadline
+        return InnerOptimizer(manifest.training, sums, submit=submit, moments=self._arm.moments)
 
 
 def measure(task: Task, name: str, seed: int, rate: float) -> dict[str, Any]:
@@ -170,13 +145,10 @@ def trained(task: Task, manifest: Manifest, trainer: Trainer) -> dict[str, Any]:
             diverged = True
         if step in measured_at and not diverged:
             curve.append([step, round(trainer.foreground_s, 3), evaluate(trainer.model, texts)["loss"]])
-    times = sorted(trainer.step_ms[WARM:] or trainer.step_ms)
     return {
         "loss": None if diverged else curve[-1][2],
         "foreground_s": trainer.foreground_s,
-        "idle_s": trainer.idle_s,
-        "median_step_ms": statistics.median(times),
-        "p99_step_ms": times[int(0.99 * (len(times) - 1))],
+        "idle_s": trainer.idle.seconds,
         "curve": curve,
     }
 
@@ -191,7 +163,7 @@ def best_of(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                 best[run["arm"]] = run
         adamw = best.get("adamw")
         for run in best.values():
-            row = {key: run[key] for key in ("arm", "seed", "rate", "loss", "median_step_ms", "p99_step_ms", "idle_s")}
+            row = {key: run[key] for key in ("arm", "seed", "rate", "loss", "idle_s")}
             if adamw is not None:
                 row["steps_share"] = reached(run["curve"], 0, adamw["loss"], adamw["curve"][-1][0])
                 row["seconds_share"] = reached(run["curve"], 1, adamw["loss"], adamw["curve"][-1][1])
@@ -200,39 +172,23 @@ def best_of(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def reached(curve: Sequence[Sequence[float]], column: int, loss: float, of: float) -> float | None:
-    """Where a curve is first down to a loss (its last column), interpolated, as a share of `of`; None if never."""
-    for before, at in itertools.pairwise(curve):
-        if at[-1] <= loss:
-            part = 0.0 if before[-1] <= loss else (before[-1] - loss) / (before[-1] - at[-1])
-            return (before[column] + part * (at[column] - before[column])) / of
-    return None
-
-
 def summary(best: Sequence[dict[str, Any]]) -> dict[str, dict[str, float | None]]:
-    """Medians over the seeds, for each arm; null where most seeds have none."""
-    found: dict[str, dict[str, float | None]] = {}
-    for name in dict.fromkeys(row["arm"] for row in best):
-        rows = [row for row in best if row["arm"] == name]
-        keys = [key for key in rows[0] if key not in ("arm", "seed")]
-        most = [key for key in keys if 2 * sum(row[key] is not None for row in rows) > len(rows)]
-        found[name] = dict.fromkeys(keys) | kit.medians(rows, most)
-    return found
+    """Medians over the seeds, for each arm; of the shares over those that got there."""
+    names = dict.fromkeys(row["arm"] for row in best)
+    rows = {name: [row for row in best if row["arm"] == name] for name in names}
+    return {name: kit.medians(of, [key for key in of[0] if key not in ("arm", "seed")]) for name, of in rows.items()}
 
 
 def measure_all(options: Any) -> dict[str, Any]:
     torch.set_num_threads(1)
     flush_denormals()
     task = Task(options.steps, hidden=options.hidden, source=source_of(options.text))
-    middle = sorted(options.rates)[len(options.rates) // 2]
     runs: list[dict[str, Any]] = []
     for seed, name, rate in itertools.product(options.seeds, options.arms, options.rates):
-        if name in COMPARED or rate == middle:
-            runs.append(measure(task, name, seed, rate))
-            tell({key: runs[-1][key] for key in ("arm", "seed", "rate", "loss")})
+        runs.append(measure(task, name, seed, rate))
+        tell({key: runs[-1][key] for key in ("arm", "seed", "rate", "loss")})
     best = best_of(runs)
-    settings = asdict(task) | {"source": task.source.partition(":")[0]}
-    return {"task": settings, "summary": summary(best), "best": best, "runs": runs}
+    return {"task": asdict(task), "summary": summary(best), "best": best, "runs": runs}
 
 
 def main() -> None:

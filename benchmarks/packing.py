@@ -1,10 +1,10 @@
 """Packing of documents into microbatches: ours, concatenation with a document mask, and WLB-LLM's outlier queues.
 
-Documents (the standard library's modules by their bytes, and log-normal lengths, or a JSON list of `--lengths`) are
-drawn in a seeded order again and again until there are so many microbatches of at most T tokens, of which at most S
-attend to each other. `ours` is what a data node packs (`node.data.document_packer` by `swarm.workload.block_end`);
-`concat` one stream, cut every T tokens; `queues`: documents longer than a quarter of S wait until there is one for each
-of a batch's 8 microbatches; a batch is packed by cost, the longest first (arXiv:2503.17924, section 4.2).
+Documents (the standard library's modules by their bytes, and log-normal lengths) are drawn in a seeded order again and
+again until there are so many microbatches of at most T tokens, of which at most S attend to each other. `ours` is what
+a data node packs (`node.data.document_packer` by `swarm.workload.block_end`); `concat` one stream, cut every T tokens;
+`queues`: documents longer than a quarter of S wait until there is one for each of a batch's 8 microbatches; a batch is
+packed by cost, the longest first (arXiv:2503.17924, section 4.2).
 
 A document costs d + r d^2, r that of a model of this width. `max_over_mean`: of all runs of 8 microbatches, the largest
 cost over the mean one; `cv2`: squared coefficient of variation of all costs; `padding`: share of T that is empty;
@@ -14,7 +14,6 @@ of packing 64 microbatches or a million tokens.
 
 from __future__ import annotations
 
-import json
 import math
 import random
 import sys
@@ -33,7 +32,6 @@ from benchmarks import kit
 from benchmarks.kit import run_of, tell
 from node.data.document_packer import BLOCK_MICROBATCHES, MOST_DOCUMENTS, tokens_of_block, tokens_of_last
 from protocol.manifest.model import quadratic_share
-from swarm.vocabulary.errors import ConfigError
 from swarm.workload.block_end import pack_and_end
 from swarm.workload.filling import Room
 
@@ -42,7 +40,6 @@ QUEUES: Final = (0.25, 0.5, 0.75)
 """Of S: documents longer than these are outliers of one queue each."""
 SEED: Final = 5
 BARS: Final = {"max_over_mean": 1.04, "cv2": 0.002, "padding": 0.02, "ms_a_block": 20.0}
-
 Packed = tuple[int, ...]
 """One microbatch: the lengths of its documents and pieces."""
 
@@ -236,22 +233,11 @@ SETTINGS: Final[tuple[tuple[str, Callable[[], list[int]], int, int], ...]] = (
 )
 
 
-def read_lengths(path: Path) -> list[int]:
-    """Raises ConfigError for what is no list of lengths."""
-    lengths = json.loads(path.read_text())
-    if not isinstance(lengths, list) or not lengths or not all(type(one) is int and one >= 1 for one in lengths):
-        raise ConfigError(f"{path} is not a JSON list of whole numbers from 1")
-    return lengths
-
-
 def measure(options: Any) -> dict[str, Any]:
     share = quadratic_share(
         run_of("packing", [1], hidden=options.hidden, heads=1, sequence=8, rows=1, microbatches=1).model
     )
     settings = SETTINGS[2:3] if options.quick else SETTINGS
-    if options.lengths is not None:
-        own = partial(read_lengths, options.lengths)
-        settings = ((str(options.lengths), own, options.sequence, options.tokens or 4 * options.sequence),)
     found = {}
     for name, lengths, sequence, tokens in settings:
         task = Task(lengths(), sequence, tokens, share, options.microbatches)
@@ -261,8 +247,7 @@ def measure(options: Any) -> dict[str, Any]:
 
 
 def main() -> None:
-    own = {"lengths": Path, "sequence": 4096, "tokens": 0}
-    kit.run(__doc__, measure, {"microbatches": 64}, hidden=256, microbatches=512, **own)
+    kit.run(__doc__, measure, {"microbatches": 64}, hidden=256, microbatches=512)
 
 
 if __name__ == "__main__":

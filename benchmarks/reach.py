@@ -37,11 +37,7 @@ from tests.e2e.small_run import Watch, small_run, write_text
 
 RELAYED_BYTES = 10**12
 """More than is sent."""
-
-
 PUBLIC_HOSTS = 5
-
-
 BYSTANDER, _, _, STRANGER, DIRECT_PLACE = range(PUBLIC_HOSTS)
 """The first three are where a run begins, with one node for each of its stages."""
 

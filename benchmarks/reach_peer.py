@@ -31,11 +31,7 @@ from swarm.vocabulary.pipeline_messages import MicrobatchControl, MicrobatchTens
 from swarm.vocabulary.types import ModuleId, PeerId, PeerState, RunId
 
 BATCHES = 6
-
-
 PATIENCE_S = 120.0
-
-
 RELAY = "relay"
 
 

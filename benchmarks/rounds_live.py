@@ -1,28 +1,23 @@
-"""What rounds and checkpoints cost training: the pace of a real swarm during rounds, and how long they hold the compute
+"""What rounds and checkpoints cost training: a real swarm's pace during rounds, and how long they hold a compute
 thread.
 
-`live`: every node is `tests/e2e/emulated.py`: a data node, and replicas of one stage, whose visit takes `--forward-ms`
-forward and twice that backward; links carry 100 Mbit/s each way. A round lasts from the first replica's snapshot until
-the last one has the new anchor, and a visit longer. `pace_ratio` is the rate of completed microbatches during rounds
-over that between them, all after the first; `computed_ratio` is the same of the devices' computing time, which no
-border cuts (`computed`, both; `computed_of_home` is all of it over what completed microbatches took). `of_the_emulated`
-is the pace over that of devices that never wait: where it is far below 1, the machine was too slow for so many nodes.
-`not_of_all` are rounds without a slow replica.
+`live`: a data node and replicas of one stage on emulated devices (`tests/e2e/emulated.py`); a visit takes
+`--forward-ms` forward and twice that backward; links carry 100 Mbit/s. A round lasts from the first snapshot until the
+last replica has the new anchor, and a visit longer. `pace_ratio`: completed microbatches a second during rounds over
+that between them, but for the first; `computed_ratio`: the same of the devices' computing time, which no border cuts.
+`of_the_emulated`: the pace over that of devices that never wait; far below 1 the machine was too slow for the nodes.
+`not_of_all`: rounds without a slow replica.
 
 `jobs`: a stage of ten million parameters with AdamW, the node's own jobs on a real compute thread, in its processor
-time: `ms` of all jobs of a kind in one round, `longest_ms`, `jobs`. `start` and `put_on` once in a node's life;
-`snapshot` and `carry` in a round (`carry_at_rest` without an inner step in between); `adopt`; a lone replica's outer
-step, prepared on the averaging thread (`alone`) or not (`alone_at_once`); the copy of a `checkpoint`, with an inner
-step due at once (`checkpoint_in_haste`) or not. `share_of_a_round` is snapshot and carry over the time that a device of
-`--tflops` computes between two rounds of the recipe's run for four such stages with four replicas each;
-`pace_during_rounds` what they leave of it while an uplink of 100 Mbit/s sends the round's bytes.
+time. `snapshot` and `carry` come in a round, `alone` is a lone replica's outer step, prepared on the averaging thread.
+`share_of_a_round`: snapshot and carry over the time that a device of `--tflops` computes between two rounds of the
+recipe's run for four such stages with four replicas each.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import math
 import statistics
 import sys
 import tempfile
@@ -57,10 +52,9 @@ from node.local_swarm.setup import LocalSwarmOptions, Place
 from node.model.optimizer import Accumulator, InnerOptimizer, StepFigures
 from node.model.parts import build_block_stack
 from node.observability.events import RoundCommitted
-from protocol.codecs import encoded_bytes
 from protocol.interfaces.clock import SystemClock
 from protocol.manifest.manifest import Manifest
-from swarm.vocabulary.types import Codec, MicrobatchId, ModuleId, PeerId
+from swarm.vocabulary.types import MicrobatchId, ModuleId, PeerId
 from tests.e2e.emulated import Network, Spec, read_computed
 from tests.e2e.flight_record import HOME, read_flights
 from tests.e2e.small_run import write_text
@@ -68,32 +62,15 @@ from tests.node.small_manifest import small_manifest
 
 # ---- live ------------------------------------------------------------------------------------------------------------
 
-
 MODULE: Final = ModuleId(1)
-
-
 BLOCKS: Final = (0, 3)
-
-
 HEADS: Final = 8
-
-
 ROW: Final = 32
-
-
 PER_STEP: Final = 4
-
-
 WINDOW_OF_EACH: Final = 3
 """Microbatches under way for each replica."""
-
-
 BYTES_PER_S: Final = 12.5e6
-
-
 DATA_FORWARD_S: Final = 0.003
-
-
 BACKWARD_FACTOR: Final = 2.0
 
 
@@ -157,11 +134,7 @@ class Seen(NamedTuple):
 
 
 async def run(folder: Path, setting: Setting, seconds: float, starting_s: float) -> Seen:
-    """Runs the swarm.
-
-    Raises:
-        RuntimeError: nodes do not come up or end, or no round is held; says so in a sentence.
-    """
+    """Runs the swarm. Raises RuntimeError if nodes do not come up or end, or no round is held."""
     network, flights = folder / "network.json", folder / "flights.json"
     computed = [folder / f"computed-{index}" for index in range(1 + setting.peers)]
 
@@ -216,11 +189,7 @@ async def _rounds(swarm: LocalSwarm, replicas: int, seconds: float, first_within
 
 
 def compare(seen: Seen, setting: Setting) -> dict[str, Any]:
-    """The paces. The first round is left out: until then the swarm has not found its pace.
-
-    Raises:
-        RuntimeError: there are too few rounds, or none with time after it.
-    """
+    """The paces, without the first round. Raises RuntimeError if too few rounds have time after them."""
     homes, rounds, numbers = seen.homes, seen.rounds, range(1, len(seen.homes) + 1)
 
     def count(begin: float, end: float) -> float:
@@ -260,10 +229,7 @@ def compare(seen: Seen, setting: Setting) -> dict[str, Any]:
 
 # ---- jobs ------------------------------------------------------------------------------------------------------------
 
-
 Result = TypeVar("Result")
-
-
 LARGE_STAGE: Final = {
     "model__hidden": 512,
     "model__heads": 8,
@@ -272,27 +238,11 @@ LARGE_STAGE: Final = {
     "stages__blocks": [0, 3],
 }
 SMALL_STAGE: Final = LARGE_STAGE | {"model__hidden": 64, "model__feed_forward": 128}
-
-
 RULE: Final = OuterRule(0.7, 0.9)
-
-
 TOKENS: Final = 4096
-
-
 STAGES: Final = 4
-
-
 REPLICAS: Final = 4
-
-
 LONE_EVERY: Final = 2
-
-
-UPLINK_BYTES_PER_S: Final = 12.5e6
-
-
-CODECS: Final = (Codec.NONE, Codec.INT8, Codec.INT4)
 
 
 class Measured(ComputeThread):
@@ -373,7 +323,6 @@ async def measure_jobs(rounds: int, manifest: Manifest) -> tuple[int, dict[str, 
         async def job(work: Callable[[], Result]) -> Result:
             return await compute.run(Priority.UPKEEP, work)
 
-        compute.begin("start")
         store = AnchorStore(await job(partial(_put_on, trained.local, None)))
         clock = SystemClock()
         rule = AloneRule(LONE_EVERY, RULE, clock)
@@ -385,16 +334,14 @@ async def measure_jobs(rounds: int, manifest: Manifest) -> tuple[int, dict[str, 
 
         for number in range(rounds):
             tell(f"jobs: round {number + 1} of {rounds}")
-            for kind in ("carry", "carry_at_rest"):
-                sync.after_inner_step(await step())
-                compute.begin("snapshot")
-                snapshot = await sync.snapshot()
-                anchor = await averaging.run(Priority.UPKEEP, partial(averaged, store, snapshot))
-                if kind == "carry":
-                    sync.after_inner_step(await step())
-                sync.committed(snapshot)
-                compute.begin(kind)
-                await sync.carry(snapshot, anchor, None)
+            sync.after_inner_step(await step())
+            compute.begin("snapshot")
+            snapshot = await sync.snapshot()
+            anchor = await averaging.run(Priority.UPKEEP, partial(averaged, store, snapshot))
+            sync.after_inner_step(await step())
+            sync.committed(snapshot)
+            compute.begin("carry")
+            await sync.carry(snapshot, anchor, None)
 
             await step()
             compute.begin("checkpoint")
@@ -405,28 +352,14 @@ async def measure_jobs(rounds: int, manifest: Manifest) -> tuple[int, dict[str, 
             assert state.copying is not None
             await asyncio.to_thread(_read, state.copying.pieces)
 
-            await step()
-            compute.begin("checkpoint_in_haste")
-            state = await job(partial(capture, visits=1, tokens=TOKENS, agreed=agreed))
-            assert state.copying is not None
-            reading = asyncio.create_task(asyncio.to_thread(_read, state.copying.pieces))
-            await job(state.copying.finish)
-            await reading
-
-            compute.begin("put_on")
-            await job(partial(_put_on, trained.local, store.current))
             compute.begin("adopt")
             await sync.adopt(store.current)
             sync.stand_alone(True)
-            for kind in ("alone", "alone_at_once"):
-                before = store.current.version.round
-                while not sync.lone_step_due:
-                    sync.after_inner_step(await step())
-                compute.begin(kind)
-                if kind == "alone":
-                    await sync.prepare_lone_step()
-                await job(trained.optimizer.before_step)
-                assert store.current.version.round == before + 1
+            while not sync.lone_step_due:
+                sync.after_inner_step(await step())
+            compute.begin("alone")
+            await sync.prepare_lone_step()
+            await job(trained.optimizer.before_step)
             sync.stand_alone(False)
         return trained.local.layout.elements, compute.figures()
 
@@ -436,20 +369,6 @@ def _read(pieces: Callable[[], Any]) -> None:
         pass
 
 
-def between_rounds_s(elements: int, hidden: int, flops: float) -> tuple[dict[str, int], float]:
-    """The recipe's choice, and the seconds that a device computes between two rounds."""
-    recipe = choose_recipe(STAGES * elements, elements, hidden, STAGES, REPLICAS, None)
-    chosen = {"inner_steps": recipe.inner_steps.value, "step_tokens": recipe.step_tokens.value}
-    return chosen, 6.0 * elements * math.prod(chosen.values()) / flops
-
-
-def pace_during_rounds(elements: int, held_s: float) -> dict[str, float]:
-    """By codec: the share of the exchange's time that is left for training."""
-    sent = 2 * (REPLICAS - 1) / REPLICAS
-    seconds = {codec: sent * encoded_bytes(codec, elements) / UPLINK_BYTES_PER_S for codec in CODECS}
-    return {codec.name.lower(): round(1 - held_s / exchange_s, 4) for codec, exchange_s in seconds.items()}
-
-
 # ---- all -------------------------------------------------------------------------------------------------------------
 
 
@@ -457,15 +376,15 @@ def held_by_jobs(options: Any) -> dict[str, Any]:
     manifest = small_manifest(**(SMALL_STAGE if options.quick else LARGE_STAGE))
     elements, jobs = asyncio.run(measure_jobs(options.rounds, manifest))
     held = jobs["snapshot"]["ms"] + jobs["carry"]["ms"]
-    chosen, between_s = between_rounds_s(elements, manifest.model.hidden, options.tflops * 1e12)
+    # 6 operations a parameter and token, between two rounds of the run that the recipe chooses.
+    recipe = choose_recipe(STAGES * elements, elements, manifest.model.hidden, STAGES, REPLICAS, None)
+    between_s = 6.0 * elements * recipe.inner_steps.value * recipe.step_tokens.value / (options.tflops * 1e12)
     return {
         "parameters": elements,
         "jobs": jobs,
         "held_ms_a_round": round(held, 2),
-        "between_rounds": {**chosen, "tflops": options.tflops, "seconds": round(between_s, 2)},
+        "seconds_between_rounds": round(between_s, 2),
         "share_of_a_round": round(held / 1e3 / between_s, 5),
-        "share_alone": round(jobs["alone"]["ms"] / 1e3 / between_s, 5),
-        "pace_during_rounds": pace_during_rounds(elements, held / 1e3),
     }
 
 

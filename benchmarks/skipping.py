@@ -3,10 +3,9 @@
 One model of 12 stages, trained by the product's own loop (`node.solo.trainer`) on the same text in the same order; a
 token is a byte. `tokens`: all arms at equal tokens. An arm called by a fraction has paths through that share of the
 stages, stage 0 always, as the planner chooses them; the others are variations of 1/2: `spread` chooses stages evenly
-spread over the depth, `swap` visits two neighbouring stages in the other order (SkipPipe), `tenth` and `warm` take full
-paths for every tenth step and for the first quarter. `behind` is how far the full model's perplexity is above that of
-`full`, `half_spread_drop` and `half_random_drop` how far that of half of the stages (evenly spread; 8 random draws) is
-above the same full model's.
+spread over the depth, `swap` visits two neighbouring stages in the other order (SkipPipe). `behind` is how far the full
+model's perplexity is above that of `full`, `half_spread_drop` and `half_random_drop` how far that of half of the stages
+(evenly spread; 8 random draws) is above the same full model's.
 
 `time`: all arms get the emulated seconds in which full paths make `--steps` steps. Each stage after stage 0 has two
 replicas of 1 to 4 visits a second, log-uniform by seed; the first full stage sets the pace; an arm that is faster
@@ -32,8 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from benchmarks import kit
-from benchmarks.kit import medians, run_of, source_of, tell
-from benchmarks.optimizers import reached
+from benchmarks.kit import medians, reached, run_of, source_of, tell
 from node.data.feed import held_out_microbatches, open_documents
 from node.data.packing import Microbatch
 from node.pipeline.admission import path_rules
@@ -131,16 +129,6 @@ def swapped(manifest: Manifest, task: Task) -> ChooseStages:
     return choose
 
 
-def every_tenth_step_full(manifest: Manifest, task: Task) -> ChooseStages:
-    skipping = spread(manifest, task)
-    return lambda number: all_stages(STAGES) if number // task.microbatches % 10 == 9 else skipping(number)
-
-
-def first_quarter_full(manifest: Manifest, task: Task) -> ChooseStages:
-    skipping = spread(manifest, task)
-    return lambda number: all_stages(STAGES) if number < task.paths // 4 else skipping(number)
-
-
 ARMS: Final[dict[str, tuple[int, Callable[[Manifest, Task], ChooseStages]]]] = {
     "full": (STAGES, planned),
     "3/4": (STAGES * 3 // 4, planned),
@@ -148,8 +136,6 @@ ARMS: Final[dict[str, tuple[int, Callable[[Manifest, Task], ChooseStages]]]] = {
     "1/2": (STAGES // 2, planned),
     "spread": (STAGES // 2, spread),
     "swap": (STAGES // 2, swapped),
-    "tenth": (STAGES // 2, every_tenth_step_full),
-    "warm": (STAGES // 2, first_quarter_full),
 }
 """How many stages a path visits, stage 0 included, and how they are chosen."""
 

@@ -32,15 +32,9 @@ from node.observability.events import CaughtUp, RoundCommitted
 from protocol.manifest.manifest import Manifest, manifest_from_table
 
 SAMPLE_S = 5.0
-
-
 SETTLING_S = 90.0
 """Of a node's life before its memory is looked at: imports, first buffers, first rounds."""
-
-
 LONG_LIFE_S = 180.0
-
-
 EVALUATED = 32
 
 

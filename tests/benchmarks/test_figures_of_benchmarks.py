@@ -8,7 +8,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -137,7 +136,7 @@ def test_the_best_learning_rates_are_compared_where_they_reach_adamws_last_loss(
     def run(arm: str, rate: float, *losses: float) -> dict[str, Any]:
         curve = [[10 * at, 2.0 * at, loss] for at, loss in enumerate(losses)]
         row = {"arm": arm, "seed": 1, "rate": rate, "loss": losses[-1], "curve": curve}
-        return row | dict.fromkeys(("median_step_ms", "p99_step_ms", "idle_s"), 1.0)
+        return row | {"idle_s": 1.0}
 
     runs = [run("adamw", 0.1, 5, 4, 3), run("adamw", 0.2, 5, 4, 3.5), run("muon", 0.1, 5, 2, 1), run("soap", 0.1, 5, 4)]
     adamw, muon, soap = optimizers.best_of(runs)
@@ -206,19 +205,3 @@ def test_codecs_stand_at_every_boundary_and_without_one_nothing_changes(text: Pa
     coded.gradients(microbatch)
     elements = microbatch.size * 16
     assert (plain.sent_bytes, coded.sent_bytes) == (2 * 3 * 4 * elements, 2 * 3 * elements * 33 // 32)
-
-
-def test_what_an_encoding_left_out_comes_in_the_rounds_after() -> None:
-    """No worker trains after the first round; the anchor still gets ever nearer to their mean."""
-    manifest = codecs.run_of("codecs", [1], hidden=16, sequence=16, rows=2, microbatches=1)
-    workers, anchor = [codecs.Coded(manifest, Codec.NONE) for _ in range(3)], np.empty(0, np.float32)
-    for seed, worker in enumerate(workers):
-        start = codecs.flat(worker).numpy()
-        anchor = start.copy()
-        codecs.write(worker, start + np.random.default_rng(seed).standard_normal(len(start)).astype(np.float32))
-    mean = np.mean([codecs.flat(worker).numpy() for worker in workers], axis=0)
-    away = [float(np.linalg.norm(anchor - mean))]
-    for _ in range(6):
-        codecs.average(workers, anchor, Codec.TOP_K_2)
-        away.append(float(np.linalg.norm(anchor - mean)))
-    assert away == sorted(away, reverse=True)
