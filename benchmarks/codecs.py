@@ -1,214 +1,332 @@
-"""Every codec of ours against every codec of hivemind: how small, how exact, how fast. One process, one thread, both to
-bytes and back.
+"""Every codec of ours against every codec of hivemind, and what codecs cost in loss.
 
-    python benchmarks/codecs.py [--quick] [--compiled] [--steps N] [--text FILE-OR-FOLDER] [--tensors FILE]
+`table`: ratio, error (L2, relative) and speed (GB/s of the tensors, one thread, in turns, medians) on tensors captured
+from training, normal numbers, and hidden states two of whose channels stand out, as in large models (arXiv:2208.07339).
+`encode` ends where the library hands over to its transport (ours: memory, hivemind's: a protobuf message), `decode`
+begins there; `encode_to_bytes` ends with a byte string.
 
-The tensors are those that training makes (`benchmarks.codec_capture`), normal numbers, and hidden states two of whose
-channels stand out. An error is
-|decoded - values| / |values| (L2) over all tensors of a class, a ratio their bytes over the encodings'. Times are taken
-in turns (`benchmarks.codecs_timing`), with the allocator set as in a node (`node.runtime.malloc`). `encode` ends where
-the library hands over to its transport (ours: the encoding's memory; hivemind's: a protobuf message), `encode_to_bytes`
-with a byte string of its own; `decode` begins with what the library's own transport gives (ours: writable memory),
-`decode_from_bytes` with a byte string, which ours has to copy. Ours writes into memory that is there, hivemind's makes
-a tensor.
-
-Prints one JSON object; progress goes to stderr. `targets` says what was to be reached and what was; they are for a
-machine that does nothing else meanwhile.
+`loss`: nats a byte that codecs of what passes between 5 stages, in both directions, cost a small model.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
+import math
 import os
+import statistics
 import sys
-from collections.abc import Sequence
-from importlib.metadata import version
+import time
+import types
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
+os.environ["QUANTIZATION_THREADS"] = "1"  # hivemind's quantiles, which otherwise take up to 128 threads
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import hivemind.compression.quantization as their_quantization
 import numpy as np
 import torch
-from torch import Tensor
+from hivemind.compression import deserialize_torch_tensor, serialize_torch_tensor
+from hivemind.proto import runtime_pb2
+from torch import Tensor, nn
 
-from benchmarks.codec_capture import OUTLIERS, Captured, Task, captured, described
-from benchmarks.codecs_contenders import (
-    WORKAROUND,
-    Contender,
-    Ours,
-    Sent,
-    attempt,
-    contenders,
-    their_decoding_as_it_is,
-    with_workaround,
-)
-from benchmarks.codecs_targets import targets
-from benchmarks.codecs_timing import measured
+from benchmarks import kit
+from benchmarks.kit import READER, Learner, run_of, source_of, tell
+from node.data.feed import TrainingFeed, held_out_microbatches, open_documents
+from node.data.packing import Microbatch
+from node.model import passes
+from node.model.initialization import parameters_of
 from node.runtime.malloc import keep_freed_memory
+from node.solo.trainer import evaluate
+from protocol import codecs
+from protocol.interfaces.tensor_spec import TensorSpec
+from protocol.manifest.manifest import Manifest
 from swarm.vocabulary.types import Codec
 
-TIMED: Final = ("activations", "pseudo_gradient", "outliers", "bf16_parameters")
-MAGNITUDES: Final = tuple(10.0**exponent for exponent in range(-7, 4))
-SWEPT_ELEMENTS: Final = 2**18
+# ---- contenders ------------------------------------------------------------------------------------------------------
+
+Sent = tuple[bytes | bytearray, TensorSpec | None]
+"""What the other side gets: the data, and what our header of some 30 bytes says."""
 
 
-def accuracy(contender: Contender, tensors: Sequence[Tensor], channels: Tensor | None = None) -> dict[str, Any]:
-    """Ratio and error over the tensors; with `channels`, also the error on these alone. Raises what the contender
-    raises."""
-    sent_bytes, wrong, whole = 0, torch.zeros(2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
-    names: set[str] = set()
-    for values in tensors:
-        sent = contender.serialize(contender.encode(values))
-        sent_bytes += len(sent.data)
-        names |= sent_as(contender, sent)
-        exact = values.double()
-        off = contender.decode(sent, torch.empty_like(values)).double() - exact
-        chosen = slice(None) if channels is None else channels
-        wrong += torch.stack([off.square().sum(), off[..., chosen].square().sum()])
-        whole += torch.stack([exact.square().sum(), exact[..., chosen].square().sum()])
-    error = (wrong / whole).sqrt().tolist()
-    found: dict[str, Any] = {
-        "ratio": round(sum(each.nbytes for each in tensors) / sent_bytes, 3),
-        "error": rounded(error[0]),
-    }
-    if channels is not None:
-        found["error_on_normal_channels"] = rounded(error[1])
-    return found | ({"sent_as": sorted(names)} if names else {})
+class Contender(Protocol):
+    """One codec; `received` is what the library's own transport gives to `decode`."""
+
+    name: str
+
+    def encode(self, values: Tensor) -> Any: ...
+    def to_bytes(self, encoded: Any) -> Sent: ...
+    def received(self, sent: Sent) -> Sent: ...
+    def decode(self, sent: Sent, out: Tensor) -> Tensor: ...
 
 
-def sent_as(contender: Contender, sent: Sent) -> set[str]:
-    """The codec that was used instead of the one asked for, if any."""
-    if isinstance(contender, Ours) and sent.spec is not None and sent.spec.codec is not contender.codec:
-        return {sent.spec.codec.name}
-    return set()
+class Ours:
+    def __init__(self, codec: Codec) -> None:
+        self.codec, self.name = codec, f"skipstone.{codec.name}"
+
+    def encode(self, values: Tensor) -> codecs.Encoded:
+        return codecs.encode(values, self.codec)
+
+    def to_bytes(self, encoded: codecs.Encoded) -> Sent:
+        return bytes(encoded.data), encoded.spec
+
+    def received(self, sent: Sent) -> Sent:
+        return bytearray(sent[0]), sent[1]
+
+    def decode(self, sent: Sent, out: Tensor) -> Tensor:
+        assert sent[1] is not None
+        codecs.decode(sent[1], memoryview(sent[0]), out)
+        return out
 
 
-def rounded(value: float) -> float:
-    return float(f"{value:.4g}")
+class Theirs:
+    def __init__(self, compression: str) -> None:
+        self.compression, self.name = compression, f"hivemind.{compression}"
+
+    def encode(self, values: Tensor) -> Any:
+        return serialize_torch_tensor(values, runtime_pb2.CompressionType.Value(self.compression))
+
+    def to_bytes(self, encoded: Any) -> Sent:
+        return encoded.SerializeToString(), None
+
+    def received(self, sent: Sent) -> Sent:
+        return sent
+
+    def decode(self, sent: Sent, out: Tensor) -> Tensor:
+        return deserialize_torch_tensor(runtime_pb2.Tensor.FromString(sent[0]))
 
 
-def accuracies(contender: Contender, found: Captured) -> dict[str, Any]:
-    """By class, or what went wrong."""
-    channels = found.classes["outliers"][0].shape[-1]
-    normal = torch.tensor([channel for channel in range(channels) if channel not in OUTLIERS])
+class _NumPyAsBefore(types.ModuleType):
+    """numpy whose `frombuffer` gives the element itself when count is 1: hivemind's 8-bit codecs fail from 2.4 on."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(np, name)
+
+    @staticmethod
+    def frombuffer(*arguments: Any, **options: Any) -> Any:
+        found = np.frombuffer(*arguments, **options)
+        return found[0] if options.get("count") == 1 else found
+
+
+@contextmanager
+def with_workaround() -> Iterator[None]:
+    their_quantization.np = _NumPyAsBefore("numpy")
+    try:
+        yield
+    finally:
+        their_quantization.np = np
+
+
+# ---- tensors ---------------------------------------------------------------------------------------------------------
+
+OUTLIERS: Final = {17: 60.0, 101: 25.0}
+"""Channels of hidden states, and how many times larger they are made."""
+TIMED: Final = ("activations", "pseudo_gradient", "outliers")
+
+
+def captured(options: Any) -> dict[str, list[Tensor]]:
+    """Tensors of a small llama in training, by class; hidden states are of 8 microbatches together."""
+    size = {"hidden": 32, "sequence": 32} if options.quick else {"hidden": 256, "sequence": 128}
+    manifest = run_of(
+        "codecs",
+        [1] * 6,
+        **size,
+        heads=8,
+        rows=8,
+        microbatches=1,
+        data={"source": source_of(options.text)},
+        inner={"learning_rate": 2e-3},
+        schedule={"kind": "constant", "warmup_steps": max(1, options.steps // 10), "total_steps": options.steps + 1},
+    )
+    feed, learner = TrainingFeed(manifest, open_documents(manifest), READER), Coded(manifest, Codec.NONE)
+    for _ in range(options.steps):
+        learner.step([feed.next()])
+    seen: list[list[Tensor]] = []
+    for _ in range(8):
+        learner.gradients(feed.next())
+        seen.append(list(learner.seen))
+    passed = [torch.cat(parts) for parts in zip(*seen, strict=True)]
+    hidden, gradients = passed[: len(passed) // 2], passed[len(passed) // 2 :]
+    before = flat(learner)
+    for _ in range(20):
+        learner.step([feed.next()])
+    outliers = hidden[len(hidden) // 2].clone()
+    for channel, factor in OUTLIERS.items():
+        outliers[..., channel % manifest.model.hidden] *= factor
     return {
-        name: attempt(lambda: accuracy(contender, tensors, normal if name == "outliers" else None))  # noqa: B023
-        for name, tensors in found.classes.items()
+        "activations": hidden,
+        "activation_gradients": gradients,
+        "pseudo_gradient": [before - flat(learner)],
+        "parameters": [flat(learner)],
+        "bf16_parameters": [flat(learner).bfloat16()],
+        "normal": [torch.randn(hidden[0].shape, generator=torch.Generator().manual_seed(1))],
+        "outliers": [outliers],
     }
 
 
-def by_magnitude(contender: Contender) -> dict[str, Any]:
-    """Error on normal numbers of each root mean square."""
-    numbers = torch.randn(SWEPT_ELEMENTS // 256, 256, generator=torch.Generator().manual_seed(2))
-    return {f"{size:.0e}": attempt(lambda: accuracy(contender, [numbers * size])["error"]) for size in MAGNITUDES}  # noqa: B023
+def flat(learner: Learner) -> Tensor:
+    """A copy of all parameters, [elements]."""
+    parameters = (tensor for parts in learner.modules for _, tensor in sorted(parameters_of(*parts).items()))
+    return torch.cat([tensor.detach().flatten() for tensor in parameters])
 
 
-def with_what_is_not_finite(contender: Contender) -> dict[str, Any]:
-    """What becomes of a NaN or an infinity among 64 thousand normal numbers: of it and of the others."""
-    found: dict[str, Any] = {}
-    for bad in (float("nan"), float("inf")):
-        values = torch.randn(256, 256, generator=torch.Generator().manual_seed(3))
-        values[100, 100] = bad
-        found[str(bad)] = attempt(lambda: _with_one(contender, values))  # noqa: B023
+# ---- the table -------------------------------------------------------------------------------------------------------
+
+
+def attempt(call: Callable[[], Any]) -> Any:
+    """The result, or what went wrong in one line."""
+    try:
+        return call()
+    except Exception as error:
+        return f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
+
+
+def accuracy(contender: Contender, tensors: Sequence[Tensor]) -> dict[str, float]:
+    sent_bytes, wrong, whole = 0, 0.0, 0.0
+    for values in tensors:
+        sent = contender.to_bytes(contender.encode(values))
+        sent_bytes += len(sent[0])
+        wrong += float((contender.decode(sent, torch.empty_like(values)).double() - values.double()).square().sum())
+        whole += float(values.double().square().sum())
+    ratio = sum(values.nbytes for values in tensors) / sent_bytes
+    return {"ratio": round(ratio, 3), "error": float(f"{math.sqrt(wrong / whole):.4g}")}
+
+
+def speeds(contenders: Sequence[Contender], values: Tensor, rounds: int) -> dict[str, dict[str, float | None]]:
+    """GB/s by contender and operation; each operation twice a turn, of which the second counts."""
+    seconds: dict[str, dict[str, list[float]]] = {contender.name: {} for contender in contenders}
+    for _ in range(rounds):
+        for contender in contenders:
+            attempt(lambda one=contender: _take_turn(one, values, seconds[one.name]))
+    size = values.nbytes / 1e9
+    return {
+        name: {operation: round(size / statistics.median(times), 3) for operation, times in found.items()}
+        for name, found in seconds.items()
+    }
+
+
+def _take_turn(contender: Contender, values: Tensor, seconds: dict[str, list[float]]) -> None:
+    out, received = torch.empty_like(values), contender.received(contender.to_bytes(contender.encode(values)))
+    calls: dict[str, Callable[[], Any]] = {
+        "encode": lambda: contender.encode(values),
+        "encode_to_bytes": lambda: contender.to_bytes(contender.encode(values)),
+        "decode": lambda: contender.decode(received, out),
+    }
+    for operation, call in calls.items():
+        call()
+        begun = time.perf_counter()
+        call()
+        seconds.setdefault(operation, []).append(time.perf_counter() - begun)
+
+
+def measure_table(options: Any) -> dict[str, Any]:
+    keep_freed_memory()
+    classes = captured(options)
+    names = runtime_pb2.CompressionType.keys()
+    contenders: list[Contender] = [*map(Ours, Codec), *map(Theirs, names)]
+    rows: dict[str, dict[str, Any]] = {}
+    with with_workaround():
+        for one in contenders:
+            tell(f"accuracy of {one.name}")
+            rows[one.name] = {name: attempt(lambda: accuracy(one, of)) for name, of in classes.items()}  # noqa: B023
+            rows[one.name]["speed"] = {}
+        for name in TIMED:
+            values = classes[name][len(classes[name]) // 2]
+            for contender, found in speeds(contenders, values, options.rounds).items():
+                rows[contender]["speed"][name] = found
+    return {"contenders": rows}
+
+
+# ---- loss ------------------------------------------------------------------------------------------------------------
+
+
+class Coded(Learner):
+    """All stages in one process; what a stage hands on, forward and backward, goes through a codec."""
+
+    def __init__(self, manifest: Manifest, codec: Codec) -> None:
+        super().__init__(manifest)
+        self.codec, self.sent_bytes, self.seen = codec, 0, list[Tensor]()
+        """`seen` has what was handed on for the last microbatch."""
+
+    def gradients(self, microbatch: Microbatch) -> tuple[float, dict[nn.Module, tuple[Tensor, ...]]]:
+        self.seen.clear()
+        visits = [passes.forward(self.model.embedding, microbatch.tokens)]
+        for stack in self.model.stacks:
+            visits.append(passes.forward(stack, self._sent(visits[-1].result)))
+        end = passes.forward(self.model.head, self._sent(visits[-1].result), microbatch.labels)
+        found = passes.backward(self.model.head, end)
+        gradients: dict[nn.Module, tuple[Tensor, ...]] = {self.model.head: found.parameters}
+        for part in [*reversed(self.model.stacks), self.model.embedding]:
+            assert found.source is not None
+            found = passes.backward(part, visits.pop(), self._sent(found.source))
+            gradients[part] = found.parameters
+        return end.result.item(), gradients
+
+    def loss(self, microbatch: Microbatch) -> float:
+        """Mean nats per token, through the codec."""
+        with torch.no_grad():
+            hidden = self.model.embedding(microbatch.tokens)
+            for stack in self.model.stacks:
+                hidden = stack(self._sent(hidden))
+            return float(self.model.head(self._sent(hidden), microbatch.labels).item())
+
+    def _sent(self, values: Tensor) -> Tensor:
+        values = values.detach().contiguous()
+        sent, out = codecs.encode(values, self.codec), torch.empty_like(values)
+        codecs.decode(sent.spec, sent.data, out)
+        self.sent_bytes += sent.spec.byte_length
+        self.seen.append(out)
+        return out
+
+
+BOUNDARIES: Final = (Codec.NONE, Codec.BF16, Codec.INT8, Codec.INT4, Codec.TOP_K_4)
+
+
+def loss_run(options: Any, blocks: Sequence[int], seed: int) -> Manifest:
+    size = {"hidden": 16, "sequence": 16} if options.quick else {"hidden": 64, "sequence": 64}
+    schedule = {"kind": "cosine", "warmup_steps": min(40, options.loss_steps // 2), "total_steps": options.loss_steps}
+    data = {"source": source_of(options.text), "held_out": 0.1}
+    inner = {"learning_rate": 4e-3}
+    return run_of(
+        "codecs", blocks, **size, rows=8, microbatches=1, seed=seed, data=data, inner=inner, schedule=schedule
+    )
+
+
+def coded_boundaries(options: Any, codec: Codec, seed: int) -> dict[str, float]:
+    manifest = loss_run(options, [0, 1, 1, 1, 1], seed)
+    documents = open_documents(manifest)
+    feed, learner = TrainingFeed(manifest, documents, READER), Coded(manifest, codec)
+    for _ in range(options.loss_steps):
+        learner.step([feed.next()])
+    per_token = learner.sent_bytes / (options.loss_steps * manifest.microbatch_tokens)
+    return {
+        "loss": evaluate(learner, held_out_microbatches(manifest, 32, documents))["loss"],
+        "bytes_a_token": per_token,
+    }
+
+
+def measure_loss(options: Any) -> dict[str, Any]:
+    rows = {arm.name: [coded_boundaries(options, arm, seed) for seed in options.seeds] for arm in BOUNDARIES}
+    dense = [row["loss"] for row in rows["NONE"]]
+    for of in rows.values():
+        for row, without in zip(of, dense, strict=True):
+            row["behind"] = row["loss"] - without
+    found = {arm: kit.medians(of) for arm, of in rows.items()}
+    tell(found)
     return found
 
 
-def _with_one(contender: Contender, values: Tensor) -> dict[str, Any]:
-    sent = contender.serialize(contender.encode(values))
-    decoded = contender.decode(sent, torch.empty_like(values))
-    others = torch.ones_like(values, dtype=torch.bool)
-    others[100, 100] = False
-    error = ((decoded[others] - values[others]).norm() / values[others].norm()).item()
-    result: dict[str, Any] = {"decoded": str(decoded[100, 100].item()), "error_of_the_others": str(rounded(error))}
-    return result | ({"sent_as": sorted(names)} if (names := sent_as(contender, sent)) else {})
-
-
-def measure(options: argparse.Namespace) -> dict[str, Any]:
-    task = Task(options.steps) if options.text is None else Task(options.steps, f"path:{options.text}")
-    found = captured(task, options.tensors)
-    as_it_is = their_decoding_as_it_is()
-    load = os.getloadavg()[0]
-    with with_workaround():
-        everybody = contenders()
-        rows = {contender.name: figures_of(contender, found) for contender in everybody}
-        for name in TIMED:
-            tensors = found.classes[name]
-            speeds = measured(everybody, name, tensors[len(tensors) // 2], options.repeats)
-            for contender, figures in speeds.items():
-                rows[contender]["speed"][name] = figures
-    return {
-        "machine": machine() | {"load_before_and_after": [load, os.getloadavg()[0]]},
-        "captured": described(task, found),
-        "repeats": options.repeats,
-        "contenders": rows,
-        "hivemind_8_bit_as_it_is": {"decoding": as_it_is, "measured_with": WORKAROUND},
-        "cuda": on_device(found, options.repeats),
-        **({"compiled": compiled(found, options.repeats)} if options.compiled else {}),
-        "targets": targets(rows, as_it_is),
-    }
-
-
-def figures_of(contender: Contender, found: Captured) -> dict[str, Any]:
-    """All but the speed."""
-    print(f"accuracy of {contender.name}", file=sys.stderr)
-    return {
-        "classes": accuracies(contender, found),
-        "error_by_rms": by_magnitude(contender),
-        "not_finite": with_what_is_not_finite(contender),
-        "speed": {},
-    }
-
-
-def on_device(found: Captured, repeats: int) -> dict[str, Any] | str:
-    """Ours with the tensors on a GPU: encoded there, the encoding copied; hivemind's take none from there."""
-    if not torch.cuda.is_available():
-        return "not available"
-    ours = [contender for contender in contenders() if isinstance(contender, Ours)]
-    return {name: measured(ours, f"cuda, {name}", found.classes[name][0].cuda(), repeats) for name in TIMED}
-
-
-def compiled(found: Captured, repeats: int) -> dict[str, Any] | str:
-    """What torch.compile would bring; the product does not use it."""
-    from benchmarks.codecs_compiled import compiled_contenders, compiler
-
-    if compiler() is None:
-        print("no C++ compiler: torch.compile is not measured", file=sys.stderr)
-        return "no C++ compiler"
-    values = found.classes["activations"][0]
-    both = [*compiled_contenders(), Ours(Codec.INT8), Ours(Codec.INT4)]
-    speeds = measured(both, "compiled", values, repeats)
-    return {each.name: {**speeds[each.name], **attempt(lambda: accuracy(each, [values]))} for each in both}  # noqa: B023
-
-
-def machine() -> dict[str, Any]:
-    return {
-        "cores": os.cpu_count(),
-        "torch_threads": torch.get_num_threads(),
-        "python": sys.version.split()[0],
-        "torch": torch.__version__,
-        "numpy": np.__version__,
-        "hivemind": version("hivemind"),
-    }
+def measure(options: Any) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    parts = {"table": measure_table, "loss": measure_loss}
+    return {part: parts[part](options) for part in options.parts}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="short training, few repeats: to see that it works")
-    parser.add_argument("--repeats", type=int, help="turns (default 7)")
-    parser.add_argument("--steps", type=int, help="inner steps before anything is captured (default 200)")
-    parser.add_argument("--text", type=Path, help="read this instead of the standard library's source")
-    parser.add_argument(
-        "--tensors", type=Path, help="safetensors file: read the captured tensors from it, or write them to it"
-    )
-    parser.add_argument("--compiled", action="store_true", help="also measure torch.compile")
-    options = parser.parse_args()
-    options.steps = options.steps or (20 if options.quick else 200)
-    options.repeats = options.repeats or (3 if options.quick else 7)
-    keep_freed_memory()
-    torch.set_num_threads(1)
-    print(json.dumps(measure(options)))
+    usual = {"rounds": 7, "steps": 200, "loss_steps": 600, "seeds": [1, 2], "text": Path}
+    quick = {"rounds": 1, "steps": 4, "loss_steps": 4, "seeds": [1]}
+    kit.run(__doc__, measure, quick, parts=("table", "loss"), **usual)
 
 
 if __name__ == "__main__":

@@ -1,206 +1,335 @@
-"""Experts against one dense path on domains of real text: held-out nats a byte, all arms in one run.
+"""Experts against one dense path on domains of real text: held-out nats a byte, and the pace of a swarm.
 
-    python benchmarks/experts.py [--domains FILE..] [--hidden 16] [--steps 1500] [--seeds 1 2 3] [--json]
+`loss`: a dense path at equal steps (of one microbatch: what the papers compare with), a dense path at equal steps and
+tokens, 2x2 experts with a fitted router, the same with documents dealt by chance; with `--all` also 3x3 with all and
+with half of the text. The first `--prefix` bytes of each document, by which routes are chosen, are left out of all
+losses. Of each file or folder of `--domains` the first 1.1 MB count; without any, those of this machine. Documents are
+pieces of 16 KiB, or shorter where those would be fewer than 128.
 
-Arms: a dense path at equal steps (steps of one microbatch: what the papers compare with), a dense path at equal steps
-and tokens, 2x2 experts with a fitted router, the same experts with documents dealt by chance; with --all also 3x3 with
-all and with half of the text. The first `--prefix` bytes of each document, by
-which routes are chosen, are left out of all losses, the dense arms' too. Routed models are also measured with the route
-chosen anew every 64 and 256 bytes. Of each file the first 1.1 MB count. Documents are pieces of 16 KiB, or shorter
-where those would be fewer than 128; a domain takes 64 KiB at least.
-
-The last line is JSON.
+`swarm`: five real nodes behind links of 20 ms, 2x2 experts against a dense run with two replicas a stage; tokens per
+second, bytes a token of all that the peers send, and `unevenness`: of any 32 microbatches in a row, the most visits of
+a module over the mean of its stage.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
+import asyncio
 import math
 import statistics
 import sys
-import time
+import sysconfig
+import tempfile
+import tomllib
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
-import torch
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.experts_task import (
-    ARMS,
-    HELD_OUT,
-    MORE_ARMS,
-    Arm,
-    Domain,
-    documents_of,
-    domains_of,
-    routed_manifest,
-)
-from node.data.documents import Documents, Place, is_held_out
+import torch
+
+from benchmarks import kit
+from benchmarks.kit import medians, run_of, tell
+from lab.run import Run
+from lab.scenario import scenario_from_table
+from node.data.documents import Documents, is_held_out
 from node.data.feed import held_out_microbatches
-from node.data.packing import Microbatch
-from node.experts.router import Router
+from node.data.sources import PIECE_BYTES
+from node.data.tokenizers import ByteTokenizer
+from node.experts.fitting import fit_router
+from node.experts.router import Router, document_router, router_digest
 from node.model.device import flushed_denormals
+from node.observability.event_json import event_from_json
+from node.observability.events import Completed
 from node.solo.trainer import SoloTrainer, WholeModel, evaluate
 from protocol.manifest.manifest import Manifest
-from swarm.experts.routes import best_route
-from swarm.vocabulary.errors import SkipstoneError
+from swarm.vocabulary.errors import ConfigError
 
-CPU: Final = torch.device("cpu")
-EVERY: Final = (64, 256)
-CURVE_POINTS: Final = 6
-ALL: Final = 10**6
-BARS: Final = {
-    "routed/dense_steps": -0.08,
-    "routed/dense_tokens": -0.015,
-    "random/routed": 0.03,
+# ---- the text --------------------------------------------------------------------------------------------------------
+
+DOMAIN_BYTES: Final = 1_100_000
+LEAST_DOMAIN_BYTES: Final = 2**16
+DOCUMENTS: Final = 128
+"""Of all domains together, at least."""
+LEAST_DOCUMENT_BYTES: Final = 2**10
+SEQUENCE: Final = 128
+ROWS: Final = 4
+HELD_OUT: Final = 0.1
+LEARNING_RATE: Final = {16: 1.6e-2, 32: 8e-3}
+FIT_DOCUMENTS: Final = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Domain:
+    name: str
+    text: bytes
+
+
+class MixedSource:
+    """The documents of several domains: pieces of their text, of one size, whatever share of the text there is."""
+
+    def __init__(self, domains: Sequence[Domain], share: float = 1.0) -> None:
+        size = min(PIECE_BYTES, max(LEAST_DOCUMENT_BYTES, sum(len(domain.text) for domain in domains) // DOCUMENTS))
+        self._pieces = {
+            f"{number}-{domain.name}@{at}": domain.text[at : at + size]
+            for number, domain in enumerate(domains)
+            for at in range(0, int(len(domain.text) * share), size)
+        }
+        self.names = sorted(self._pieces)
+
+    def read(self, name: str) -> bytes:
+        return self._pieces[name]
+
+
+def domains_of(given: Sequence[Path], most: int) -> list[Domain]:
+    """The domains in the files or folders, those of this machine without any; so many bytes of each.
+
+    Raises:
+        ConfigError: one is missing or too short.
+    """
+    if not given:
+        places = {
+            "python": (sysconfig.get_path("stdlib"), "*.py"),
+            "c-headers": ("/usr/include", "*.h"),
+            "licences": ("/usr/share/doc", "copyright"),
+            "perl": ("/usr/share/perl", "*.p[lm]"),
+        }
+        found = {name: _text_of(Path(folder), pattern, most) for name, (folder, pattern) in places.items()}
+        return [Domain(name, text) for name, text in found.items() if len(text) > most // 4]
+    domains = [Domain(str(path), _text_of(path, "*", most)) for path in given]
+    for domain in domains:
+        if len(domain.text) < LEAST_DOMAIN_BYTES:
+            raise ConfigError(f"{domain.name} is missing or has fewer than {LEAST_DOMAIN_BYTES} readable bytes")
+    return domains
+
+
+def _text_of(path: Path, pattern: str, most: int) -> bytes:
+    """The text of a file, or of a folder's files one after the other."""
+    files = sorted(path.rglob(pattern)) if path.is_dir() else [path]
+    text = b""
+    for file in files:
+        if len(text) < most and file.is_file() and "site-packages" not in file.parts:
+            with suppress(OSError):
+                text += file.read_bytes()[: most - len(text)]
+    return text
+
+
+# ---- loss ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """Experts of each stage after stage 0, microbatches of a step, whether a router chooses, share of the text."""
+
+    experts: int = 1
+    microbatches: int = 4
+    routed: bool = False
+    text: float = 1.0
+
+
+ARMS: Final = {
+    "dense_steps": Arm(microbatches=1),
+    "dense_tokens": Arm(),
+    "routed": Arm(2, routed=True),
+    "random": Arm(2),
 }
+MORE_ARMS: Final = {
+    "routed_3x3": Arm(3, routed=True),
+    "dense_half_text": Arm(text=0.5),
+    "routed_3x3_half_text": Arm(3, routed=True, text=0.5),
+}
+BARS: Final = {"routed/dense_steps": -0.08, "routed/dense_tokens": -0.015, "random/routed": 0.03}
 """Of perplexity: at most, at most, at least."""
 
 
-def main() -> None:
-    try:
-        report_on(_arguments())
-    except SkipstoneError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+def manifest_of(arm: Arm, options: Any, seed: int, routing: dict[str, Any] | None = None) -> Manifest:
+    hidden, step = options.hidden, arm.microbatches * ROWS * SEQUENCE
+    return run_of(
+        "experts",
+        [0, 1, 1],
+        seed=seed,
+        hidden=hidden,
+        heads=2,
+        feed_forward=3 * hidden,
+        sequence=SEQUENCE,
+        rows=ROWS,
+        microbatches=arm.microbatches,
+        model={"attention": "documents"},
+        stages={"experts": arm.experts},
+        data={"held_out": HELD_OUT},
+        sections={} if routing is None else {"routing": routing},
+        inner={"learning_rate": LEARNING_RATE.get(hidden, 0.256 / hidden)},
+        schedule={"warmup_tokens": min(20, options.steps // 2) * step, "total_tokens": options.steps * step},
+    )
 
 
-def report_on(arguments: argparse.Namespace) -> None:
-    """Measures the arms that are asked for, and prints the report."""
-    torch.set_num_threads(1)
-    domains = domains_of(arguments.domains)
-    arms = ARMS | (MORE_ARMS if arguments.all else {})
-    if arguments.arms:
-        arms = {name: arms[name] for name in arguments.arms}
-    report = measure(domains, arms, arguments)
-    if not arguments.json:
-        print(json.dumps(report, indent=2))
-    print(json.dumps(report))
+def routed_manifest(arm: Arm, domains: Sequence[Domain], options: Any, seed: int) -> tuple[Manifest, Router | None]:
+    """The arm's manifest, and the router that is fitted to its documents for training, if it has one."""
+    plain = manifest_of(arm, options, seed)
+    if not arm.routed:
+        return plain, None
+    documents = Documents(MixedSource(domains, arm.text), ByteTokenizer(), seed)
+    wanted = partial(_is_trained_on, seed)
+    fitted_to = list(documents.openings(wanted, FIT_DOCUMENTS, options.prefix))
+    fitted = fit_router(fitted_to, plain.stages.experts_of_each, options.prefix, seed, options.restarts)
+    routing = {"router": router_digest(fitted.router.to_bytes()), "prefix": options.prefix}
+    return manifest_of(arm, options, seed, routing), fitted.router
 
 
-def measure(domains: Sequence[Domain], arms: dict[str, Arm], arguments: argparse.Namespace) -> dict[str, Any]:
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in arms}
-    for seed in arguments.seeds:
-        for name, arm in arms.items():
-            began = time.process_time()
-            found[name].append(run(arm, domains, arguments, seed))
-            spent = time.process_time() - began
-            print(
-                f"seed {seed}, {name}: {found[name][-1]['loss']:.4f} ({spent:.0f} CPU s)", file=sys.stderr, flush=True
-            )
-    loss = {name: statistics.median(each["loss"] for each in of) for name, of in found.items()}
-    return {
-        "domains": {domain.name: len(domain.text) for domain in domains},
-        "hidden": arguments.hidden,
-        "steps": arguments.steps,
-        "seeds": arguments.seeds,
-        "prefix": arguments.prefix,
-        "perplexity": {
-            name: {
-                "change": round(math.exp(_median_of_differences(found, *name.split("/"))) - 1, 4),
-                "bar": bar,
-            }
-            for name, bar in BARS.items()
-            if found.keys() >= set(name.split("/"))
-        },
-        "every_seed": {name: [each | {"loss": round(each["loss"], 4)} for each in of] for name, of in found.items()},
-        "arms": {name: {"loss": round(of, 4)} for name, of in loss.items()},
-    }
+def _is_trained_on(seed: int, name: str) -> bool:
+    return not is_held_out(seed, name, HELD_OUT)
 
 
-def run(arm: Arm, domains: Sequence[Domain], arguments: argparse.Namespace, seed: int) -> dict[str, Any]:
-    """Trains one arm; its held-out loss in nats a byte, and how it came down."""
-    hidden, steps, prefix = arguments.hidden, arguments.steps, arguments.prefix
-    manifest, router = routed_manifest(arm, domains, hidden, steps, seed, prefix, arguments.restarts)
-    documents = documents_of(domains, seed, arm.text, manifest, router)
+def train(arm: Arm, domains: Sequence[Domain], options: Any, seed: int) -> dict[str, Any]:
+    """Trains one arm; its held-out loss in nats a byte."""
+    manifest, router = routed_manifest(arm, domains, options, seed)
     # Of all the text, whatever share of it there is to train on: all arms are measured on the same.
-    measured = documents_of(domains, seed, 1.0, manifest, router)
-    texts = list(held_out_microbatches(manifest, ALL, measured, prefix))
+    documents, measured = (
+        Documents(MixedSource(domains, share), ByteTokenizer(), seed, document_router(manifest, router))
+        for share in (arm.text, 1.0)
+    )
+    texts = list(held_out_microbatches(manifest, 10**6, measured, options.prefix))
     with flushed_denormals():
-        model = WholeModel(manifest, CPU)
+        model = WholeModel(manifest, torch.device("cpu"))
         trainer = SoloTrainer(manifest, model, documents)
-        curve = []
-        while trainer.steps < steps:
+        while trainer.steps < options.steps:
             trainer.step(lambda: False)
-            if trainer.steps % max(1, steps // CURVE_POINTS) == 0 and trainer.steps < steps:
-                some = texts[:: max(1, len(texts) // 50)]
-                curve.append([trainer.steps, round(evaluate(model, some)["loss"], 4)])
         result = evaluate(model, texts)
-        report = {"loss": result["loss"], "curve": curve, "tokens": trainer.tokens}
-        if "routes" in result:
-            report["routes"] = {name: [round(of["loss"], 4), of["tokens"]] for name, of in result["routes"].items()}
-        if router is not None:
-            report["again_every"] = rerouted(model, manifest, router, measured, seed)
-            report["router_us"] = routing_us(router, measured)
+        report: dict[str, Any] = {"loss": round(result["loss"], 4), "tokens": trainer.tokens}
+        for name, of in result.get("routes", {}).items():
+            report.setdefault("routes", {})[name] = [round(of["loss"], 4), of["tokens"]]
     return report
 
 
-def routing_us(router: Router, documents: Documents) -> float:
-    """Microseconds that the choice of a document's route takes this thread, median of all documents."""
-    taken = []
-    for fragment in documents.epoch(Place(), lambda name: True):
-        began = time.thread_time_ns()
-        best_route(router.affinity(fragment.name, fragment.opening))
-        taken.append((time.thread_time_ns() - began) / 1000)
-    return round(statistics.median(taken), 1)
+def measure_loss(options: Any) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    domains, arms = domains_of(options.domains or [], options.domain_bytes), ARMS | (MORE_ARMS if options.all else {})
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in arms}
+    for seed, (name, arm) in product(options.seeds, arms.items()):
+        found[name].append(train(arm, domains, options, seed))
+        tell(f"seed {seed}, {name}: {found[name][-1]['loss']}")
+    changes = {}
+    for pair, bar in BARS.items():
+        one, other = ([each["loss"] for each in found[name]] for name in pair.split("/"))
+        differences = [a - b for a, b in zip(one, other, strict=True)]
+        changes[pair] = {"change": round(math.expm1(statistics.median(differences)), 4), "bar": bar}
+    return {"domains": {one.name: len(one.text) for one in domains}, "perplexity": changes, "every_seed": found}
 
 
-def rerouted(
-    model: WholeModel, manifest: Manifest, router: Router, documents: Documents, seed: int
-) -> dict[str, float]:
-    """Nats a byte when the route is chosen once by the first bytes, or again every so many by the last ones."""
-    names = {str(every): every for every in EVERY}
-    sums, tokens = dict.fromkeys(["once", *names], 0.0), 0
-    for fragment in documents.epoch(Place(), lambda name: is_held_out(seed, name, HELD_OUT)):
-        text, prefix = fragment.tokens, manifest.route_prefix
-        if text.size <= prefix:
-            continue
-        once = best_route(router.affinity(fragment.name, fragment.opening))
-        losses = _losses_on_all_routes(model, manifest, text)
-        sums["once"] += float(losses[once][prefix:].sum())
-        tokens += text.size - prefix
-        for name, every in names.items():
-            for at in range(prefix, text.size, every):
-                route = best_route(router.affinity("", text[max(0, at - prefix) : at]))
-                sums[name] += float(losses[route][at : at + every].sum())
-    return {name: round(total / tokens, 4) for name, total in sums.items()}
+# ---- swarm -----------------------------------------------------------------------------------------------------------
+
+SWARM_ARMS: Final = {"dense": ("", ""), "experts": ('route_from = "python-stdlib"', "experts = 2")}
+"""What the scenario and its stages say."""
+SWARM_BARS: Final = {"tokens_per_s": 0.9, "bytes_a_token": 1.02, "unevenness": 1.25}
+"""Of experts over dense: at least, at most; of a module's visits over the mean: at most."""
+WINDOW: Final = 32
+SCENARIO: Final = """
+name = "{arm}"
+seed = {seed}
+duration = {seconds}
+held_out = 0
+{routing}
+
+[manifest.model]
+hidden = 64
+heads = 4
+kv_heads = 4
+feed_forward = 128
+sequence = 128
+
+[manifest.stages]
+blocks = [0, 1, 1]
+{experts}
+
+[manifest.training]
+rows = 4
+inner_tokens = 4096
+inner_steps = 16
+staleness = 1
+
+[[group]]
+name = "peers"
+peers = 5
+profile = "none"
+latency_ms = 20
+"""
 
 
-def _losses_on_all_routes(
-    model: WholeModel, manifest: Manifest, text: np.ndarray[Any, np.dtype[np.int64]]
-) -> dict[tuple[int, ...], np.ndarray[Any, np.dtype[np.float32]]]:
-    """Of each byte of a document, cut into pieces as in training."""
-    most = manifest.model.sequence - manifest.model.sequence // 64
-    pieces = [min(most, text.size - at) for at in range(0, text.size, most)]
-    labels = torch.from_numpy(text).unsqueeze(0)
-    microbatch = Microbatch(labels.roll(1, 1), labels, 0.0, documents=tuple(pieces))
-    routes = product(*(range(experts) for experts in manifest.stages.experts_of_each[1:]))
-    return {route: model.token_losses(replace(microbatch, route=route))[0].numpy() for route in routes}
+def measured(arm: str, seed: int, seconds: int) -> dict[str, float]:
+    """One run of one arm."""
+    with tempfile.TemporaryDirectory(prefix="experts-") as path:
+        routing, experts = SWARM_ARMS[arm]
+        table = tomllib.loads(SCENARIO.format(arm=arm, seed=seed, seconds=seconds, routing=routing, experts=experts))
+        run = Run(scenario_from_table(table), Path(path), lambda line: None, asyncio.Event())
+        outcome = asyncio.run(run.to_the_end())
+        if outcome.objections:
+            raise SystemExit(f"{arm}: {outcome.objections}")
+        return {
+            "tokens_per_s": round(outcome.tokens_per_s, 1),
+            "bytes_a_token": round(sum(outcome.traffic("up").values()) / outcome.tokens, 2),
+            "unevenness": round(unevenness(modules_of(run.logs)), 3),
+        }
 
 
-def _median_of_differences(found: dict[str, list[dict[str, Any]]], one: str, other: str) -> float:
-    pairs = zip(found[one], found[other], strict=True)
-    return statistics.median(float(a["loss"]) - float(b["loss"]) for a, b in pairs)
+def modules_of(logs: Path) -> list[tuple[str, ...]]:
+    """The modules that each completed microbatch has visited, in the order of completion."""
+    events = (event_from_json(line) for path in sorted(logs.glob("*.jsonl")) for line in path.read_bytes().splitlines())
+    return [tuple(hop.partition("@")[0] for hop in event.hops) for event in events if isinstance(event, Completed)]
 
 
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--domains", type=Path, nargs="+", default=[], help="files or folders, a domain each")
-    parser.add_argument("--hidden", type=int, default=16)
-    parser.add_argument("--steps", type=int, default=1500)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--prefix", type=int, default=256)
-    parser.add_argument("--restarts", type=int, default=8, help="beginnings of the router's fit")
-    parser.add_argument("--all", action="store_true", help="3x3 experts too, with all and half of the text")
-    parser.add_argument("--arms", nargs="+", default=[], help="only these")
-    parser.add_argument("--json", action="store_true", help="nothing but the one line of JSON on standard output")
-    return parser.parse_args()
+def unevenness(visited: Sequence[tuple[str, ...]]) -> float:
+    """Over all stages and all WINDOW microbatches in a row, the largest of the most visits of a module over the mean of
+    its stage's modules. 1 where each stage has one module, or there were too few microbatches."""
+    every = sorted({module for modules in visited for module in modules})
+    stages = {module.partition(".")[0] for module in every}
+    ratios = []
+    for start in range(len(visited) - WINDOW + 1):
+        counts = Counter(module for modules in visited[start : start + WINDOW] for module in modules)
+        for stage in stages:
+            of_stage = [counts[module] for module in every if module.partition(".")[0] == stage]
+            ratios.append(max(of_stage) * len(of_stage) / max(1, sum(of_stage)))
+    return max(ratios, default=1.0)
+
+
+def measure_swarm(options: Any) -> dict[str, Any]:
+    found: dict[str, list[dict[str, float]]] = {arm: [] for arm in SWARM_ARMS}
+    for number in range(options.rounds):
+        for arm in list(SWARM_ARMS)[:: 1 if number % 2 == 0 else -1]:
+            found[arm].append(measured(arm, number + 1, options.seconds))
+            tell(f"{arm}, round {number + 1}: {found[arm][-1]}")
+    arms = {arm: medians(runs) for arm, runs in found.items()}
+    ratios = {key: round(arms["experts"][key] / arms["dense"][key], 3) for key in ("tokens_per_s", "bytes_a_token")}
+    ratios["unevenness"] = arms["experts"]["unevenness"]
+    return {"figures": ratios, "bars": SWARM_BARS, "arms": arms}
+
+
+# ---- all -------------------------------------------------------------------------------------------------------------
+
+
+def measure(options: Any) -> dict[str, Any]:
+    parts = {"loss": measure_loss, "swarm": measure_swarm}
+    return {part: parts[part](options) for part in options.parts}
+
+
+def main() -> None:
+    usual = {"hidden": 16, "steps": 1500, "seeds": [1, 2, 3], "prefix": 256, "restarts": 8, "rounds": 3, "seconds": 20}
+    quick = {
+        "hidden": 8,
+        "steps": 2,
+        "seeds": [1],
+        "restarts": 1,
+        "domain_bytes": 2**16,
+        "rounds": 1,
+        "seconds": 10,
+        "parts": ["loss"],
+    }
+    own = {"parts": ("loss", "swarm"), "domains": [Path], "domain_bytes": DOMAIN_BYTES, "all": False}
+    kit.run(__doc__, measure, quick, **own, **usual)
 
 
 if __name__ == "__main__":

@@ -1,31 +1,27 @@
 """A run that starts from an existing model of 135 million parameters: the same logits, and the same training as `solo`.
 
-    python benchmarks/from_model.py [--families llama mistral qwen2 qwen3] [--steps N]
-
 `transformers` makes a folder with random weights of each family, in the sizes of SmolLM2-135M. `skipstone new
 --from-model` makes a run of it, and a swarm of three trains it on the source of Python's standard library: the first
 node has the folder, the other two fetch their stages. What `skipstone export LINK` gives before the first round is
-compared with the folder; after the steps the swarm's export with that of `solo`. Prints one JSON object; progress goes
-to stderr.
+compared with the folder; after the steps the swarm's export with that of `solo`.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
-import shutil
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
+from benchmarks import kit
 from node.checkpoint.folder import CheckpointFolder
 from node.cli.manifests import starting_from
 from node.data.feed import held_out_microbatches
@@ -41,12 +37,12 @@ from node.solo.solo_checkpoint import CheckpointPlan
 from node.solo.trainer import evaluate, train_solo
 from node.start.cut_model import open_start
 from protocol.identity.keys import Identity
-from protocol.manifest.manifest import Manifest, manifest_from_table
+from protocol.manifest.manifest import Manifest
 from protocol.manifest.signing import sign_manifest
 
 CPU = torch.device("cpu")
 LOGITS, LOSS, PARAMETERS = 1e-4, 1e-4, 1e-5
-"""The bars: logits before training; losses and parameters after it, as of the parity tests."""
+"""Largest differences: logits before training; losses and parameters after it."""
 SIZES: dict[str, Any] = {
     "vocab_size": 49152,
     "hidden_size": 576,
@@ -73,18 +69,28 @@ OWN: dict[str, dict[str, Any]] = {
     "qwen2": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
     "qwen3": {"head_dim": 128, "num_hidden_layers": 24},
 }
+TINY = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+"""Instead of `SIZES` for `--quick`."""
 ROWS, SEQUENCE, MICROBATCHES = 1, 64, 2
 HELD_OUT = 16
 """Microbatches of held-out text."""
 
 
-def make_folder(family: str, folder: Path) -> int:
+def make_folder(family: str, folder: Path, sizes: dict[str, Any]) -> int:
     """Writes the model; returns the number of its parameters."""
     import transformers
 
     name = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}[family]
     torch.manual_seed(7)
-    config = getattr(transformers, f"{name}Config")(**SIZES | OWN[family])
+    config = getattr(transformers, f"{name}Config")(**{**SIZES, **OWN[family], **sizes})
     model = getattr(transformers, f"{name}ForCausalLM")(config)
     model.save_pretrained(folder)
     (folder / "tokenizer.json").write_text(json.dumps(byte_tokenizer()))
@@ -93,28 +99,17 @@ def make_folder(family: str, folder: Path) -> int:
 
 def run_of(folder: Path, steps: int) -> Manifest:
     """A run without a round within its steps: then what its replicas have agreed on is what they began with."""
-    base = manifest_from_table(
-        {
-            "protocol": 2,
-            "name": "from-model",
-            "seed": 7,
-            "model": {
-                "vocabulary": 257,
-                "hidden": 64,
-                "heads": 2,
-                "kv_heads": 2,
-                "feed_forward": 64,
-                "sequence": SEQUENCE,
-            },
-            "stages": {"blocks": (0, 1, 1)},
-            "training": {
-                "rows": ROWS,
-                "inner_tokens": ROWS * SEQUENCE * MICROBATCHES,
-                "inner_steps": 2 * steps,
-                "inner": {"learning_rate": 3e-4},
-                "schedule": {"kind": "constant", "warmup_steps": 5, "total_steps": 1000},
-            },
-        }
+    size = {"hidden": 64, "heads": 2, "feed_forward": 64, "sequence": SEQUENCE}
+    base = kit.run_of(
+        "from-model",
+        [0, 1, 1],
+        seed=7,
+        **size,
+        rows=ROWS,
+        microbatches=MICROBATCHES,
+        inner_steps=2 * steps,
+        inner={"learning_rate": 3e-4},
+        schedule={"kind": "constant", "warmup_steps": 5, "total_steps": 1000},
     )
     return starting_from(folder, base, is_default=False, keeps_blocks=False)
 
@@ -181,8 +176,7 @@ async def swarm(manifest: Manifest, steps: int, model: Path, work: Path) -> dict
             if isinstance(event, NodeStatus) and event.state == "serving":
                 serving.add(event.peer)
             if len(serving) == 3 and exporting is None:
-                told = f"all serve after {time.monotonic() - begun:.0f} s"
-                print(told, file=sys.stderr)
+                kit.tell(f"all serve after {time.monotonic() - begun:.0f} s")
                 tokenizer = model / "tokenizer.json"
                 exporting = asyncio.create_task(exported(str(together.link), work / "before", tokenizer))
             if together.progress.is_over:
@@ -193,16 +187,14 @@ async def swarm(manifest: Manifest, steps: int, model: Path, work: Path) -> dict
     return {"losses": [event.loss for event in seen if isinstance(event, Step)], "fetched_bytes": fetched}
 
 
-def measure(family: str, steps: int) -> dict[str, Any]:
-    """One family."""
-    work = Path(tempfile.mkdtemp(prefix="from-model-"))
-    model = work / "model"
-    try:
-        parameters = make_folder(family, model)
+def measure_family(family: str, steps: int, sizes: dict[str, Any]) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="from-model-") as name:
+        work, model = Path(name), Path(name) / "model"
+        parameters = make_folder(family, model, sizes)
         begun = time.monotonic()
         manifest = run_of(model, steps)
         cut_s = time.monotonic() - begun
-        print(f"{family}: {parameters} parameters, cut in {cut_s:.1f} s", file=sys.stderr)
+        kit.tell(f"{family}: {parameters} parameters, cut in {cut_s:.1f} s")
         ours = asyncio.run(swarm(manifest, steps, model, work))
         alone = solo(manifest, steps, model, work / "solo")
         for name in ("swarm", "solo"):
@@ -211,7 +203,7 @@ def measure(family: str, steps: int) -> dict[str, Any]:
         last = (logits_of(work / "swarm-export") - logits_of(work / "solo-export")).abs().max().item()
         losses = max(abs(one - other) for one, other in zip(ours["losses"], alone, strict=True))
         moved = largest_difference(work / "swarm-export", work / "solo-export")
-        report = {
+        return {
             "parameters": parameters,
             "cut_s": round(cut_s, 1),
             "fetched_bytes": ours["fetched_bytes"],
@@ -224,21 +216,17 @@ def measure(family: str, steps: int) -> dict[str, Any]:
             "held_out_after": asyncio.run(held_out_loss(work / "swarm-export", manifest)),
             "met": first <= LOGITS and losses <= LOSS and moved <= PARAMETERS,
         }
-        print(f"{family}: {json.dumps(report)}", file=sys.stderr)
-        return report
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
+
+
+def measure(options: Any) -> dict[str, Any]:
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    torch.set_num_threads(1)
+    sizes = TINY if options.quick else {}
+    return {family: measure_family(family, options.steps, sizes) for family in options.families}
 
 
 def main() -> None:
-    """Measures one family after the other."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--families", nargs="+", default=list(OWN), choices=list(OWN))
-    parser.add_argument("--steps", type=int, default=20)
-    chosen = parser.parse_args()
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    torch.set_num_threads(1)
-    print(json.dumps({family: measure(family, chosen.steps) for family in chosen.families}))
+    kit.run(__doc__, measure, {"families": ["llama"], "steps": 3}, families=tuple(OWN), steps=20)
 
 
 if __name__ == "__main__":

@@ -1,47 +1,59 @@
 """What one hop costs: forward and backward of a tensor through an identity stage in another process, on loopback.
 
-Skipstone's node against `hivemind.moe`, and against a bare gRPC stream with mutual TLS that carries the same bytes one
-way. They take turns, round after round, so that what else the machine does meets all of them alike. Forward and
-backward move four tensors of 8.39 MB (4 x 512 x 1024 float32): hidden states out and back, gradients out and back.
-Times are medians. All three run with the allocator set as in a node (`node.runtime.malloc`) and with half of the
-machine's cores for each process's torch.
-
-Prints one JSON object; what is under way goes to stderr. MB are 10**6 bytes.
+Skipstone's node (`benchmarks.hop_peer`) against `hivemind.moe` and against bare gRPC streams with mutual TLS that carry
+the same bytes one way, with our transport's settings and as gRPC comes. They take turns, so that other load meets all
+alike. Forward and backward move four tensors of 8.39 MB (4 x 512 x 1024 float32). Times are medians. All run with the
+node's allocator settings and half of the cores for each process's torch. MB are 10**6 bytes.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import statistics
-import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
+
+import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.hop_hivemind import CODECS, client_process, process_group, server_process
-from benchmarks.samples import Sample
+from benchmarks import kit
+from benchmarks.kit import hear, process, tell
 from node.runtime.malloc import keep_freed_memory
 from swarm.vocabulary.types import Codec
 
-# In every process: each imports this module. What brings gRPC with it is imported later, as hivemind's processes fork.
+# In every process: each imports this module. gRPC is imported in functions only, because hivemind's processes fork.
 keep_freed_memory()
 
-SHAPE = (4, 512, 1024)
-TENSOR_BYTES = math.prod(SHAPE) * 4
-MOVED_BYTES = 4 * TENSOR_BYTES
-CHUNK_SIZES = [n * 1024 for n in (256, 512, 1024, 2048)]
-WARM_UP_ROUNDS = 2
-PATIENCE_S = 120
-START_PATIENCE_S = 25
-STARTS = 4
+SHAPE: Final = (4, 512, 1024)
+TENSOR_BYTES: Final = math.prod(SHAPE) * 4
+MOVED_BYTES: Final = 4 * TENSOR_BYTES
+CHUNK_SIZES: Final = tuple(n * 1024 for n in (256, 512, 1024, 2048))
+STREAM_BATCH_BYTES: Final = 128 * 2**20
+WARM_UP_ROUNDS: Final = 2
+SAMPLES_PER_ROUND: Final = 4
+"""The first finds cold caches after the others' turns and is not counted."""
+START_PATIENCE_S: Final = 25.0
+STARTS: Final = 4
+CODECS: Final = ("NONE", "FLOAT16", "UNIFORM_8BIT", "BLOCKWISE_8BIT")
+EXPERT: Final = "identity.0"
+HANDLERS: Final = 4
+"""Processes that answer requests; what hivemind recommends for each expert."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Seconds from handing over the input until the output is there, and until the input's gradient is."""
+
+    forward_s: float
+    forward_backward_s: float
 
 
 @contextmanager
@@ -49,145 +61,160 @@ def skipstone(
     shape: tuple[int, int, int] = SHAPE, codec: Codec | None = None, device: str = "cpu"
 ) -> Iterator[Callable[[], list[Sample]]]:
     """A function that measures one round. The node chooses the codec if none is given."""
-    from benchmarks.hop_skipstone import data_node_process, stage_process
-    from benchmarks.raw_stream import process
+    from benchmarks.hop_peer import data_node_process, stage_process
 
-    arguments = (shape, codec, device)
-    with process(stage_process, *arguments) as stage, process(data_node_process, *arguments) as data_node:
+    run = (shape, codec, device)
+    with process(stage_process, *run) as stage, process(data_node_process, *run, SAMPLES_PER_ROUND) as data_node:
         at_stage, at_data_node = hear(stage), hear(data_node)
         stage.send(at_data_node)
         data_node.send(at_stage)
         hear(stage)
         hear(data_node)
-        yield lambda: a_round(data_node)
+        yield lambda: [Sample(*times) for times in a_round(data_node)]
+
+
+def a_round(connection: Connection) -> Any:
+    connection.send("go")
+    return hear(connection)[1:]
+
+
+# ---- hivemind --------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def hivemind(codec: str) -> Iterator[Callable[[], list[Sample]]]:
-    """A function that measures one round. A server that hangs while it starts, as theirs does now and then, is started
-    again."""
+    """A function that measures one round. A server that hangs while it starts, as hivemind's do, is started again."""
     for attempt in range(1, STARTS + 1):
         with ExitStack() as processes:
             try:
-                client = start_hivemind(processes, codec)
+                server = processes.enter_context(process(server_process, SHAPE, codec, grace_s=10.0))
+                peers = hear(server, START_PATIENCE_S)
+                client = processes.enter_context(process(client_process, SHAPE, peers, grace_s=10.0))
+                hear(client, START_PATIENCE_S)
             except TimeoutError:
-                print(f"hivemind did not start, try {attempt} of {STARTS}", file=sys.stderr)
+                tell(f"hivemind did not start, try {attempt} of {STARTS}")
                 continue
             yield partial(a_round, client)
             return
     raise SystemExit(f"hivemind did not start in {STARTS} tries")
 
 
-def start_hivemind(processes: ExitStack, codec: str) -> Connection:
-    """The connection to a client that has found its server. Raises TimeoutError when either is silent for too long."""
-    server = processes.enter_context(process_group(server_process, SHAPE, codec))
-    peers = hear(server, START_PATIENCE_S)
-    client = processes.enter_context(process_group(client_process, SHAPE, peers))
-    hear(client, START_PATIENCE_S)
-    return client
+def server_process(connection: Connection, shape: tuple[int, int, int], codec: str) -> None:
+    """Serves the expert until its connection ends; says first where its DHT can be reached."""
+    from hivemind.dht import DHT
+    from hivemind.moe import ModuleBackend, Server
+    from hivemind.proto.runtime_pb2 import CompressionType
+    from hivemind.utils.tensor_descr import BatchTensorDescriptor
+
+    torch.set_num_threads(kit.threads_of_each_peer())
+    rows, *row = shape
+    schema = BatchTensorDescriptor(*row, compression=CompressionType.Value(codec))
+    module = torch.nn.Identity()
+    expert = ModuleBackend(EXPERT, module, args_schema=(schema,), outputs_schema=schema, max_batch_size=rows)
+    dht = DHT(start=True)
+    server = Server(dht, {EXPERT: expert}, num_connection_handlers=HANDLERS, device="cpu")
+    server.run_in_background(await_ready=True)
+    connection.send([str(address) for address in dht.get_visible_maddrs()])
+    try:
+        connection.recv()
+    finally:
+        server.shutdown()
 
 
-@contextmanager
-def bare_stream() -> Iterator[Callable[[int], float]]:
-    """A function that measures the MB/s of messages of one size."""
-    from benchmarks.hop_raw import receiving_process, sending_process
-    from benchmarks.raw_stream import process
+def client_process(connection: Connection, shape: tuple[int, int, int], peers: list[str]) -> None:
+    """Sends tensors, one at a time: a round of them for each message on the connection."""
+    from hivemind.dht import DHT
+    from hivemind.moe import get_experts
 
-    with process(receiving_process) as receiver:
-        contact, credentials = hear(receiver)
-        port = hear(receiver)
-        with process(sending_process, contact, credentials, port) as sender:
-            hear(sender)
-
-            def measure(message_bytes: int) -> float:
-                sender.send(message_bytes)
-                return float(hear(sender))
-
-            yield measure
-
-
-def hear(connection: Connection, patience_s: float = PATIENCE_S) -> Any:
-    if not connection.poll(patience_s):
-        raise TimeoutError(f"a measured process has said nothing for {patience_s:.0f} s")
-    return connection.recv()
+    torch.set_num_threads(kit.threads_of_each_peer())
+    dht = DHT(initial_peers=peers, start=True)
+    expert = None
+    while expert is None:
+        [expert] = get_experts(dht, [EXPERT])
+    hidden, gradient = torch.randn(shape), torch.randn(shape)
+    connection.send("ready")
+    try:
+        while connection.recv():
+            samples = [visit(expert, hidden, gradient) for _ in range(SAMPLES_PER_ROUND)]
+            connection.send([sample for sample in samples if sample is not None])
+    finally:
+        dht.shutdown()
 
 
-def a_round(connection: Connection) -> list[Sample]:
-    """The counted samples of one round."""
-    connection.send("go")
-    samples: list[Sample] = hear(connection)
-    return samples[1:]
+def visit(expert: Any, hidden: torch.Tensor, gradient: torch.Tensor) -> Sample | None:
+    """None when the answer was cut off: hivemind takes a broken stream for a finished one now and then."""
+    source = hidden.clone().requires_grad_()
+    begun = time.perf_counter()
+    try:
+        output = expert(source)
+        forward_s = time.perf_counter() - begun
+        output.backward(gradient)
+    except (RuntimeError, ValueError, StopIteration) as error:
+        tell(f"hivemind: a visit failed: {error!r:.200}")
+        return None
+    return Sample(forward_s, time.perf_counter() - begun)
 
 
-def milliseconds(seconds: list[float]) -> float:
-    return round(statistics.median(seconds) * 1e3, 2)
+# ---- all -------------------------------------------------------------------------------------------------------------
+
+
+def measure(options: Any) -> dict[str, Any]:
+    from benchmarks.transport import bare_stream
+
+    samples: dict[str, list[Sample]] = {"skipstone": [], "hivemind": []}
+    raw: dict[int, list[float]] = {size: [] for size in CHUNK_SIZES}
+    with ExitStack() as stack:
+        contenders = {"skipstone": stack.enter_context(skipstone())}
+        if not options.without_hivemind:
+            contenders["hivemind"] = stack.enter_context(hivemind(options.codec))
+        raw_rate = stack.enter_context(bare_stream(STREAM_BATCH_BYTES))
+        for number in range(-WARM_UP_ROUNDS, options.rounds):
+            found = {name: hold() for name, hold in contenders.items()}
+            rates = {size: raw_rate(size) for size in CHUNK_SIZES}
+            if number < 0:
+                continue
+            for name, of in found.items():
+                samples[name] += of
+            for size, rate in rates.items():
+                raw[size].append(rate)
+            times = {name: [round(1e3 * one.forward_backward_s, 1) for one in of] for name, of in found.items()}
+            tell(f"round {number + 1} of {options.rounds}: {times} ms, raw MB/s {rates}")
+    return figures(samples, raw, options)
+
+
+def figures(samples: dict[str, list[Sample]], raw: dict[int, list[float]], options: Any) -> dict[str, Any]:
+    from benchmarks.transport import plain_rates
+
+    streams = {size: statistics.median(rates) for size, rates in raw.items()}
+    best = max(streams, key=streams.__getitem__)
+    plain = max(plain_rates(list(CHUNK_SIZES), repeats=2 if options.quick else 5))
+    ours = summary(samples["skipstone"])
+    mb_per_s = MOVED_BYTES / 1e3 / ours["forward_backward_ms"]
+    found: dict[str, Any] = {
+        "tensor_bytes": TENSOR_BYTES,
+        "rounds": options.rounds,
+        "skipstone": {**ours, "mb_per_s": round(mb_per_s, 1)},
+        "transport": {"mb_per_s": round(streams[best], 1), "chunk_bytes": best},
+        "share_of_transport": round(mb_per_s / streams[best], 3),
+        "plain_transport_mb_per_s": round(plain, 1),
+        "share_of_plain_transport": round(mb_per_s / plain, 3),
+    }
+    if samples["hivemind"]:
+        theirs = summary(samples["hivemind"])
+        found["hivemind"] = {"codec": options.codec, **theirs}
+        found["speedup_over_hivemind"] = round(theirs["forward_backward_ms"] / ours["forward_backward_ms"], 2)
+    return found
 
 
 def summary(samples: list[Sample]) -> dict[str, float]:
     return {
-        "forward_backward_ms": milliseconds([sample.forward_backward_s for sample in samples]),
-        "forward_ms": milliseconds([sample.forward_s for sample in samples]),
+        "forward_backward_ms": round(1e3 * statistics.median(one.forward_backward_s for one in samples), 2),
+        "forward_ms": round(1e3 * statistics.median(one.forward_s for one in samples), 2),
     }
-
-
-def measure(rounds: int, codec: str) -> dict[str, Any]:
-    ours: list[Sample] = []
-    theirs: list[Sample] = []
-    raw: dict[int, list[float]] = {size: [] for size in CHUNK_SIZES}
-    with skipstone() as our_round, hivemind(codec) as their_round, bare_stream() as raw_rate:
-        for number in range(-WARM_UP_ROUNDS, rounds):
-            our, their = our_round(), their_round()
-            rates = {size: raw_rate(size) for size in CHUNK_SIZES}
-            if number < 0:
-                continue
-            ours += our
-            theirs += their
-            for size, rate in rates.items():
-                raw[size].append(rate)
-            report(f"round {number + 1} of {rounds}", our, their, rates)
-    return result(ours, theirs, raw, codec, rounds)
-
-
-def report(title: str, ours: list[Sample], theirs: list[Sample], rates: dict[int, float]) -> None:
-    times = [[round(sample.forward_backward_s * 1e3, 1) for sample in samples] for samples in (ours, theirs)]
-    raw = ", ".join(f"{size // 1024}K {rate:.0f}" for size, rate in rates.items())
-    print(f"{title}: skipstone {times[0]} ms, hivemind {times[1]} ms, raw MB/s {raw}", file=sys.stderr)
-
-
-def result(
-    ours: list[Sample], theirs: list[Sample], raw: dict[int, list[float]], codec: str, rounds: int
-) -> dict[str, Any]:
-    medians = {size: statistics.median(rates) for size, rates in raw.items()}
-    best = max(medians, key=medians.__getitem__)
-    our, their = summary(ours), summary(theirs)
-    mb_per_s = MOVED_BYTES / 1e3 / our["forward_backward_ms"]
-    return {
-        "tensor_bytes": TENSOR_BYTES,
-        "skipstone": {**our, "mb_per_s": round(mb_per_s, 1)},
-        "hivemind": {"codec": codec, **their},
-        "transport": {"mb_per_s": round(medians[best], 1), "chunk_bytes": best},
-        "speedup_over_hivemind": round(their["forward_backward_ms"] / our["forward_backward_ms"], 2),
-        "share_of_transport": round(mb_per_s / medians[best], 3),
-        "rounds": rounds,
-    }
-
-
-def beside_plain_grpc(report: dict[str, Any]) -> dict[str, object]:
-    """The same share of a stream without the settings of our transport: gRPC as it comes, measured right after."""
-    command = [sys.executable, str(Path(__file__).parent / "plain_stream.py")]
-    chunks = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)["chunks"]
-    best = max(chunks, key=lambda chunk: chunk["mb_per_s"])
-    share = report["skipstone"]["mb_per_s"] / best["mb_per_s"]
-    return {"plain_transport": best, "share_of_plain_transport": round(share, 3)}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Forward and backward through one hop, on loopback.")
-    parser.add_argument("--rounds", type=int, default=8, help="counted rounds, of 3 samples each (default 8)")
-    parser.add_argument("--codec", choices=CODECS, default="NONE", help="hivemind's compression on the wire")
-    options = parser.parse_args()
-    report = measure(options.rounds, options.codec)
-    print(json.dumps(report | beside_plain_grpc(report)))
+    kit.run(__doc__, measure, {"rounds": 1}, rounds=8, codec="NONE", without_hivemind=False)
 
 
 if __name__ == "__main__":

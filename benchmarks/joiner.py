@@ -1,24 +1,16 @@
-"""What a newcomer costs the others, and how soon it is of use: one more replica of a stage, then several at once.
+"""What a newcomer costs the others, and how soon it contributes: one more replica of a stage, then several at once.
 
-    python benchmarks/joiner.py [--replicas 3] [--joiners 4] [--hidden 512] [--blocks 2] [--window 15]
-
-A local swarm of real processes: a data node, and replicas of one stage with a state of some tens of MB. Prints one JSON
-object.
-
-The swarm has the first half of the machine's cores and newcomers have the rest, for a newcomer brings its own: it
-starts, builds the module, measures itself and takes the state in there (with one core, or without `taskset`, on the
-others' cores). What it costs the others is what they lose while the state is under way, from its first chunk to its
-last (`transfer`), and before, while it starts (`starting`); both as shares of the tokens per second in the window
-before. A single transfer takes less than a second here, so the figure is coarse: `transfer_steps` says how many steps
-it is made of. Progress goes to stderr.
+A local swarm of real processes: a data node, and replicas of one stage with a state of some tens of MB. The swarm has
+the first half of the machine's cores and newcomers have the rest (with one core, or without `taskset`, all share). The
+cost is what the others lose of their tokens per second while the state is in flight (`transfer`) and while the newcomer
+starts (`starting`), over the window before. A transfer takes less than a second here: `transfer_steps` says how many
+steps the figure is made of.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import itertools
-import json
 import os
 import shutil
 import statistics
@@ -30,43 +22,29 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks import kit
+from benchmarks.kit import run_of, tell
 from node.averaging.anchor.layout import layout_of
 from node.local_swarm.local_swarm import LocalSwarm
 from node.local_swarm.setup import LocalSwarmOptions, Place, Places, everywhere_here
 from node.model.shapes import parameter_shapes
 from node.observability.events import CatchingUp, CaughtUp, Event, NodeStatus, RoundCommitted, Step
-from protocol.manifest.manifest import Manifest, manifest_from_table
+from protocol.manifest.manifest import Manifest
 from swarm.vocabulary.types import ModuleId
 
 STAGE = 1
 ROUNDS_BEFORE = 3
 PATIENCE_S = 240.0
-SLOWER_AT_MOST = 0.10
-ROUNDS_AT_MOST = 2
-SPREAD_AT_MOST = 2.0
+TARGETS = {"slower_while_transfer": 0.10, "rounds_until_member": 2, "max_over_mean": 2.0}
 
 
 def joiner_run(hidden: int, blocks: int) -> Manifest:
     """Steps of one small microbatch, so that even a short transfer has several."""
-    return manifest_from_table(
-        {
-            "protocol": 2,
-            "name": "joiner",
-            "seed": 3,
-            "model": {
-                "vocabulary": 257,
-                "hidden": hidden,
-                "heads": 8,
-                "kv_heads": 4,
-                "feed_forward": hidden * 11 // 4,
-                "sequence": 64,
-            },
-            "stages": {"blocks": (0, blocks)},
-            "training": {"rows": 1, "inner_tokens": 64, "staleness": 4, "inner_steps": 30},
-        }
-    )
+    size = {"hidden": hidden, "sequence": 64, "heads": 8, "feed_forward": hidden * 11 // 4}
+    own = {"rows": 1, "microbatches": 1, "staleness": 4, "inner_steps": 30}
+    return run_of("joiner", [0, blocks], seed=3, model={"kv_heads": 4}, **size, **own)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,10 +96,6 @@ class Watch:
 
     def contributes(self, peer: str) -> bool:
         return any(peer in members for _, members in self.rounds().values())
-
-
-def tell(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def start_one(swarm: LocalSwarm) -> str:
@@ -207,41 +181,26 @@ def part_cores(swarm: int) -> Places:
     return lambda index: Place() if index < swarm else newcomer
 
 
-async def measure(chosen: argparse.Namespace) -> dict[str, Any]:
-    manifest = joiner_run(chosen.hidden, chosen.blocks)
-    options = LocalSwarmOptions(peers=1 + chosen.replicas, threads=1)
-    async with LocalSwarm(manifest, options, places=part_cores(options.peers)) as swarm:
+async def measure(options: Any) -> dict[str, Any]:
+    manifest = joiner_run(options.hidden, options.blocks)
+    swarm_options = LocalSwarmOptions(peers=1 + options.replicas, threads=1)
+    async with LocalSwarm(manifest, swarm_options, places=part_cores(swarm_options.peers)) as swarm:
         watch = Watch(swarm)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(watch.run())
             await watch.until(f"{ROUNDS_BEFORE} rounds", lambda: len(watch.rounds()) >= ROUNDS_BEFORE)
-            one = await join_one(watch, chosen.window)
+            one = await join_one(watch, options.window)
             donors = [peer.peer for peer in swarm.peers if peer.stage == STAGE]
-            several = await join_several(watch, chosen.joiners, donors)
+            several = await join_several(watch, options.joiners, donors)
             swarm.request_stop()
     layout = layout_of(parameter_shapes(manifest, ModuleId(STAGE)), manifest.training.fragments)
-    return {
-        "state_mb": round(8 * layout.elements / 1e6, 1),
-        "replicas": chosen.replicas,
-        "cores": os.cpu_count(),
-        "one": one,
-        "several": several,
-        "targets": {
-            "slower_while_transfer": SLOWER_AT_MOST,
-            "rounds_until_member": ROUNDS_AT_MOST,
-            "max_over_mean": SPREAD_AT_MOST,
-        },
-    }
+    state_mb = round(8 * layout.elements / 1e6, 1)
+    return {"state_mb": state_mb, "replicas": options.replicas, "one": one, "several": several, "targets": TARGETS}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--replicas", type=int, default=3)
-    parser.add_argument("--joiners", type=int, default=4)
-    parser.add_argument("--hidden", type=int, default=512)
-    parser.add_argument("--blocks", type=int, default=2)
-    parser.add_argument("--window", type=float, default=15.0, help="seconds to measure before and after")
-    print(json.dumps(asyncio.run(measure(parser.parse_args()))))
+    quick = {"replicas": 2, "joiners": 1, "hidden": 256, "blocks": 2, "window": 5.0}
+    kit.run(__doc__, measure, quick, replicas=3, joiners=4, hidden=512, blocks=2, window=15.0)
 
 
 if __name__ == "__main__":

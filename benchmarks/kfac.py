@@ -1,234 +1,348 @@
-"""K-FAC in a pipeline's idle time, as PipeFisher has it (Osawa et al. 2022, arXiv:2211.14133): how many steps a refresh
-takes in the bubbles alone, and what curvature that stale is worth.
+"""K-FAC in a pipeline's idle time, as PipeFisher has it (Osawa et al. 2022, arXiv:2211.14133).
 
-    python benchmarks/kfac.py [--only schedule training] [--depths 4 8 16] [--microbatches 1 2] [--schedule-steps 12]
-        [--steps 120] [--seeds 1 2 3] [--rates 6e-3] [--periods 1 5 10 20] [--text FILE]
-        [--output FILE] [--plot FILE]
+`schedule`, in virtual time through the node's compute queue: equal devices without latency, by the authors' times of a
+transformer block and by this machine's. At the first microbatch of a step a stage begins a refresh: each microbatch of
+that step gives two curvature factors, then each factor is inverted, all as idle work. `period`: steps between two
+refreshes (`work_over_bubble`: the authors' formula for it). `step`: step time over that without K-FAC, `in_step` with
+the same refreshes inside the step.
 
-`schedule` (`benchmarks.kfac_schedule`): in virtual time, through the node's own queue. `paper`: equal devices without
-latency, which take what the paper's authors measured of one transformer block; stages times so many microbatches a step
-(multiples of the stages, `--microbatches`). `work_over_bubble` and what begins with `model_` follow from the same times
-by the formula of the authors' figure; `period` is what the queue made of it: steps from one refresh to the next.
-`utilisation` is the share of the time that devices compute, `step` the step's time over that without K-FAC, and
-`in_step` the same with the same refreshes computed in the step. `delay_ms`: the longest that a pass waited for a chunk
-of idle work; `kept`: the most microbatches of which inputs and gradients were kept. `chunks`: the smallest pipeline
-with other chunks, up to whole factors. `links`: 4 stages of unlike peers over links so many ms long one way, 8
-microbatches a step, weights' gradients at once or put off; medians of 3 seeds. `measured`: the blocks that are trained
-below as stages, by their times on one core of this machine.
-
-`training` (`benchmarks.kfac_training`): a small model on the processor, K-FAC with AdamW's step length against AdamW;
-arms are called by the refresh period, after which curvature is that many steps old when it is first used; `at once`
-uses that of the step itself. Each arm has each learning rate and seed; `best`, `summary`, `runs` are those of
-`benchmarks.optimizers`.
-
-Prints one JSON object; progress goes to stderr. What `--output` has already and `--only` does not name stays there.
+`training`: a small model with K-FAC against AdamW, by refresh period; curvature is as many steps old when first used
+(`at once`: that of the step itself). The empirical Fisher matrix of a layer is the Kronecker product of the means of x
+x^T and g g^T, damped as in arXiv:1503.05671, section 6.3; steps have AdamW's length (grafting, arXiv:2002.11803).
 """
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
 import itertools
-import json
 import math
 import statistics
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
+from torch import Tensor, nn
 
-from benchmarks.kfac_schedule import Profile, Refreshed, over_links, pipeline, run_arms
-from benchmarks.kfac_training import ADAMW, AT_ONCE, measure, measured_profile
-from benchmarks.optimizers import Task, best_of, summary
+from benchmarks import kit
+from benchmarks.filling import Durations, FillingPeer, FillingWorld, Setting, share_of_time
+from benchmarks.kit import source_of, tell
+from benchmarks.optimizers import ARMS, Task, Trainer, best_of, manifest_of, summary, trained
+from node.model import passes
+from node.model.blocks import Linear
 from node.model.device import flush_denormals
+from node.model.optimizers.adamw import AdamW
+from node.model.parts import build_block_stack
+from protocol.manifest.manifest import Manifest
+from protocol.manifest.training import InnerSection
+from swarm.pipeline.custody_events import Work
+from swarm.simulation.pipeline_peer import Peer
+from swarm.vocabulary.types import ModuleId, PeerId
+
+WARM_STEPS: Final = 2
+CHUNK_S: Final = 0.002
+DAMPING: Final = 1e-3
+"""PipeFisher's for BERT, relative to the means of the factors' eigenvalues."""
+ADAMW, AT_ONCE = "adamw", "at once"
+
+# ---- schedule --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """Times of a stage in ms: forward and backward pass, curvature of a microbatch, all inversions, preconditioning."""
+
+    forward_ms: float
+    backward_ms: float
+    curvature_ms: float
+    inversion_ms: float
+    precondition_ms: float
+
+    def work_over_bubble(self, stages: int, microbatches: int) -> float:
+        """The paper's figure, for GPipe or 1F1B: (curvature + inversion) / bubble."""
+        bubble_ms = (stages - 1) * (self.forward_ms + self.backward_ms)
+        return (microbatches * self.curvature_ms + self.inversion_ms) / bubble_ms
+
 
 PROFILES: Final = {
     "BERT-Base": Profile(9.75, 16.45, 25.55, 71.67, 6.81),
     "BERT-Large": Profile(16.10, 26.95, 43.50, 126.70, 14.73),
 }
-"""One block on a P100, 32 sequences of 128 a microbatch: measured by the paper's authors, and rounded; the columns
-time_f, time_b, time_kron, time_inv, time_prec of prof/bert-base_time_memory_p100.csv and prof/bert-large_... in
-github.com/kazukiosawa/pipe-fisher, from which scripts/plot_throughput.py draws the paper's figure of (curvature +
-inversion) / bubble."""
-FIRST: Final = "BERT-Base"
-SMALLEST: Final = 4
-CHUNKS_MS: Final = (2, 5, 13, 36)
-"""What the node does and its bound; a curvature factor of one microbatch, and half of the inversions, whole."""
-LATENCIES_MS: Final = (0, 20, 50)
-LINK_SEEDS: Final = (1, 2, 3)
-LINK_MICROBATCHES: Final = 8
+"""One block on a P100, 32 sequences of 128: prof/*_time_memory_p100.csv of github.com/kazukiosawa/pipe-fisher."""
 
 
-def row_of(profile: Profile, arms: Mapping[str, Refreshed]) -> dict[str, float]:
-    """What was found of one pipeline."""
-    bare, filled, in_step = arms["bare"], arms["bubbles"], arms["in step"]
+class KfacPeer(FillingPeer):
+    """A stage peer that preconditions its inner steps."""
+
+    def __init__(self, world: KfacWorld, own: PeerId, module: ModuleId, incarnation: int) -> None:
+        self._kfac = world
+        self.begun: list[int] = []
+        """The steps with whose microbatches a refresh began."""
+        self._undone: deque[float] = deque()
+        """Of the refresh in progress: seconds of each factor, or half of the inversions."""
+        self._is_queued = False
+        self._passes: Counter[Work] = Counter()
+        super().__init__(world, own, module, incarnation)
+
+    def _passed(self, work: Work) -> None:
+        super()._passed(work)
+        step, place = divmod(self._passes[work], self.setting.per_step)
+        self._passes[work] += 1
+        profile = self._kfac.profile
+        if profile is None:
+            return
+        may_begin = not self._undone and (not self.begun or step >= self.begun[-1] + self._kfac.refresh_every)
+        if work is Work.FORWARD and place == 0 and may_begin:
+            self.begun.append(step)
+        if self.begun and self.begun[-1] == step:
+            slowness = self._ground.slowness(self.id)
+            self._undone.append(slowness * profile.curvature_ms / 2e3)
+            if work is Work.BACKWARD and place == self.setting.per_step - 1:
+                self._undone.extend([slowness * profile.inversion_ms / 2e3] * 2)
+            if self._kfac.in_bubbles:
+                self._queue_one()
+
+    def _queue_one(self) -> None:
+        """One piece at a time: weights' gradients, which have a deadline, wait for one piece and not for all."""
+        if self._undone and not self._is_queued:
+            self._is_queued = True
+            self.queue.submit(self._compute_piece(self._undone[0]), "curvature or inverse")
+
+    def _compute_piece(self, seconds: float) -> Iterator[None]:
+        for is_last in self._in_chunks(seconds):
+            if is_last:
+                self._undone.popleft()
+                self._is_queued = False
+                self._queue_one()
+            yield
+
+    def _step(self) -> None:
+        super()._step()
+        if self._kfac.profile is not None:
+            self._spent_s += self._ground.slowness(self.id) * self._kfac.profile.precondition_ms / 1e3
+            if not self._kfac.in_bubbles:
+                self._spent_s += sum(self._undone)
+                self._undone.clear()
+
+
+class KfacWorld(FillingWorld):
+    """The world of one arm: K-FAC by this profile (None: without), in bubbles or in its step, every `least` steps."""
+
+    def __init__(self, setting: Setting, profile: Profile | None, in_bubbles: bool = True, least: int = 1) -> None:
+        self.profile, self.in_bubbles, self.refresh_every = profile, in_bubbles, least
+        super().__init__(setting, 1.0)
+
+    def new_peer(self, own: PeerId, module: ModuleId, incarnation: int) -> Peer:
+        return KfacPeer(self, own, module, incarnation)
+
+    def run_steps(self, steps: int) -> None:
+        ((_, flights),) = self.data_nodes()
+        self.time.run_until(math.inf, lambda: flights.steps_done >= steps)
+
+
+def pipeline(profile: Profile, stages: int, microbatches: int) -> Setting:
+    """The paper's ground: equal devices, no latency; stage 0 and the inner step count for nothing."""
+    half_s = profile.backward_ms / 2e3
+    durations = Durations(profile.forward_ms / 1e3, half_s, half_s, 0.0, 0.0, 0.0)
+    own = {"stages": stages, "per_step": microbatches, "window": microbatches, "durations": durations}
+    return Setting(0.0, 1, body_s=0.0, chunk_s=CHUNK_S, spread=0.0, jitter=0.0, **own)
+
+
+def run(world: KfacWorld, steps: int) -> dict[str, float]:
+    """Runs one arm for so many steps after a warm-up. Shares are means over the stages, the rest of the worst stage."""
+    world.run_steps(WARM_STEPS)
+    begin = world.time.now
+    world.run_steps(WARM_STEPS + steps)
+    peers = [peer for peer in world.stage_peers if isinstance(peer, KfacPeer)]
+    accounts, span = [peer.account for peer in peers], (begin, world.time.now)
+    busy, idle = ([getattr(account, kind) for account in accounts] for kind in ("busy", "idle_work"))
     return {
-        "period": filled.period,
-        "utilisation": filled.utilisation,
-        "bare_utilisation": bare.utilisation,
-        "step": filled.step_ms / bare.step_ms,
-        "in_step": in_step.step_ms / bare.step_ms,
-        "step_ms": filled.step_ms,
-        "delay_ms": filled.delay_ms,
-        "kept": filled.kept,
-        "precondition": profile.precondition_ms / bare.step_ms,
+        "step_ms": 1e3 * (world.time.now - begin) / steps,
+        "utilisation": share_of_time(busy, *span) + share_of_time(idle, *span),
+        "period": max(period(peer.begun) for peer in peers),
     }
 
 
-def modelled(profile: Profile, stages: int, microbatches: int) -> dict[str, float]:
-    """The same by the formula of the paper's figure."""
-    ratio = profile.work_over_bubble(stages, microbatches)
+def period(begun: list[int]) -> float:
+    """Mean steps between refreshes, but for the first, where nothing was in the pipeline; inf without a second one."""
+    between = [later - earlier for earlier, later in itertools.pairwise(begun)]
+    return statistics.fmean(between[1:] or between) if between else math.inf
+
+
+def row_of(setting: Setting, profile: Profile, steps: int) -> dict[str, Any]:
+    """A pipeline with K-FAC's work in the bubbles, without K-FAC, and with the same refreshes in the step."""
+    bare, filled = run(KfacWorld(setting, None), steps), run(KfacWorld(setting, profile), steps)
+    is_refreshed = math.isfinite(filled["period"])
+    every = max(1, round(filled["period"])) if is_refreshed else steps
+    in_step = run(KfacWorld(setting, profile, in_bubbles=False, least=every), steps)
     return {
-        "work_over_bubble": ratio,
-        "model_period": math.ceil(ratio),
-        "model_utilisation": profile.utilisation(stages, microbatches, math.ceil(ratio)),
-        "model_bare_utilisation": profile.utilisation(stages, microbatches, None),
+        **filled,
+        "period": filled["period"] if is_refreshed else None,
+        "bare_utilisation": bare["utilisation"],
+        "step": filled["step_ms"] / bare["step_ms"],
+        "in_step": in_step["step_ms"] / bare["step_ms"],
     }
 
 
-def on_paper(depths: Sequence[int], multiples: Sequence[int], steps: int) -> Iterator[dict[str, Any]]:
-    """The pipelines of the paper's figure; of the larger model with as many microbatches as stages."""
-    for name, profile in PROFILES.items():
-        for stages in depths:
-            for multiple in multiples if name == FIRST else multiples[:1]:
-                count = stages * multiple
-                arms = run_arms(pipeline(profile, stages, count, CHUNKS_MS[0] / 1e3), profile, steps)
-                place = {"model": name, "stages": stages, "microbatches": count}
-                yield place | modelled(profile, stages, count) | row_of(profile, arms)
+def schedules(options: Any, task: Task) -> dict[str, list[dict[str, Any]]]:
+    steps, found = options.schedule_steps, dict[str, list[dict[str, Any]]]()
+    profiles = PROFILES | {"measured": measured_profile(task)}
+    for (name, profile), stages, multiple in itertools.product(profiles.items(), options.depths, options.multiples):
+        count = stages * multiple
+        row = {"profile": name, "stages": stages, "microbatches": count}
+        row["work_over_bubble"] = profile.work_over_bubble(stages, count)
+        found.setdefault("pipelines", []).append(row | row_of(pipeline(profile, stages, count), profile, steps))
+        tell(found["pipelines"][-1])
+    return found
 
 
-def of_chunks(steps: int) -> Iterator[dict[str, Any]]:
-    """What the length of chunks costs."""
-    for chunk_ms in CHUNKS_MS:
-        profile = PROFILES[FIRST]
-        arms = run_arms(pipeline(profile, SMALLEST, SMALLEST, chunk_ms / 1e3), profile, steps)
-        yield {"chunk_ms": chunk_ms} | row_of(profile, arms)
+# ---- training --------------------------------------------------------------------------------------------------------
 
 
-def over_all_links(steps: int) -> Iterator[dict[str, Any]]:
-    """Unlike peers and long links; medians of the seeds."""
-    profile = PROFILES[FIRST]
-    for one_way_ms in LATENCIES_MS:
-        for puts_off in (False, True):
-            rows = []
-            for seed in LINK_SEEDS:
-                even = pipeline(profile, SMALLEST, LINK_MICROBATCHES, CHUNKS_MS[0] / 1e3)
-                setting = dataclasses.replace(over_links(even, one_way_ms, seed), puts_off=puts_off)
-                rows.append(row_of(profile, run_arms(setting, profile, steps)))
-            medians = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
-            yield {"one_way_ms": one_way_ms, "puts_off": puts_off} | medians
+@contextmanager
+def timed(times_ms: list[float]) -> Iterator[None]:
+    begun = time.thread_time()
+    yield
+    times_ms.append(1e3 * (time.thread_time() - begun))
 
 
-def as_measured(profile: Profile, steps: int) -> Iterator[dict[str, Any]]:
-    """The blocks of the training as stages."""
-    for count in (SMALLEST, 2 * SMALLEST):
-        arms = run_arms(pipeline(profile, SMALLEST, count, CHUNKS_MS[0] / 1e3), profile, steps)
-        place = {"stages": SMALLEST, "microbatches": count, "profile": dataclasses.asdict(profile)}
-        yield place | modelled(profile, SMALLEST, count) | row_of(profile, arms)
+def _inverse(factor: Tensor) -> Tensor:
+    damping = math.sqrt(DAMPING) * factor.trace() / len(factor)
+    return torch.cholesky_inverse(torch.linalg.cholesky(factor + damping * torch.eye(len(factor))))
 
 
-def draw(report: Mapping[str, Any], file: Path) -> None:
-    """Periods and utilisation over microbatches a step, and the curves of the best learning rates."""
-    from matplotlib.figure import Figure
+class Kfac(AdamW):
+    """The rule of these layers' weights, with new curvature every so many steps, which is first used after `lag`."""
 
-    figure = Figure(figsize=(15, 4.6), layout="constrained")
-    periods, shares, losses = (figure.add_subplot(1, 3, place + 1) for place in range(3))
-    rows = [row for row in report.get("schedule", {}).get("paper", ()) if row["model"] == FIRST]
-    for colour, stages in enumerate(dict.fromkeys(row["stages"] for row in rows)):
-        own = [row for row in rows if row["stages"] == stages]
-        at, style = [row["microbatches"] / stages for row in own], {"color": f"C{colour}"}
-        periods.plot(at, [row["work_over_bubble"] for row in own], "--", label=f"{stages} stages, the paper's", **style)
-        periods.plot(at, [row["period"] for row in own], "o", label=f"{stages} stages, in the queue", **style)
-        shares.plot(at, [row["bare_utilisation"] for row in own], "--", label=f"{stages} stages", **style)
-        shares.plot(at, [row["utilisation"] for row in own], "o-", label=f"{stages} stages, filled", **style)
-    periods.set(xlabel="microbatches a step / stages", ylabel="steps of a refresh; (curvature + inversion) / bubble")
-    shares.set(xlabel="microbatches a step / stages", ylabel="share of the time that devices compute", ylim=(0, 1))
-    training = report.get("training", {"runs": (), "best": ()})
-    for colour, arm in enumerate(dict.fromkeys(row["arm"] for row in training["best"])):
-        best = {row["seed"]: row["rate"] for row in training["best"] if row["arm"] == arm}
-        curves = [
-            run["curve"] for run in training["runs"] if run["arm"] == arm and best.get(run["seed"]) == run["rate"]
-        ]
-        points = [(of[0][0], statistics.median(each[2] for each in of)) for of in zip(*curves, strict=True)]
-        label = arm if arm == ADAMW else f"K-FAC, {arm}"
-        losses.plot(*zip(*points[3:], strict=True), color=f"C{colour}", label=label, linewidth=1.3)
-    losses.set(xlabel="inner steps", ylabel="held-out loss, nats a byte; median of the seeds")
-    for axes in (periods, shares, losses):
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=7)
-    figure.savefig(file, dpi=100)
+    def __init__(self, layers: Sequence[Linear], inner: InnerSection, every: int, lag: int) -> None:
+        super().__init__([layer.weight for layer in layers], inner)
+        self.spent: defaultdict[str, list[float]] = defaultdict(list)
+        """Processor time in ms: curvature of one factor of a microbatch and a layer, the rest of all layers."""
+        self._every, self._lag, self._steps = every, lag, 0
+        self._factors = {layer.weight: [torch.zeros(size, size) for size in layer.weight.shape] for layer in layers}
+        """Of outputs and inputs: sums over a step's tokens. Damping is relative to them."""
+        self._inverses: dict[nn.Parameter, list[Tensor]] = {}
+        self._waiting: dict[int, dict[nn.Parameter, list[Tensor]]] = {}
+        """Inverses by the first step that is taken with them."""
+        for layer in layers:
+            layer.register_forward_hook(self._passed)
+
+    @torch.no_grad()
+    def step(self, rate: float) -> None:
+        if self._steps % self._every == 0:
+            with timed(self.spent["inversion"]):
+                found = {parameter: [_inverse(one) for one in both] for parameter, both in self._factors.items()}
+                self._waiting[self._steps + self._lag] = found
+                for factor in chain.from_iterable(self._factors.values()):
+                    factor.zero_()
+        self._inverses |= self._waiting.pop(self._steps, {})
+        self._steps += 1
+        before = [parameter.detach().clone() for parameter in self.parameters]
+        super().step(rate)
+        with timed(self.spent["preconditioning"]):
+            self._turn(before, rate)
+
+    def _turn(self, before: Sequence[Tensor], rate: float) -> None:
+        """Turns AdamW's steps from these parameters into preconditioned ones of their length."""
+        for parameter, old in zip(self.parameters, before, strict=True):
+            if parameter not in self._inverses or parameter not in self.states:
+                continue
+            outputs, inputs = self._inverses[parameter]
+            kept = old * (1 - rate * self._inner.weight_decay)
+            direction = outputs @ self.states[parameter].mean @ inputs
+            length, own = (torch.linalg.vector_norm(each) for each in (parameter - kept, direction))
+            parameter.copy_(kept - direction * (length / own.clamp_min(1e-30)))
+
+    def _passed(self, layer: nn.Module, values: tuple[Tensor, ...], output: Tensor) -> None:
+        """A hook: a forward pass of a layer."""
+        if self._steps % self._every == 0 and output.requires_grad:
+            of_outputs, of_inputs = self._factors[layer.get_parameter("weight")]
+            self._add(of_inputs, values[0])
+            output.register_hook(partial(self._add, of_outputs))
+
+    def _add(self, total: Tensor, vectors: Tensor) -> None:
+        flat = vectors.detach().flatten(0, -2)
+        with timed(self.spent["curvature"]):
+            total.addmm_(flat.T, flat)
 
 
-def tell(row: object) -> None:
-    print(row, file=sys.stderr, flush=True)
+class KfacTrainer(Trainer):
+    """The trainer of `benchmarks.optimizers`, with K-FAC for the blocks' matrices."""
+
+    def __init__(self, manifest: Manifest, every: int, lag: int) -> None:
+        super().__init__(manifest, ARMS[ADAMW])
+        layers = [layer for stack in self.model.stacks for layer in stack.modules() if isinstance(layer, Linear)]
+        inner = manifest.training.inner
+        self.kfac = Kfac(layers, inner, every, lag)
+        own = set(self.kfac.parameters)
+        for optimizer in self.optimizers[1:]:
+            rest = [parameter for rule in optimizer.rules for parameter in rule.parameters if parameter not in own]
+            optimizer.rules = (AdamW(rest, inner), self.kfac)
 
 
-def schedules(options: argparse.Namespace, task: Task) -> Iterator[dict[str, Any]]:
-    """All of virtual time, after each pipeline what there is by then."""
-    steps = options.schedule_steps
-    parts = {
-        "paper": on_paper(options.depths, options.microbatches, steps),
-        "chunks": of_chunks(steps),
-        "links": over_all_links(steps),
-        "measured": as_measured(measured_profile(task), steps),
-    }
-    found: dict[str, list[dict[str, Any]]] = {}
-    for part, rows in parts.items():
-        for row in rows:
-            found.setdefault(part, []).append(row)
-            tell(row)
-            yield found
+def train(task: Task, arm: str, seed: int, rate: float) -> dict[str, Any]:
+    """Trains one arm to the end of its schedule: `ADAMW`, `AT_ONCE`, or a refresh period."""
+    manifest = manifest_of(task, ARMS[ADAMW], seed, rate)
+    cycle = (1, 0) if arm in (ADAMW, AT_ONCE) else (int(arm), int(arm))
+    trainer = Trainer(manifest, ARMS[ADAMW]) if arm == ADAMW else KfacTrainer(manifest, *cycle)
+    return {"arm": arm, "seed": seed, "rate": rate, **trained(task, manifest, trainer)}
 
 
-def trainings(options: argparse.Namespace, task: Task) -> Iterator[dict[str, Any]]:
-    """All arms, after each run what there is by then."""
-    runs: list[dict[str, Any]] = []
-    settings = dataclasses.asdict(task) | {"source": task.source.partition(":")[0]}
-    arms = (ADAMW, AT_ONCE, *map(str, options.periods))
-    for seed, arm, rate in itertools.product(options.seeds, arms, options.rates):
-        runs.append(measure(task, arm, seed, rate))
-        tell({key: runs[-1][key] for key in ("arm", "seed", "rate", "loss")})
+def measured_profile(task: Task, repeats: int = 20) -> Profile:
+    """What the task's blocks cost as one stage, in processor time of one core: medians."""
+    manifest = manifest_of(task, ARMS[ADAMW], 1, 1e-3)
+    stack, source = build_block_stack(manifest, ModuleId(1)), torch.randn(manifest.hidden_shape)
+    times = defaultdict[str, list[float]](list)
+    for _ in range(repeats):
+        with timed(times["forward"]):
+            visit = passes.forward(stack, source)
+        with timed(times["backward"]):
+            passes.backward(stack, visit, source)
+    trainer = KfacTrainer(manifest, 1, 1)
+    for _ in range(repeats):
+        trainer.next_step()
+    medians = {name: statistics.median(of) for name, of in (times | trainer.kfac.spent).items()}
+    curvature_ms = sum(trainer.kfac.spent["curvature"]) / (repeats * task.microbatches)
+    return Profile(
+        medians["forward"], medians["backward"], curvature_ms, medians["inversion"], medians["preconditioning"]
+    )
+
+
+# ---- all -------------------------------------------------------------------------------------------------------------
+
+
+def measure(options: Any) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    flush_denormals()
+    size = {"hidden": options.hidden, "feed_forward": 176, "sequence": 64, "rows": 8, "held_out_microbatches": 6}
+    task = Task(options.steps, source=source_of(options.text), **size)
+    found: dict[str, Any] = {}
+    if "schedule" in options.parts:
+        found["schedule"] = schedules(options, task)
+    if "training" in options.parts:
+        runs, arms = list[dict[str, Any]](), (ADAMW, AT_ONCE, *map(str, options.periods))
+        for seed, arm, rate in itertools.product(options.seeds, arms, options.rates):
+            runs.append(train(task, arm, seed, rate))
+            tell({key: runs[-1][key] for key in ("arm", "seed", "rate", "loss")})
         best = best_of(runs)
-        yield {"task": settings, "summary": summary(best), "best": best, "runs": runs}
+        found["training"] = {"summary": summary(best), "best": best, "runs": runs}
+    return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", nargs="*", default=["schedule", "training"], choices=["schedule", "training"])
-    parser.add_argument("--depths", type=int, nargs="+", default=[4, 8, 16])
-    parser.add_argument("--microbatches", type=int, nargs="+", default=[1, 2], help="a step, in multiples of stages")
-    parser.add_argument("--schedule-steps", type=int, default=12)
-    parser.add_argument("--steps", type=int, default=120)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--rates", type=float, nargs="+", default=[6e-3])
-    parser.add_argument("--periods", type=int, nargs="+", default=[1, 5, 10, 20])
-    parser.add_argument("--text", type=Path, help="read this instead of the standard library's source")
-    parser.add_argument("--output", type=Path)
-    parser.add_argument("--plot", type=Path, help="draw into this PNG (needs the extra `plot`)")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    flush_denormals()
-    source = "python-stdlib" if options.text is None else f"path:{options.text}"
-    size = {"hidden": 64, "feed_forward": 176, "sequence": 64, "rows": 8, "held_out_microbatches": 6}
-    task = Task(options.steps, source=source, **size)
-    has_some = options.output is not None and options.output.exists()
-    report: dict[str, Any] = json.loads(options.output.read_text()) if has_some else {}
-
-    def keep() -> None:
-        if options.output is not None:
-            options.output.write_text(json.dumps(report, indent=1) + "\n")
-
-    for part in options.only:
-        for found in (schedules if part == "schedule" else trainings)(options, task):
-            report[part] = found
-            keep()
-    if options.plot is not None:
-        draw(report, options.plot)
-    print(json.dumps(report))
+    usual = {"depths": [4, 8, 16], "multiples": [1, 2], "schedule_steps": 12, "steps": 120, "hidden": 64}
+    more = {"seeds": [1, 2, 3], "rates": [6e-3], "periods": [1, 5, 10, 20], "text": Path}
+    quick = {"depths": [4], "multiples": [1], "schedule_steps": 3, "steps": 6, "hidden": 16, "seeds": [1]}
+    quick |= {"periods": [2]}
+    kit.run(__doc__, measure, quick, parts=("schedule", "training"), **usual, **more)
 
 
 if __name__ == "__main__":

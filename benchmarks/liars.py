@@ -1,41 +1,52 @@
-"""What one replica of three that lies costs the others: the same run to the same step with each kind of lie, and
-without.
+"""What one replica that lies costs the others: the same run with each kind of lie (`tests.security.liar`), and without.
 
-    python -m benchmarks.liars --kinds million mean-elsewhere forged-rosters tokens steps last-number spoils
-
-Four nodes on loopback: a data node, two honest replicas of stage 1, and one more that is honest or plays a part of
-`tests.security.liar`. At the last step it is killed, and the held-out loss of what the others are left with is measured
-through the swarm. Arms take turns, `honest` first and last, and their medians are compared.
+`contributions`: one of four replicas contributes something else than its update; the held-out loss after so many
+tokens, the median over the repeats, over that of the other three without it (`nobody`) and over that of four honest
+ones. `rounds`: one of three replicas is honest or lies in messages and results; at the last step it is killed, and the
+held-out loss of what the others are left with is measured through the swarm.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
+import statistics
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import median
+from typing import Any, Final
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks import kit
+from benchmarks.kit import medians, tell
+from benchmarks.soak import verdict
+from node.local_swarm.default_manifest import default_manifest
 from node.local_swarm.local_swarm import LocalSwarm
 from node.local_swarm.setup import LocalSwarmOptions, Place
 from node.network.client import query_evaluation
 from node.observability.events import Event, Note, ReplicaAccused, RoundCommitted, Step
+from protocol.manifest.manifest import Manifest, manifest_from_table
+from tests.e2e.lying import Company, keep_company
 from tests.e2e.small_run import small_run, write_text
 from tests.security.liar import LIES
 
 HONEST = "honest"
 LIAR = 3
 LIMIT_S = 300.0
-"""For one run: what a lie stalls for so long, it has ended."""
+"""Timeout of one run, in seconds."""
 HELD_OUT = 64
 """Microbatches."""
 SETTLES_S = 2.0
 """After the liar was killed, so that what was under way through it is done."""
 SCHEDULE = {"kind": "cosine", "warmup_steps": 5, "total_steps": 5000, "final_ratio": 0.0}
+NOBODY: Final = "nobody"
+CONTRIBUTIONS: Final = (HONEST, "nan", "million", "million-declared", "shapes", "round", "garbage")
+ROUNDS: Final = tuple(sorted(set(LIES) - {HONEST}))
+
+
+# ---- lies in rounds --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +68,8 @@ class Outcome:
 
 async def one_run(kind: str, steps: int) -> Outcome:
     with tempfile.TemporaryDirectory() as folder:
-        manifest = small_run(
-            write_text(Path(folder) / "text"), blocks=(0, 2), inner_steps=5, staleness=1, schedule=SCHEDULE
-        )
+        text = write_text(Path(folder) / "text")
+        manifest = small_run(text, blocks=(0, 2), inner_steps=5, staleness=1, schedule=SCHEDULE)
         place = Place(command=(sys.executable, "-P", "-m", "tests.security.liar", kind))
         options = LocalSwarmOptions(peers=LIAR + 1, threads=1)
         async with LocalSwarm(manifest, options, places=lambda index: place if index == LIAR else Place()) as swarm:
@@ -76,49 +86,92 @@ async def one_run(kind: str, steps: int) -> Outcome:
             await asyncio.sleep(SETTLES_S)
             answer = await query_evaluation(swarm.link, HELD_OUT)
             await swarm.stop()
-    return _outcome(kind, seen, honest, liar, Outcome(kind, float(answer["loss"]), 0.0, seconds, 0, 0, 0))
-
-
-def _outcome(kind: str, seen: list[Event], honest: set[str], liar: str, outcome: Outcome) -> Outcome:
     losses = [event.loss for event in seen if isinstance(event, Step)]
-    rounds = [
-        {event.round for event in seen if isinstance(event, RoundCommitted) and event.peer == peer} for peer in honest
-    ]
-    accusers = {
-        event.peer
-        for event in seen
-        if isinstance(event, ReplicaAccused) and event.accused == liar and event.peer in honest
-    }
-    left_out = sum(isinstance(event, Note) and "left out of paths" in event.message for event in seen)
-    training = median(losses[-len(losses) // 4 :])
-    return replace(
-        outcome, training=training, rounds=len(set.intersection(*rounds)), accusers=len(accusers), left_out=left_out
+    commits = [event for event in seen if isinstance(event, RoundCommitted)]
+    rounds = [{event.round for event in commits if event.peer == peer} for peer in honest]
+    accused = [event for event in seen if isinstance(event, ReplicaAccused) and event.accused == liar]
+    return Outcome(
+        kind,
+        held_out=float(answer["loss"]),
+        training=statistics.median(losses[-len(losses) // 4 :]),
+        seconds=seconds,
+        rounds=len(set.intersection(*rounds)),
+        accusers=len({event.peer for event in accused} & honest),
+        left_out=sum(isinstance(event, Note) and "left out of paths" in event.message for event in seen),
     )
 
 
-def median_of(outcomes: list[Outcome], kind: str, figure: str) -> float:
-    return median(getattr(outcome, figure) for outcome in outcomes if outcome.kind == kind)
+async def in_rounds(options: Any) -> dict[str, Any]:
+    """Kinds in turn, honest runs between them."""
+    runs: list[Outcome] = []
+    kinds = [kind for _ in range(options.repeats) for kind in (*options.lies, HONEST)]
+    for kind in [HONEST, *kinds]:
+        runs.append(await one_run(kind, options.steps))
+        tell(asdict(runs[-1]))
+    figures = ("held_out", "training", "seconds")
+    middle = {kind: medians([asdict(run) for run in runs if run.kind == kind], figures) for kind in (HONEST, *kinds)}
+    ratios = {kind: {figure: of[figure] / middle[HONEST][figure] for figure in figures} for kind, of in middle.items()}
+    return {"steps": options.steps, "over_honest": ratios, "runs": [asdict(run) for run in runs]}
 
 
-async def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kinds", nargs="+", choices=sorted(set(LIES) - {HONEST}), required=True)
-    parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--rounds", type=int, default=1, help="runs of each kind")
-    chosen = parser.parse_args()
-    outcomes: list[Outcome] = []
-    for kind in [HONEST, *(kind for _ in range(chosen.rounds) for kind in [*chosen.kinds, HONEST])]:
-        outcomes.append(await one_run(kind, chosen.steps))
-        print(json.dumps(asdict(outcomes[-1])), file=sys.stderr, flush=True)
-    ratios = {
-        kind: {
-            figure: median_of(outcomes, kind, figure) / median_of(outcomes, HONEST, figure)
-            for figure in ("held_out", "training", "seconds")
-        }
-        for kind in chosen.kinds
+# ---- lies in contributions -------------------------------------------------------------------------------------------
+
+
+def liars_run() -> Manifest:
+    """The demo model in two stages, on the standard library's source."""
+    table = default_manifest(1, "liars").model_dump(mode="json", exclude_none=True)
+    table["stages"]["blocks"] = [0, 2]
+    table["training"] |= {"staleness": 1, "inner_steps": 5, "outer": {"learning_rate": 0.7, "momentum": 0.5}}
+    table["training"] |= {"inner_tokens": 1024}
+    table["training"]["schedule"] |= {"kind": "constant", "total_steps": 1_000_000}
+    return manifest_from_table(table)
+
+
+async def in_contributions(options: Any, folder: Path) -> dict[str, Any]:
+    seen: dict[str, list[Company]] = {kind: [] for kind in (NOBODY, *options.contributions)}
+    checks: dict[str, list[dict[str, object]]] = {kind: [] for kind in seen}
+    for number in range(options.repeats):
+        for kind, companies in seen.items():
+            logs, lie = folder / f"{kind}-{number}", None if kind == NOBODY else kind
+            companies.append(await keep_company(liars_run(), logs, 1000 * options.kilotokens, lie, EVALUATED))
+            checks[kind].append(verdict(logs))
+            tell(f"{kind}: loss {companies[-1].loss:.4f}, {companies[-1].rounds} rounds")
+    losses = {kind: statistics.median(one.loss for one in companies) for kind, companies in seen.items()}
+    return {kind: row_of(companies, losses, kind) | {"checks": checks[kind]} for kind, companies in seen.items()}
+
+
+def row_of(companies: list[Company], losses: dict[str, float], kind: str) -> dict[str, Any]:
+    """What the honest replicas went through with one kind of liar, over all repeats."""
+    return {
+        "losses": [company.loss for company in companies],
+        "ratio": losses[kind] / losses[NOBODY],
+        "ratio_to_four_honest": losses[kind] / losses[HONEST] if HONEST in losses else None,
+        "rounds": [company.rounds for company in companies],
+        "with_its_update": sum(company.with_liar for company in companies),
+        "attempts_a_round": statistics.mean(company.attempts for company in companies),
+        "rounds_with_several_digests": sum(len(h) > 1 for company in companies for h in company.digests.values()),
+        "exits": sum(code != 0 for company in companies for code in company.ends.values()),
     }
-    print(json.dumps({"steps": chosen.steps, "runs": [asdict(one) for one in outcomes], "over_honest": ratios}))
+
+
+async def measure(options: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {"repeats": options.repeats, "target_ratio": 1.01}
+    with tempfile.TemporaryDirectory(prefix="skipstone-liars-") as folder:
+        if "contributions" in options.parts:
+            found["contributions"] = await in_contributions(options, Path(folder))
+    if "rounds" in options.parts:
+        found["rounds"] = await in_rounds(options)
+    return found
+
+
+def main() -> None:
+    quick = {"parts": ["rounds"], "lies": ["million"], "steps": 20}
+    usual = {"parts": ("contributions", "rounds"), "contributions": CONTRIBUTIONS, "lies": ROUNDS}
+    kit.run(__doc__, measure, quick, repeats=1, kilotokens=800, steps=400, **usual)
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    main()
+
+
+EVALUATED = 32

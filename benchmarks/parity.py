@@ -1,30 +1,23 @@
 """What rounds cost in loss: 4 replicas that average every 10, 50 or 100 inner steps against one process, at equal
 tokens.
 
-    python benchmarks/parity.py [--seeds 1 2 3] [--inner-steps 10 50 100] [--steps 3000] [--output FILE]
-    python benchmarks/parity.py --difference
-
-One process trains with the replicas' microbatches together in each step, at each of three learning rates; the best of
-them is what the best of two or three settings of the rounds is held against. The replicas read the same microbatches,
-dealt in turn. Their rounds are the real ones (runner, round machine, gRPC with mutual TLS on loopback), in lock-step.
-Each outer step is also taken by an in-process reference in plain torch.
-
-Prints one JSON object. `--difference` trains only 20 rounds of 2 inner steps, with the rounds and with a reference that
-also trains its own replicas, and prints by how much their parameters differ. Progress goes to stderr, and the object so
-far to `--output` after each run.
+One process trains with the replicas' microbatches together in each step, at three learning rates; the best one is the
+baseline for the best of two or three settings of the rounds. The replicas read the same microbatches, dealt in turn, in
+lock-step. Their rounds are real (runner, round machine, gRPC with mutual TLS on loopback); a reference in plain torch
+takes each outer step, too. `--difference` holds 20 rounds of 2 inner steps only, and says how far the replicas'
+parameters are from those of a reference that trains its own replicas.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import dataclasses
-import json
 import statistics
 import sys
-import time
-from collections.abc import Iterable
-from functools import cached_property
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -33,30 +26,269 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 import torch
 
-from benchmarks.parity_learner import REPLICAS, Dealer, Learner, Rule, Task, manifest_of
-from benchmarks.parity_reference import OuterReference, Reference
-from benchmarks.parity_rounds import hall
+from benchmarks import kit
+from benchmarks.kit import READER, Learner, run_of, tell
+from benchmarks.round_peer import RoundPeer
+from node.averaging.anchor.anchor import Anchor, version_of
+from node.averaging.anchor.local_replica import LocalReplica, anchor_of
+from node.averaging.anchor.outer_step import outer_rule
+from node.averaging.anchor.shared_vector import Vector
+from node.averaging.module_rounds import rungs_to
+from node.concurrency.compute_thread import Priority
+from node.concurrency.task_groups import task_scope
 from node.data.documents import Documents
-from node.data.feed import START, held_out_microbatches, open_documents
-from node.data.packing import Cursor
+from node.data.feed import START, TrainingFeed, held_out_microbatches, open_documents
+from node.data.packing import Cursor, Microbatch
+from node.model.initialization import parameters_of
 from node.solo.trainer import evaluate
 from protocol.manifest.manifest import Manifest
+from swarm.averaging.round_events import RoundRules
+from swarm.vocabulary.errors import StateError
+from swarm.vocabulary.types import Codec
 
-TASK: Final = Task(
-    hidden=16,
-    heads=2,
-    feed_forward=48,
-    blocks=1,
-    sequence=64,
-    rows=8,
-    microbatches=1,
-    steps=3000,
-    common_steps=800,
-    warmup_steps=50,
-    final_ratio=0.0,
-    beta2=0.95,
-    held_out_microbatches=128,
-)
+REPLICAS: Final = 4
+"""Replicas of the one module."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What is trained; the same for all sides. `microbatches` are those of each replica in an inner step."""
+
+    hidden: int = 16
+    heads: int = 2
+    feed_forward: int = 48
+    blocks: int = 1
+    sequence: int = 64
+    rows: int = 8
+    microbatches: int = 1
+    steps: int = 3000
+    common_steps: int = 800
+    """The first steps, which one process takes for all replicas."""
+    warmup_steps: int = 50
+    beta2: float = 0.95
+    held_out_microbatches: int = 128
+
+    @property
+    def tokens(self) -> int:
+        """That each side is trained on."""
+        return self.steps * REPLICAS * self.microbatches * self.rows * self.sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """How replicas are trained between rounds and what a round does."""
+
+    inner_steps: int
+    inner_rate: float
+    """At its peak."""
+    final_ratio: float
+    """Learning rate at the last step over its peak. Averaging removes noise, so replicas may stay faster."""
+    outer_rate: float
+    outer_momentum: float
+
+
+def manifest_of(task: Task, seed: int, inner_rate: float, replicas: int, rule: Rule | None = None) -> Manifest:
+    """A run of one module whose inner step has the tokens of so many replicas."""
+    of_all = REPLICAS * task.microbatches * task.rows * task.sequence
+    outer: dict[str, Any] = {}
+    if rule is not None:
+        outer = {"inner_steps": rule.inner_steps}
+        outer["outer"] = {"learning_rate": rule.outer_rate, "momentum": rule.outer_momentum}
+    return run_of(
+        "parity",
+        [task.blocks],
+        seed=seed,
+        **{key: getattr(task, key) for key in ("hidden", "heads", "feed_forward", "sequence", "rows")},
+        microbatches=replicas * task.microbatches,
+        data={"held_out": 0.05},
+        inner={"learning_rate": inner_rate, "beta2": task.beta2},
+        schedule={
+            "kind": "cosine",
+            "warmup_tokens": task.warmup_steps * of_all,
+            "total_tokens": task.steps * of_all,
+            "final_ratio": 0.0 if rule is None else rule.final_ratio,
+        },
+        **outer,
+    )
+
+
+class Replica(Learner):
+    """One replica of the whole model, as in a node."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        super().__init__(manifest)
+        ((self.module, self.parts),) = self.model.modules()
+        (self.optimizer,) = self.optimizers
+        self.replica = LocalReplica(self.parts, manifest.training.fragments, self.optimizer)
+
+    def vector(self) -> Vector:
+        """A copy of all parameters, [elements]."""
+        return np.asarray(anchor_of(self.replica).parameters)
+
+    def write(self, values: Vector) -> None:
+        self.replica.write(slice(0, self.replica.layout.elements), values)
+
+    def follow(self, other: Replica) -> None:
+        """Becomes a copy of the other, its optimizer's state included."""
+        self.write(other.vector())
+        saved = other.optimizer.export_state(parameters_of(*other.parts))
+        self.optimizer.import_state(parameters_of(*self.parts), saved)
+        self.optimizer.tokens = other.optimizer.tokens
+
+
+class Dealer:
+    """Deals the microbatches of one feed to the replicas in turn; together they read what one process reads."""
+
+    def __init__(self, manifest: Manifest, documents: Documents, microbatches: int, start: Cursor = START) -> None:
+        self._feed = TrainingFeed(manifest, documents, READER, start)
+        self._microbatches = microbatches
+
+    @property
+    def cursor(self) -> Cursor:
+        """Where in the text the next step begins."""
+        return self._feed.cursor
+
+    def a_step(self) -> list[list[Microbatch]]:
+        """What each replica gets for its next inner step."""
+        dealt = [self._feed.next() for _ in range(REPLICAS * self._microbatches)]
+        return [dealt[replica::REPLICAS] for replica in range(REPLICAS)]
+
+    def a_whole_step(self) -> list[Microbatch]:
+        """The same for one process."""
+        return [self._feed.next() for _ in range(REPLICAS * self._microbatches)]
+
+
+# ---- the reference ---------------------------------------------------------------------------------------------------
+
+
+class OuterReference:
+    """torch.optim.SGD on the mean of (anchor - replica), weighted by tokens (Douillard et al. 2023, arXiv:2311.08105).
+
+    It has an anchor and a momentum of its own, which nothing sets right, so that a difference to the real rounds stays
+    or grows.
+    """
+
+    def __init__(self, start: Vector, rule: Rule) -> None:
+        self._anchor = torch.nn.Parameter(torch.from_numpy(start.copy()))
+        nesterov = rule.outer_momentum > 0  # torch refuses it without momentum, where it would change nothing
+        self._outer = torch.optim.SGD(
+            [self._anchor], lr=rule.outer_rate, momentum=rule.outer_momentum, nesterov=nesterov
+        )
+
+    def step(self, replicas: Sequence[Vector], tokens: Sequence[int]) -> Vector:
+        """The new anchor, from the replicas' parameters [elements] and the tokens of each in this round."""
+        anchor = self._anchor.detach()
+        gradient = torch.zeros_like(anchor)
+        for replica, share in zip(replicas, np.array(tokens, np.float64) / sum(tokens), strict=True):
+            gradient += float(share) * (anchor - torch.from_numpy(replica))
+        self._anchor.grad = gradient
+        self._outer.step()
+        values: Vector = self._anchor.detach().numpy().copy()
+        return values
+
+
+class Reference:
+    """The whole algorithm: learners that step in turn, and an outer step of the reference after each round."""
+
+    def __init__(self, learners: Sequence[Replica], rule: Rule) -> None:
+        self._learners = learners
+        self._tokens = learners[0].optimizer.tokens
+        self._outer = OuterReference(learners[0].vector(), rule)
+
+    def a_round(self, steps: Sequence[Sequence[Sequence[Microbatch]]]) -> Vector:
+        """Takes these inner steps (of each, what each replica gets) and the outer step; returns the new anchor."""
+        tokens = [0] * len(self._learners)
+        for dealt in steps:
+            for number, (learner, microbatches) in enumerate(zip(self._learners, dealt, strict=True)):
+                learner.step(microbatches)
+                tokens[number] += sum(microbatch.size for microbatch in microbatches)
+        anchor = self._outer.step([learner.vector() for learner in self._learners], tokens)
+        self._tokens += sum(tokens)
+        for learner in self._learners:
+            learner.write(anchor)
+            learner.optimizer.tokens, learner.optimizer.replicas = self._tokens, len(self._learners)
+        return anchor
+
+
+# ---- real rounds -----------------------------------------------------------------------------------------------------
+
+PATIENCE_S = 60.0
+"""Nobody fails here, and a busy machine must not change who takes part."""
+
+
+class Hall:
+    """Replicas with their peers of rounds."""
+
+    def __init__(self, replicas: Sequence[Replica], peers: Sequence[RoundPeer]) -> None:
+        self._replicas, self._peers = replicas, peers
+
+    async def step(self, dealt: Sequence[Sequence[Microbatch]]) -> None:
+        """An inner step of every replica, one after the other."""
+        for replica, peer, microbatches in zip(self._replicas, self._peers, dealt, strict=True):
+            await peer.compute.run(Priority.UPKEEP, partial(_inner_step, replica, peer, microbatches))
+
+    async def a_round(self) -> Anchor:
+        """Holds a round and returns its anchor. Raises StateError when not all took part, or they do not agree."""
+        for peer in self._peers:
+            peer.runner.stepped()
+        async with asyncio.timeout(PATIENCE_S):
+            settled = [await peer.settled.get() for peer in self._peers]
+        versions = {one.version for one in settled}
+        if len(versions) > 1 or any(len(one.members) != len(self._peers) for one in settled):
+            raise StateError(f"round {settled[0].version.round} was not one of all replicas")
+        return self._peers[0].runner.anchor
+
+
+def _inner_step(replica: Replica, peer: RoundPeer, microbatches: Sequence[Microbatch]) -> None:
+    (figures,) = replica.step(microbatches)
+    peer.runner.after_inner_step(figures)
+
+
+@asynccontextmanager
+async def hall(replicas: Sequence[Replica], manifest: Manifest) -> AsyncIterator[Hall]:
+    """Peers around these replicas, which are equal. The rounds' rules are the manifest's."""
+    async with AsyncExitStack() as stack:
+        threads = stack.enter_context(ExitStack())
+        peers = [_peer(replica, manifest, threads) for replica in replicas]
+        for peer in peers:
+            await stack.enter_async_context(peer.transport)
+        tasks = await stack.enter_async_context(task_scope())
+        for peer in peers:
+            peer.know([one.contact for one in peers])
+            stack.enter_context(peer.receiving())
+        running = [tasks.create_task(peer.runner.run()) for peer in peers]
+        try:
+            for peer in peers:
+                await peer.connect()
+            yield Hall(replicas, peers)
+        finally:
+            for task in running:
+                task.cancel()
+
+
+def _peer(replica: Replica, manifest: Manifest, stack: ExitStack) -> RoundPeer:
+    training = manifest.training
+    rules = RoundRules(
+        training.inner_steps,
+        training.fragments,
+        replica.replica.layout.chunks,
+        longest_s=1e9,
+        answer_s=PATIENCE_S,
+        prepare_s=PATIENCE_S,
+        silence_s=PATIENCE_S,
+        rungs=rungs_to(Codec[manifest.codecs.pseudo_gradients.upper()]),
+    )
+    # The anchor has the replica's steps behind it, so that the schedule goes on from there.
+    first = anchor_of(replica.replica)
+    version = version_of(first.layout, first.hashes, 0, replica.optimizer.steps, replica.optimizer.tokens, 0)
+    return RoundPeer(
+        replica.module, replica.replica, dataclasses.replace(first, version=version), rules, outer_rule(manifest), stack
+    )
+
+
+# ---- all -------------------------------------------------------------------------------------------------------------
+
+TASK: Final = Task()
 BASELINE_RATES: Final = (12e-3, 24e-3, 48e-3)
 """Learning rates of one process; the best one, seed by seed, is the baseline."""
 COMMON_RATE: Final = 24e-3
@@ -70,8 +302,7 @@ TARGETS: Final = {10: 1.01, 50: 1.02, 100: 1.03}
 """Held-out loss over that of the baseline."""
 DIFFERENCE_ROUNDS: Final = 20
 DIFFERENCE_RULE: Final = Rule(2, 1e-3, 0.0, 0.7, 0.9)
-"""Few steps between rounds: training is chaotic, and what float32 rounds off grows from step to step whoever
-averages."""
+"""Few steps between rounds: training is chaotic, and float32's rounding errors grow from step to step."""
 
 
 class Run:
@@ -91,12 +322,12 @@ class Run:
         """A new one, which begins there in the text."""
         return Dealer(self.manifest(COMMON_RATE, REPLICAS), self._documents, self._task.microbatches, start)
 
-    def held_out_loss(self, learner: Learner) -> float:
+    def held_out_loss(self, learner: Replica) -> float:
         return float(evaluate(learner.model, self._held_out)["loss"])
 
     def baseline(self, inner_rate: float) -> float:
         """The loss of one process after all steps."""
-        learner, dealer = Learner(self.manifest(inner_rate, REPLICAS)), self.dealer()
+        learner, dealer = Replica(self.manifest(inner_rate, REPLICAS)), self.dealer()
         for _ in range(self._task.steps):
             learner.step(dealer.a_whole_step())
         return self.held_out_loss(learner)
@@ -107,37 +338,28 @@ class Run:
         manifest = self.manifest(rule.inner_rate, 1, rule)
         learners = self._replicas(manifest)
         reference = OuterReference(learners[0].vector(), rule)
-        after_20, largest, waited = None, 0.0, 0.0
+        largest = 0.0
         rounds = (self._task.steps - self._task.common_steps) // rule.inner_steps
         async with hall(learners, manifest) as peers:
-            for number in range(1, rounds + 1):
+            for _ in range(rounds):
                 for _ in range(rule.inner_steps):
                     await peers.step(dealer.a_step())
                 expected = reference.step([learner.vector() for learner in learners], [1] * REPLICAS)
-                begun = time.monotonic()
                 anchor = await peers.a_round()
-                waited += time.monotonic() - begun
                 largest = max(largest, _difference(expected, anchor.parameters))
-                after_20 = largest if number <= DIFFERENCE_ROUNDS else after_20
-        return {
-            "rounds": rounds,
-            "loss": self.held_out_loss(learners[0]),
-            "reference_difference_20_rounds": after_20,
-            "reference_difference": largest,
-            "mean_round_s": round(waited / rounds, 3),
-        }
+        return {"rounds": rounds, "loss": self.held_out_loss(learners[0]), "reference_difference": largest}
 
     @cached_property
-    def _common_start(self) -> tuple[Learner, Cursor]:
+    def _common_start(self) -> tuple[Replica, Cursor]:
         """One process after the common steps, and where in the text it stands."""
-        learner, dealer = Learner(self.manifest(COMMON_RATE, REPLICAS)), self.dealer()
+        learner, dealer = Replica(self.manifest(COMMON_RATE, REPLICAS)), self.dealer()
         for _ in range(self._task.common_steps):
             learner.step(dealer.a_whole_step())
         return learner, dealer.cursor
 
-    def _replicas(self, manifest: Manifest) -> list[Learner]:
+    def _replicas(self, manifest: Manifest) -> list[Replica]:
         """Copies of the common start."""
-        learners = [Learner(manifest) for _ in range(REPLICAS)]
+        learners = [Replica(manifest) for _ in range(REPLICAS)]
         for learner in learners:
             learner.follow(self._common_start[0])
         return learners
@@ -150,91 +372,57 @@ def _difference(left: np.ndarray[Any, Any], right: np.ndarray[Any, Any]) -> floa
 async def difference(task: Task, seed: int, rule: Rule, rounds: int) -> float:
     """The largest difference of any parameter after so many rounds from the first step on, between real rounds and the
     whole algorithm in one process."""
+    torch.set_num_threads(1)
     manifest = manifest_of(task, seed, rule.inner_rate, 1, rule)
     documents = open_documents(manifest)
     dealer = Dealer(manifest, documents, task.microbatches)
     dealt = [[dealer.a_step() for _ in range(rule.inner_steps)] for _ in range(rounds)]
-    learners = [Learner(manifest) for _ in range(REPLICAS)]
+    learners = [Replica(manifest) for _ in range(REPLICAS)]
     async with hall(learners, manifest) as peers:
         for steps in dealt:
             for step in steps:
                 await peers.step(step)
             await peers.a_round()
-    reference = Reference([Learner(manifest) for _ in range(REPLICAS)], rule)
+    reference = Reference([Replica(manifest) for _ in range(REPLICAS)], rule)
     for steps in dealt:
         expected = reference.a_round(steps)
     return max(_difference(expected, learner.vector()) for learner in learners)
 
 
-def measure_seed(task: Task, seed: int, inner_steps: Iterable[int]) -> Iterable[dict[str, Any]]:
-    """What is known of a seed, more after each run."""
+def measure_seed(task: Task, seed: int, inner_steps: Iterable[int]) -> dict[str, Any]:
     run = Run(task, seed)
     found: dict[str, Any] = {"seed": seed, "baselines": {}, "rounds": {}}
     for rate in BASELINE_RATES:
         found["baselines"][rate] = run.baseline(rate)
-        yield found
+        tell(found)
     best = min(found["baselines"].values())
     for count in inner_steps:
         tried = [{**asyncio.run(run.rounds(rule)), "inner_rate": rule.inner_rate} for rule in RULES[count]]
         ratio = min(measured["loss"] for measured in tried) / best
-        found["rounds"][count] = {
-            "ratio": ratio,
-            "target": TARGETS[count],
-            "met": ratio <= TARGETS[count],
-            "tried": tried,
-        }
-        yield found
+        found["rounds"][count] = {"ratio": ratio, "target": TARGETS[count], "tried": tried}
+        tell(found)
+    return found
 
 
-def summary(seeds: list[dict[str, Any]]) -> dict[int, dict[str, float]]:
-    """Of the ratios over the seeds, for each number of inner steps."""
-    ratios: dict[int, list[float]] = {}
-    for seed in seeds:
-        for count, measured in seed["rounds"].items():
-            ratios.setdefault(count, []).append(measured["ratio"])
-    return {
+def measure(options: Any) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    if options.difference:
+        apart = asyncio.run(difference(TASK, options.seeds[0], DIFFERENCE_RULE, options.difference_rounds))
+        return {"rounds": options.difference_rounds, "difference": apart}
+    task = dataclasses.replace(TASK, steps=options.steps)
+    seeds = [measure_seed(task, seed, options.inner_steps) for seed in options.seeds]
+    ratios = {count: [seed["rounds"][count]["ratio"] for seed in seeds] for count in options.inner_steps}
+    summary = {
         count: {"mean_ratio": statistics.mean(values), "worst_ratio": max(values), "target": TARGETS[count]}
         for count, values in ratios.items()
     }
-
-
-def settings(task: Task) -> dict[str, Any]:
-    return {
-        "replicas": REPLICAS,
-        "task": dataclasses.asdict(task),
-        "tokens": task.tokens,
-        "baseline_rates": BASELINE_RATES,
-        "common_rate": COMMON_RATE,
-        "rules": {count: [dataclasses.asdict(rule) for rule in rules] for count, rules in RULES.items()},
-    }
+    return {"task": dataclasses.asdict(task), "tokens": task.tokens, "summary": summary, "seeds": seeds}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--inner-steps", type=int, nargs="+", default=list(RULES), choices=list(RULES))
-    parser.add_argument("--steps", type=int, default=TASK.steps, help="of one process; the replicas take as many")
-    parser.add_argument("--output", type=Path)
-    parser.add_argument("--difference", action="store_true")
-    options = parser.parse_args()
-    task = dataclasses.replace(TASK, steps=options.steps)
-    torch.set_num_threads(1)
-    if options.difference:
-        apart = asyncio.run(difference(TASK, options.seeds[0], DIFFERENCE_RULE, DIFFERENCE_ROUNDS))
-        print(
-            json.dumps({"rounds": DIFFERENCE_ROUNDS, "rule": dataclasses.asdict(DIFFERENCE_RULE), "difference": apart})
-        )
-        return
-    done: list[dict[str, Any]] = []
-    result: dict[str, Any] = {}
-    for seed in options.seeds:
-        for found in measure_seed(task, seed, options.inner_steps):
-            result = {**settings(task), "seeds": [*done, found], "summary": summary([*done, found])}
-            print(json.dumps(found), file=sys.stderr)
-            if options.output is not None:
-                options.output.write_text(json.dumps(result, indent=1))
-        done.append(found)
-    print(json.dumps(result))
+    usual = {"seeds": [1, 2, 3], "inner_steps": tuple(RULES), "steps": TASK.steps}
+    quick = {"seeds": [1], "difference": True, "difference_rounds": 2}
+    kit.run(__doc__, measure, quick, difference=False, difference_rounds=DIFFERENCE_ROUNDS, **usual)
 
 
 if __name__ == "__main__":

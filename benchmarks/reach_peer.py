@@ -1,7 +1,6 @@
-"""One peer of `benchmarks/reach.py`, in the place where it was started: finds out how it is reached, and takes or sends
-tensors.
+"""One peer of `benchmarks/reach.py`: finds out how it is reached, and receives or sends tensors.
 
-Says what it has to say as JSON, a line each, and ends when its stdin does.
+Writes JSON, a line each, and ends when its stdin does.
 """
 
 from __future__ import annotations
@@ -10,16 +9,16 @@ import argparse
 import asyncio
 import contextlib
 import json
-import os
 import sys
 import threading
 import time
 from pathlib import Path
 
-import uvloop
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import uvloop
+
+from benchmarks.transport import TensorCounter, confirm_batches, send_batches
 from node.network.reach_status import ReachMode
 from node.network.session import NetworkSession, Whereabouts, present
 from node.observability.events import Event, Reach
@@ -27,15 +26,10 @@ from node.reachability.monitor import reachable
 from protocol.dht.directory import DirectorySettings
 from protocol.identity.keys import Identity
 from protocol.interfaces.clock import SystemClock
-from protocol.interfaces.tensor_spec import DType, TensorSpec
 from protocol.manifest.join_link import parse_link
-from swarm.vocabulary.pipeline_messages import Close, Forward, MicrobatchControl, MicrobatchTensor, Purpose
-from swarm.vocabulary.types import Hop, MicrobatchId, ModuleId, PeerId, PeerState, RunId
-from swarm.vocabulary.types import Path as Way
+from swarm.vocabulary.pipeline_messages import MicrobatchControl, MicrobatchTensor
+from swarm.vocabulary.types import ModuleId, PeerId, PeerState, RunId
 
-TENSOR = TensorSpec((4, 512, 1024), DType.FLOAT32)
-TENSORS_PER_BATCH = 32
-IN_FLIGHT = 4
 BATCHES = 6
 PATIENCE_S = 120.0
 RELAY = "relay"
@@ -52,26 +46,8 @@ class Listener:
             self.found.set_result(event)
 
 
-class Counter:
-    """Takes tensors into a few buffers, and counts whole batches."""
-
-    def __init__(self) -> None:
-        self._free = [memoryview(bytearray(TENSOR.byte_length)) for _ in range(2 * IN_FLIGHT)]
-        self._received = 0
-        self.batches: asyncio.Queue[PeerId] = asyncio.Queue()
-        self.whole = asyncio.Event()
-
-    def admit(self, sender: PeerId, message: MicrobatchTensor, tensor: TensorSpec) -> memoryview:
-        return self._free.pop()
-
-    def received(self, sender: PeerId, message: MicrobatchTensor, tensor: TensorSpec, buffer: memoryview) -> None:
-        self._free.append(buffer)
-        self._received += 1
-        if self._received % TENSORS_PER_BATCH == 0:
-            self.batches.put_nowait(message.microbatch.data_node)
-
-    def broken_off(self, sender: PeerId, message: MicrobatchTensor, buffer: memoryview) -> None:
-        self._free.append(buffer)
+class SessionCounter(TensorCounter):
+    """Counts tensors that a node's session receives."""
 
     def receive(self, sender: PeerId, message: MicrobatchControl) -> None:
         self.whole.set()
@@ -96,8 +72,8 @@ def _runs_again(session: NetworkSession) -> bool:
     return figures.running and figures.restarts > 0
 
 
-async def receive(session: NetworkSession, counter: Counter, events: Listener) -> None:
-    """Serves, says how it is reached, and answers every batch; until cancelled."""
+async def receive(session: NetworkSession, counter: SessionCounter, events: Listener) -> None:
+    """Serves, says how it is reached, and confirms every batch; until cancelled."""
     session.own.take(ModuleId(1))
     session.own.state = PeerState.SERVING
     session.membership_sync.announce()
@@ -109,44 +85,22 @@ async def receive(session: NetworkSession, counter: Counter, events: Listener) -
 
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(tell_step())
-        while True:
-            sender = await counter.batches.get()
-            await session.transport.tell(sender, Close(MicrobatchId(sender, 0), "whole"))
+        await confirm_batches(session.transport, counter)
 
 
-async def send(session: NetworkSession, counter: Counter, events: Listener, receiver: PeerId, step: str) -> None:
-    """Waits until the receiver announces what goes with its step, and says the rate of each batch after the first, in
-    MB/s."""
+async def send(session: NetworkSession, counter: SessionCounter, events: Listener, receiver: PeerId, step: str) -> None:
+    """Waits until the receiver announces what goes with its step, and says the rate of each batch, in MB/s."""
     async with asyncio.timeout(PATIENCE_S):
         if step == RELAY:
-            await settled(
-                session, events
-            )  # before it knows that it cannot be dialled it would call the other and wait for it
+            # Before it knows that it cannot be dialled it would call the other and wait for it.
+            await settled(session, events)
         while not _is_announced(session, receiver, step):
             session.membership_sync.changed.clear()
             await session.membership_sync.changed.wait()
     began = time.perf_counter()
     await session.transport.connect(receiver)
     say(connected_s=round(time.perf_counter() - began, 4))
-    own = session.own.peer
-    way = Way(own, (Hop(ModuleId(1), receiver),))
-    data = memoryview(bytearray(os.urandom(TENSOR.byte_length)))
-
-    async def some(numbers: range) -> None:
-        for number in numbers:
-            message = Forward(MicrobatchId(own, number), way, 0, Purpose.TRAIN, 60.0)
-            await session.transport.send(receiver, message, TENSOR, data)
-
-    rates = []
-    for _ in range(BATCHES + 1):
-        counter.whole.clear()
-        began = time.perf_counter()
-        async with asyncio.TaskGroup() as tasks:
-            for first in range(IN_FLIGHT):
-                tasks.create_task(some(range(first, TENSORS_PER_BATCH, IN_FLIGHT)))
-        await counter.whole.wait()
-        rates.append(TENSOR.byte_length * TENSORS_PER_BATCH / (time.perf_counter() - began) / 1e6)
-    say(mb_per_s=rates[1:])
+    say(mb_per_s=await send_batches(session.transport, counter, session.own.peer, receiver, BATCHES))
 
 
 def _is_announced(session: NetworkSession, receiver: PeerId, step: str) -> bool:
@@ -162,7 +116,7 @@ async def main(arguments: argparse.Namespace, over: asyncio.Event) -> None:
     where = Whereabouts(listen=arguments.listen)
     peers = () if link is None else link.peers
     settings = DirectorySettings(arguments.listen, 0, (), peers, relay_bytes_per_hour=arguments.relay_bytes)
-    counter, events = Counter(), Listener()
+    counter, events = SessionCounter(), Listener()
     async with present(Identity.generate(), run, where, settings, SystemClock(), events) as session:
         receiving = session.dispatcher.registered(
             tensors={MicrobatchTensor: counter}, messages={MicrobatchControl: counter.receive}
@@ -203,6 +157,6 @@ if __name__ == "__main__":
     parser.add_argument("--run", help="of the first peer")
     parser.add_argument("--link", help="of the others")
     parser.add_argument("--to", help="peer to send to; none: receive")
-    parser.add_argument("--step", default="", help="that the receiver stands on")
-    parser.add_argument("--relay-bytes", type=int, default=0, help="in an hour, that it carries for others")
+    parser.add_argument("--step", default="", help="of the receiver")
+    parser.add_argument("--relay-bytes", type=int, default=0, help="per hour, that it relays")
     run_until_stdin_ends(parser.parse_args())

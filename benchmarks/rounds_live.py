@@ -1,57 +1,67 @@
-"""Training's pace during rounds over its pace between them, in a real swarm of nodes with emulated devices.
+"""What rounds and checkpoints cost training: a real swarm's pace during rounds, and how long they hold a compute
+thread.
 
-    python benchmarks/rounds_live.py [--seconds 150] [--inner-steps 6] [--codec int8] [--forward-ms 200]
-                                     [--peers 4] [--parameters 10000000] [--starting-s 600]
+`live`: a data node and replicas of one stage on emulated devices (`tests/e2e/emulated.py`); a visit takes
+`--forward-ms` forward and twice that backward; links carry 100 Mbit/s. A round lasts from the first snapshot until the
+last replica has the new anchor, and a visit longer. `pace_ratio`: completed microbatches a second during rounds over
+that between them, but for the first; `computed_ratio`: the same of the devices' computing time, which no border cuts.
+`of_the_emulated`: the pace over that of devices that never wait; far below 1 the machine was too slow for the nodes.
+`not_of_all`: rounds without a slow replica.
 
-Real processes, sockets and TLS on this machine, but every node is `tests/e2e/emulated.py`: a data node, and `--peers`
-replicas of one stage of so many parameters (ten million are 40 MB), whose visit takes `--forward-ms` out and twice that
-back; each link carries 100 Mbit/s each way. Rounds are real: agreement, snapshot, exchange, outer step, carrying over.
-A small one, to see that it runs: `--seconds 8 --inner-steps 8 --forward-ms 20 --peers 2 --parameters 40000`.
-
-A round lasts from the moment the first replica has its snapshot until the last one stands on the new anchor, and a
-visit longer, for what came home late because of it. `pace_ratio` is the rate of microbatches that come home to the data
-node during rounds over that between rounds, all rounds together after the first; of the one that is under way at a
-border, the share of the time since the last. `ratios` is that of each round over the time between it and the next, so
-both were measured beside the same other work, and `median_ratio` theirs. `of_the_emulated` is the pace over that of
-devices which never wait: where it is far below 1, the machine had no time for so many nodes, and the ratio says little.
-`not_of_all` are rounds that went on without a replica that was too slow.
-
-A round sees some 25 microbatches come home, so that one more or less at its borders is 4 % of its ratio, and what is
-half done at its end counts for the time after it. `computed_ratio` knows no borders: it is the share of the time that
-devices compute during rounds over that between them (`computed`, both). It is the pace as long as nothing is computed
-twice or in vain: `computed_of_home` is all of it over what the microbatches took that came home meanwhile.
-
-Nodes get `--starting-s` seconds to come up, and as many again until the first round. Prints one JSON object, or in a
-sentence why there is none; progress goes to stderr.
+`jobs`: a stage of ten million parameters with AdamW, the node's own jobs on a real compute thread, in its processor
+time. `snapshot` and `carry` come in a round, `alone` is a lone replica's outer step, prepared on the averaging thread.
+`share_of_a_round`: snapshot and carry over the time that a device of `--tflops` computes between two rounds of the
+recipe's run for four such stages with four replicas each.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import itertools
-import json
+import math
 import statistics
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Final, NamedTuple
-
-import numpy as np
+from typing import Any, Final, NamedTuple, TypeVar
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.live_swarm import all_serve, tell
+import numpy as np
+import torch
+
+from benchmarks import kit
+from benchmarks.kit import all_serve, notes_of, run_of, tell
+from node.averaging.anchor.anchor import Anchor, AnchorStore
+from node.averaging.anchor.local_replica import LocalReplica
+from node.averaging.anchor.outer_step import OuterRule, Staging
+from node.averaging.module_rounds import _put_on
+from node.averaging.replica_sync import ReplicaSync, Snapshot
+from node.checkpoint.saver import capture_module
+from node.checkpoint.state import Agreed
+from node.concurrency.compute_thread import ComputeThread, Priority
+from node.dial.dial import choose_recipe
 from node.local_swarm.local_swarm import LocalSwarm
 from node.local_swarm.setup import LocalSwarmOptions, Place
+from node.model.optimizer import Accumulator, InnerOptimizer, StepFigures
+from node.model.parts import build_block_stack
 from node.observability.events import RoundCommitted
-from protocol.manifest.manifest import Manifest, manifest_from_table
-from swarm.vocabulary.types import ModuleId
+from protocol.interfaces.clock import SystemClock
+from protocol.manifest.manifest import Manifest
+from swarm.averaging.round_events import RoundRules
+from swarm.vocabulary.types import MicrobatchId, ModuleId, PeerId
 from tests.e2e.emulated import Network, Spec, read_computed
 from tests.e2e.flight_record import HOME, read_flights
 from tests.e2e.small_run import write_text
+from tests.node.small_manifest import small_manifest
+
+# ---- live ------------------------------------------------------------------------------------------------------------
 
 MODULE: Final = ModuleId(1)
 BLOCKS: Final = (0, 3)
@@ -76,49 +86,41 @@ class Round(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What is emulated."""
+    """What is emulated: `peers` replicas of one stage of about so many parameters."""
 
     peers: int
-    """Replicas of the one stage."""
     parameters: int
-    """Of that stage, more or less."""
     inner_steps: int
     codec: str
     forward_s: float
 
     @property
     def hidden(self) -> int:
-        """The width of a stage of so many parameters: a block has 4 matrices of hidden^2, and 3 of three times that."""
+        """The width: a block has 4 matrices of hidden^2, and 3 of three times that."""
         unit = 2 * HEADS
         return max(unit, unit * round((self.parameters / (13 * BLOCKS[1])) ** 0.5 / unit))
 
     @property
     def visit_s(self) -> float:
-        """Out and back."""
         return (1 + BACKWARD_FACTOR) * self.forward_s
 
     def manifest(self, text: Path) -> Manifest:
         """Microbatches are so short that computing them takes little here."""
-        model = {"vocabulary": 257, "hidden": self.hidden, "heads": HEADS, "kv_heads": HEADS, "sequence": ROW}
-        return manifest_from_table(
-            {
-                "protocol": 2,
-                "name": "rounds",
-                "seed": 11,
-                "model": {**model, "feed_forward": 3 * self.hidden},
-                "stages": {"blocks": BLOCKS},
-                "data": {"source": f"path:{text}", "held_out": 0.1},
-                "codecs": {"pseudo_gradients": self.codec},
-                "training": {
-                    "rows": 1,
-                    "inner_tokens": ROW * PER_STEP,
-                    "inner_steps": self.inner_steps,
-                    "round_seconds": 1e6,
-                    "staleness": 4,
-                    "inner": {"learning_rate": 1e-4},
-                    "schedule": {"kind": "constant", "warmup_steps": 5, "total_steps": 100_000},
-                },
-            }
+        size = {"hidden": self.hidden, "heads": HEADS, "feed_forward": 3 * self.hidden, "sequence": ROW}
+        return run_of(
+            "rounds",
+            BLOCKS,
+            seed=11,
+            **size,
+            rows=1,
+            microbatches=PER_STEP,
+            data={"source": f"path:{text}", "held_out": 0.1},
+            sections={"codecs": {"pseudo_gradients": self.codec}},
+            inner_steps=self.inner_steps,
+            round_seconds=1e6,
+            staleness=4,
+            inner={"learning_rate": 1e-4},
+            schedule={"kind": "constant", "warmup_steps": 5, "total_steps": 100_000},
         )
 
 
@@ -133,11 +135,7 @@ class Seen(NamedTuple):
 
 
 async def run(folder: Path, setting: Setting, seconds: float, starting_s: float) -> Seen:
-    """Runs the swarm.
-
-    Raises:
-        RuntimeError: nodes do not come up or end, or no round is held; says so in a sentence.
-    """
+    """Runs the swarm. Raises RuntimeError if nodes do not come up or end, or no round is held."""
     network, flights = folder / "network.json", folder / "flights.json"
     computed = [folder / f"computed-{index}" for index in range(1 + setting.peers)]
 
@@ -174,7 +172,7 @@ async def _rounds(swarm: LocalSwarm, replicas: int, seconds: float, first_within
         async with asyncio.timeout(first_within_s) as limit:
             async for event in swarm.events():
                 if swarm.ends:
-                    raise RuntimeError(f"a node has ended: {_notes(swarm)}")
+                    raise RuntimeError(f"a node has ended: {notes_of(swarm)}")
                 if not isinstance(event, RoundCommitted) or event.module != str(MODULE):
                     continue
                 now, members = time.monotonic(), len(event.members)
@@ -187,21 +185,12 @@ async def _rounds(swarm: LocalSwarm, replicas: int, seconds: float, first_within
                 found[event.round] = Round(min(begun, now - event.seconds), now, min(fewest, members))
     except TimeoutError:
         if not found:
-            raise RuntimeError(f"no round was held within {first_within_s:.0f} s: {_notes(swarm)}") from None
+            raise RuntimeError(f"no round was held within {first_within_s:.0f} s: {notes_of(swarm)}") from None
     return [found[number] for number in sorted(found)]
 
 
-def _notes(swarm: LocalSwarm) -> str:
-    said = "; ".join(note.message for note in swarm.progress.notes) or "nothing"
-    return f"the nodes say: {said}"
-
-
 def compare(seen: Seen, setting: Setting) -> dict[str, Any]:
-    """The paces. The first round is left out: until then the swarm has not found its pace.
-
-    Raises:
-        RuntimeError: there are too few rounds, or none with time after it.
-    """
+    """The paces, without the first round. Raises RuntimeError if too few rounds have time after them."""
     homes, rounds, numbers = seen.homes, seen.rounds, range(1, len(seen.homes) + 1)
 
     def count(begin: float, end: float) -> float:
@@ -239,23 +228,187 @@ def compare(seen: Seen, setting: Setting) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=150.0)
-    parser.add_argument("--inner-steps", type=int, default=6)
-    parser.add_argument("--codec", default="int8")
-    parser.add_argument("--forward-ms", type=float, default=200.0)
-    parser.add_argument("--peers", type=int, default=4)
-    parser.add_argument("--parameters", type=int, default=10_000_000)
-    parser.add_argument("--starting-s", type=float, default=600.0)
-    chosen = parser.parse_args()
-    setting = Setting(chosen.peers, chosen.parameters, chosen.inner_steps, chosen.codec, chosen.forward_ms / 1e3)
-    with tempfile.TemporaryDirectory() as name:
+# ---- jobs ------------------------------------------------------------------------------------------------------------
+
+Result = TypeVar("Result")
+LARGE_STAGE: Final = {
+    "model__hidden": 512,
+    "model__heads": 8,
+    "model__kv_heads": 8,
+    "model__feed_forward": 1536,
+    "stages__blocks": [0, 3],
+}
+SMALL_STAGE: Final = LARGE_STAGE | {"model__hidden": 64, "model__feed_forward": 128}
+RULE: Final = OuterRule(0.7, 0.9)
+TOKENS: Final = 4096
+STAGES: Final = 4
+REPLICAS: Final = 4
+LONE_EVERY: Final = 2
+
+
+class Measured(ComputeThread):
+    """A compute thread that notes the processor time of each job of the kind that is being measured."""
+
+    def __init__(self) -> None:
+        super().__init__(set_up=lambda: torch.set_num_threads(1))
+        self.kind: str | None = None
+        self.rounds: defaultdict[str, list[list[float]]] = defaultdict(list)
+        """By kind, of each round the milliseconds of its jobs."""
+
+    def begin(self, kind: str | None) -> None:
+        """Notes the jobs that come from now on as those of another round of this kind; None for none."""
+        self.kind = kind
+        if kind is not None:
+            self.rounds[kind].append([])
+
+    async def run(self, priority: Priority, job: Callable[[], Result]) -> Result:
+        return await super().run(priority, partial(self._timed, job))
+
+    def post(self, priority: Priority, job: Callable[[], None]) -> Future[None]:
+        return super().post(priority, partial(self._timed, job))
+
+    def _timed(self, job: Callable[[], Result]) -> Result:
+        begun = time.thread_time()
         try:
-            figures = compare(asyncio.run(run(Path(name), setting, chosen.seconds, chosen.starting_s)), setting)
-        except RuntimeError as error:
-            raise SystemExit(f"no figures: {error}") from None
-    print(json.dumps({**figures, "codec": chosen.codec, "forward_ms": chosen.forward_ms, "peers": chosen.peers}))
+            return job()
+        finally:
+            if self.kind is not None:
+                self.rounds[self.kind][-1].append(1e3 * (time.thread_time() - begun))
+
+    def figures(self) -> dict[str, dict[str, float]]:
+        """Of each kind, medians over its rounds."""
+        return {
+            kind: {
+                "ms": round(statistics.median(sum(jobs) for jobs in rounds), 2),
+                "longest_ms": round(statistics.median(max(jobs) for jobs in rounds), 2),
+                "jobs": statistics.median_low(len(jobs) for jobs in rounds),
+            }
+            for kind, rounds in self.rounds.items()
+        }
+
+
+class Trained:
+    """The replica, whose inner steps are of made-up gradients."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self.part = build_block_stack(manifest, ModuleId(1))
+        self.sums = Accumulator(self.part)
+        self.optimizer = InnerOptimizer(manifest.training, [self.sums])
+        self.local = LocalReplica([self.part], 1, self.optimizer)
+        self._microbatches = 0
+
+    def step(self) -> StepFigures:
+        self._microbatches += 1
+        numbers = torch.Generator().manual_seed(self._microbatches)
+        gradients = [torch.randn(p.shape, generator=numbers) for p in self.part.parameters()]
+        self.sums.add(MicrobatchId(PeerId("data"), self._microbatches), TOKENS, gradients)
+        return self.optimizer.step()
+
+
+def averaged(store: AnchorStore, snapshot: Snapshot) -> Anchor:
+    """The anchor that a round of this replica's pseudo-gradient makes, on the store; on the averaging thread."""
+    base = store.current
+    first, end = base.layout.fragments[base.version.fragment]
+    staging = Staging(base, RULE, *store.spare(snapshot.part))
+    staging.apply(first, end, base.parameters[snapshot.part] - snapshot.source.snapshot[snapshot.part])
+    anchor = staging.finish(base.version.round + 1, base.version.steps + 1, base.version.tokens + TOKENS)
+    store.put(anchor)
+    return anchor
+
+
+async def measure_jobs(rounds: int, manifest: Manifest) -> tuple[int, dict[str, dict[str, float]]]:
+    """The parameters, and the figures of each kind of job."""
+    trained = Trained(manifest)
+    with Measured() as compute, ComputeThread(name="averaging") as averaging:
+
+        async def job(work: Callable[[], Result]) -> Result:
+            return await compute.run(Priority.UPKEEP, work)
+
+        store = AnchorStore(await job(partial(_put_on, trained.local, None)))
+        clock = SystemClock()
+        rules = RoundRules(LONE_EVERY, 1, trained.local.layout.chunks, math.inf)
+        sync = ReplicaSync(trained.local, store, compute, averaging, rules, RULE, clock)
+
+        async def step() -> StepFigures:
+            compute.begin(None)
+            return await job(trained.step)
+
+        for number in range(rounds):
+            tell(f"jobs: round {number + 1} of {rounds}")
+            sync.after_inner_step(await step())
+            compute.begin("snapshot")
+            snapshot = await sync.snapshot()
+            anchor = await averaging.run(Priority.UPKEEP, partial(averaged, store, snapshot))
+            sync.after_inner_step(await step())
+            sync.committed(snapshot)
+            compute.begin("carry")
+            await sync.carry(snapshot, anchor, None)
+
+            await step()
+            compute.begin("checkpoint")
+            agreed = Agreed(store.saved(), 1, TOKENS)
+            post = partial(compute.post, Priority.UPKEEP)
+            capture = partial(capture_module, (trained.part,), trained.optimizer, post)
+            state = await job(partial(capture, visits=1, tokens=TOKENS, agreed=agreed))
+            assert state.copying is not None
+            await asyncio.to_thread(_read, state.copying.pieces)
+
+            compute.begin("adopt")
+            await sync.adopt(store.current)
+            before = store.current.version.round
+            for _ in range(LONE_EVERY):
+                sync.after_inner_step(await step())
+            compute.begin("alone")
+            sync.is_alone = lambda: True
+            await job(trained.optimizer.before_step)
+            sync.is_alone = lambda: False
+            assert store.current.version.round == before + 1
+        return trained.local.layout.elements, compute.figures()
+
+
+def _read(pieces: Callable[[], Any]) -> None:
+    for _ in pieces():
+        pass
+
+
+# ---- all -------------------------------------------------------------------------------------------------------------
+
+
+def held_by_jobs(options: Any) -> dict[str, Any]:
+    manifest = small_manifest(**(SMALL_STAGE if options.quick else LARGE_STAGE))
+    elements, jobs = asyncio.run(measure_jobs(options.rounds, manifest))
+    held = jobs["snapshot"]["ms"] + jobs["carry"]["ms"]
+    # 6 operations a parameter and token, between two rounds of the run that the recipe chooses.
+    recipe = choose_recipe(STAGES * elements, elements, manifest.model.hidden, STAGES, REPLICAS, None)
+    between_s = 6.0 * elements * recipe.inner_steps.value * recipe.step_tokens.value / (options.tflops * 1e12)
+    return {
+        "parameters": elements,
+        "jobs": jobs,
+        "held_ms_a_round": round(held, 2),
+        "seconds_between_rounds": round(between_s, 2),
+        "share_of_a_round": round(held / 1e3 / between_s, 5),
+    }
+
+
+def measure(options: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if "jobs" in options.parts:
+        found["jobs"] = held_by_jobs(options)
+    if "live" in options.parts:
+        forward_s = options.forward_ms / 1e3
+        setting = Setting(options.peers, options.parameters, options.inner_steps, options.codec, forward_s)
+        with tempfile.TemporaryDirectory() as name:
+            seen = asyncio.run(run(Path(name), setting, options.seconds, options.starting_s))
+        found["live"] = {**asdict(setting), **compare(seen, setting)}
+    return found
+
+
+def main() -> None:
+    live = {"seconds": 150.0, "inner_steps": 6, "codec": "int8", "forward_ms": 200.0, "peers": 4}
+    quick = {"parts": ["jobs"], "rounds": 1, "seconds": 12.0, "inner_steps": 8, "forward_ms": 20.0, "peers": 2}
+    quick |= {"parameters": 40_000}
+    more = {"parameters": 10_000_000, "starting_s": 600.0, "rounds": 7, "tflops": 10.0}
+    kit.run(__doc__, measure, quick, parts=("live", "jobs"), **live, **more)
 
 
 if __name__ == "__main__":

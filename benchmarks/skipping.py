@@ -1,37 +1,27 @@
-"""What skipping stages costs in loss, and how well half of the model does alone: one model of 12 stages, trained at
-equal tokens.
+"""What skipping stages costs in loss, how well half of the model does alone, and what skipping is worth at equal time.
 
-    python benchmarks/skipping.py [--seeds 1 2 3] [--arms full 1/2 ...] [--steps N] [--text FILE-OR-FOLDER] [--output
-    FILE]
+One model of 12 stages, trained by the product's own loop (`node.solo.trainer`) on the same text in the same order; a
+token is a byte. `tokens`: all arms at equal tokens. An arm called by a fraction has paths through that share of the
+stages, stage 0 always, as the planner chooses them; the others are variations of 1/2: `spread` chooses stages evenly
+spread over the depth, `swap` visits two neighbouring stages in the other order (SkipPipe). `behind` is how far the full
+model's perplexity is above that of `full`, `half_spread_drop` and `half_random_drop` how far that of half of the stages
+(evenly spread; 8 random draws) is above the same full model's.
 
-Every arm is trained by the product's own loop (`node.solo.trainer`) on the same text in the same order. Arms called by
-a fraction have paths through that share of the 12 stages, stage 0 always, as the planner chooses them; a stage takes
-its inner step when it has seen `inner_tokens` of its own. The others are variations of 1/2: `spread` chooses stages
-evenly spread over the depth, moving on from path to path; `swap` visits two neighbouring stages of each path in the
-other order (SkipPipe's rule); `tenth` takes the full path for every tenth step; `warm` trains its first quarter on full
-paths.
-
-After training, the held-out loss of the full model, and of its parts with half of the stages (stage 0 and 5 more):
-evenly spread ones, the mean over their ring, and random ones, the mean over 8 draws. `drop` is by how much the part's
-perplexity is above that of the same full model, `behind` by how much the full model's is above that of the arm `full`
-of the same seed.
-
-Prints one JSON object; medians over the seeds are in `summary`. Progress goes to stderr, and the object so far to
-`--output` after each run. A token is a byte, so a perplexity is one per byte.
+`time`: all arms get the emulated seconds in which full paths make `--steps` steps. Each stage after stage 0 has two
+replicas of 1 to 4 visits a second, log-uniform by seed; the first full stage sets the pace; an arm that is faster
+trains on more text. `r` is the largest ratio of visits between stages (`stages.visit_ratio`), dealt as a data node does
+(`swarm.routing.visit_shares`). `time_share` is the share of the seconds after which the arm is first below the last
+loss of full paths (null: never). `summary` has medians over the seeds.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
 import math
 import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any, Final
@@ -39,56 +29,83 @@ from typing import Any, Final
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
-from rich.console import Console
-from rich.progress import Progress
 
+from benchmarks import kit
+from benchmarks.kit import medians, reached, run_of, source_of, tell
 from node.data.feed import held_out_microbatches, open_documents
 from node.data.packing import Microbatch
 from node.pipeline.admission import path_rules
 from node.solo.trainer import ChooseStages, SoloTrainer, WholeModel, planned_stages
-from protocol.manifest.manifest import Manifest, manifest_from_table
+from protocol.manifest.manifest import Manifest
 from swarm.routing.path_rules import PathRules
 from swarm.routing.stage_balance import all_stages, ring_of_subsets, spread_stages
+from swarm.routing.visit_shares import VisitShares, best_shares, equal_shares, share_period
 
 STAGES: Final = 12
 HALF: Final = PathRules(STAGES, STAGES // 2 - 1)
 RANDOM_PARTS: Final = 8
+REPLICAS: Final = 2
+FASTEST: Final = 4.0
+"""Visits per second of a replica; the slowest may serve 1."""
+POINTS: Final = 12
+"""Of a curve, after the one before training."""
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What is trained and for how long; the same for all arms."""
+    """What is trained; the same for all arms. `steps` are those of stage 0."""
 
     steps: int
-    """Of stage 0."""
     hidden: int = 64
     heads: int = 4
     feed_forward: int = 176
     sequence: int = 64
     rows: int = 2
     microbatches: int = 4
-    """In an inner step: as many paths are averaged."""
     learning_rate: float = 3e-3
     warmup_steps: int = 40
-    held_out: float = 0.15
     held_out_microbatches: int = 64
     source: str = "python-stdlib"
-
-    @property
-    def tokens(self) -> int:
-        return self.steps * self.microbatches * self.rows * self.sequence
 
     @property
     def paths(self) -> int:
         return self.steps * self.microbatches
 
 
-@dataclass(frozen=True, slots=True)
-class Arm:
-    """How many of the stages a path visits, stage 0 included, and how they are chosen."""
+def manifest_of(task: Task, seed: int, visited: int) -> Manifest:
+    """A run whose paths visit so many stages, stage 0 included; its rounds change nothing."""
+    size = {key: getattr(task, key) for key in ("hidden", "heads", "feed_forward", "sequence", "rows", "microbatches")}
+    return run_of(
+        "skipping",
+        [1] * STAGES,
+        seed=seed,
+        **size,
+        stages={"per_path": visited - 1},
+        data={"source": task.source, "held_out": 0.15},
+        inner={"learning_rate": task.learning_rate},
+        outer={"learning_rate": 1.0, "momentum": 0.0},
+        schedule={"kind": "cosine", "warmup_steps": task.warmup_steps, "total_steps": task.steps},
+    )
 
-    visited: int
-    choose: Callable[[Manifest, Task], ChooseStages]
+
+class Trained:
+    """A model in training, and the held-out text."""
+
+    def __init__(self, manifest: Manifest, choose: ChooseStages, held_out: int) -> None:
+        documents = open_documents(manifest)
+        self._texts: list[Microbatch] = list(held_out_microbatches(manifest, held_out, documents))
+        self._model = WholeModel(manifest, torch.device("cpu"))
+        self._trainer = SoloTrainer(manifest, self._model, documents, choose)
+
+    def step(self) -> None:
+        self._trainer.step(lambda: False)
+
+    def loss(self, paths: Sequence[Sequence[int]]) -> float:
+        """Held-out nats per token, the mean over the paths."""
+        return statistics.fmean(self._model.loss(text, path) for path in paths for text in self._texts)
+
+
+# ---- equal tokens ----------------------------------------------------------------------------------------------------
 
 
 def planned(manifest: Manifest, task: Task) -> ChooseStages:
@@ -112,59 +129,15 @@ def swapped(manifest: Manifest, task: Task) -> ChooseStages:
     return choose
 
 
-def every_tenth_step_full(manifest: Manifest, task: Task) -> ChooseStages:
-    skipping = spread(manifest, task)
-    return lambda number: all_stages(STAGES) if number // task.microbatches % 10 == 9 else skipping(number)
-
-
-def first_quarter_full(manifest: Manifest, task: Task) -> ChooseStages:
-    skipping = spread(manifest, task)
-    return lambda number: all_stages(STAGES) if number < task.paths // 4 else skipping(number)
-
-
-ARMS: Final = {
-    "full": Arm(STAGES, planned),
-    "3/4": Arm(STAGES * 3 // 4, planned),
-    "2/3": Arm(STAGES * 2 // 3, planned),
-    "1/2": Arm(STAGES // 2, planned),
-    "spread": Arm(STAGES // 2, spread),
-    "swap": Arm(STAGES // 2, swapped),
-    "tenth": Arm(STAGES // 2, every_tenth_step_full),
-    "warm": Arm(STAGES // 2, first_quarter_full),
+ARMS: Final[dict[str, tuple[int, Callable[[Manifest, Task], ChooseStages]]]] = {
+    "full": (STAGES, planned),
+    "3/4": (STAGES * 3 // 4, planned),
+    "2/3": (STAGES * 2 // 3, planned),
+    "1/2": (STAGES // 2, planned),
+    "spread": (STAGES // 2, spread),
+    "swap": (STAGES // 2, swapped),
 }
-
-
-def manifest_of(task: Task, seed: int, visited: int) -> Manifest:
-    """The run of an arm. A round with nobody else changes nothing: plain means of one replica."""
-    return manifest_from_table(
-        {
-            "protocol": 2,
-            "name": "skipping",
-            "seed": seed,
-            "model": {
-                "vocabulary": 257,
-                "hidden": task.hidden,
-                "heads": task.heads,
-                "kv_heads": task.heads,
-                "feed_forward": task.feed_forward,
-                "sequence": task.sequence,
-            },
-            "stages": {"blocks": [1] * STAGES, "per_path": visited - 1},
-            "data": {"source": task.source, "held_out": task.held_out},
-            "training": {
-                "rows": task.rows,
-                "inner_tokens": task.microbatches * task.rows * task.sequence,
-                "inner": {"learning_rate": task.learning_rate},
-                "outer": {"learning_rate": 1.0, "momentum": 0.0},
-                "schedule": {"kind": "cosine", "warmup_steps": task.warmup_steps, "total_steps": task.steps},
-            },
-        }
-    )
-
-
-def held_out_loss(model: WholeModel, texts: Sequence[Microbatch], paths: Sequence[Sequence[int]]) -> float:
-    """Nats per token, the mean over the paths."""
-    return statistics.fmean(model.loss(text, path) for path in paths for text in texts)
+"""How many stages a path visits, stage 0 included, and how they are chosen."""
 
 
 def random_parts(seed: int) -> list[tuple[int, ...]]:
@@ -172,75 +145,109 @@ def random_parts(seed: int) -> list[tuple[int, ...]]:
     return [tuple(sorted(generator.sample(all_stages(STAGES), HALF.per_path))) for _ in range(RANDOM_PARTS)]
 
 
-def measure(task: Task, seed: int, arm: Arm, on_step: Callable[[], None]) -> dict[str, float]:
-    """Trains one arm and measures it."""
-    manifest = manifest_of(task, seed, arm.visited)
-    documents = open_documents(manifest)
-    texts = list(held_out_microbatches(manifest, task.held_out_microbatches, documents))
-    model = WholeModel(manifest, torch.device("cpu"))
-    trainer = SoloTrainer(manifest, model, documents, arm.choose(manifest, task))
-    begun = time.process_time()
+def at_equal_tokens(task: Task, seed: int, name: str) -> dict[str, Any]:
+    """Trains one arm and measures the whole model and its halves."""
+    visited, choose = ARMS[name]
+    manifest = manifest_of(task, seed, visited)
+    trained = Trained(manifest, choose(manifest, task), task.held_out_microbatches)
     for _ in range(task.steps):
-        trainer.step(lambda: False)
-        on_step()
-    spent = time.process_time() - begun
-    full = held_out_loss(model, texts, [all_stages(STAGES)])
-    halves = held_out_loss(model, texts, ring_of_subsets(HALF))
-    drawn = held_out_loss(model, texts, random_parts(seed))
+        trained.step()
+    full, halves = trained.loss([all_stages(STAGES)]), trained.loss(ring_of_subsets(HALF))
+    drawn = trained.loss(random_parts(seed))
     return {
         "loss": full,
         "perplexity": math.exp(full),
         "half_spread_drop": math.expm1(halves - full),
         "half_random_drop": math.expm1(drawn - full),
-        "half_spread_perplexity": math.exp(halves),
-        "half_random_perplexity": math.exp(drawn),
-        "cpu_s": round(spent, 1),
     }
 
 
-def with_distance(arms: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
-    """Adds how far each arm is behind the full one, where that has been trained."""
-    if "full" not in arms:
-        return arms
-    return {name: {**found, "behind": math.expm1(found["loss"] - arms["full"]["loss"])} for name, found in arms.items()}
+# ---- equal time ------------------------------------------------------------------------------------------------------
+
+TIMED_ARMS: Final = {
+    "full": (STAGES, 1.0),
+    "3/4": (STAGES * 3 // 4, 1.0),
+    "3/4, r 1.5": (STAGES * 3 // 4, 1.5),
+    "2/3": (STAGES * 2 // 3, 1.0),
+    "2/3, r 1.5": (STAGES * 2 // 3, 1.5),
+}
+"""How many stages a path visits, and the largest ratio of visits."""
 
 
-def summary(seeds: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Medians over the seeds that have the arm."""
-    names = dict.fromkeys(name for seed in seeds for name in seed["arms"])
-    found = {name: [seed["arms"][name] for seed in seeds if name in seed["arms"]] for name in names}
+def shares_of(name: str, capacities: Sequence[float]) -> VisitShares:
+    """The shares that a data node would deal."""
+    visited, ratio = TIMED_ARMS[name]
+    rules = PathRules(STAGES, visited - 1, visit_ratio=ratio)
+    period = share_period(rules)
+    return equal_shares(rules) if period is None else best_shares(rules, capacities, period).value
+
+
+def capacities(seed: int) -> list[float]:
+    """Visits per second of each stage after stage 0: those of its replicas together."""
+    random = Random(seed)
+    return [sum(FASTEST ** random.random() for _ in range(REPLICAS)) for _ in range(STAGES - 1)]
+
+
+def at_equal_time(task: Task, seed: int, name: str) -> dict[str, Any]:
+    """Trains one arm for as many seconds as full paths need for the task's steps."""
+    speeds = capacities(seed)
+    shares, full = shares_of(name, speeds), shares_of("full", speeds)
+    rate, seconds = shares.rate(speeds), task.paths / full.rate(speeds)
+    steps = int(seconds * rate / task.microbatches)
+    manifest = manifest_of(dataclasses.replace(task, steps=steps), seed, TIMED_ARMS[name][0])
+    trained = Trained(manifest, shares.stages_at, task.held_out_microbatches)
+    measured_at = {round(steps * point / POINTS) for point in range(POINTS + 1)}
+    curve = []
+    for step in range(steps + 1):
+        if step:
+            trained.step()
+        if step in measured_at:
+            curve.append([round(step * task.microbatches / rate, 2), trained.loss([all_stages(STAGES)])])
     return {
-        name: {"seeds": len(rows)} | {key: statistics.median(row[key] for row in rows if key in row) for key in rows[0]}
-        for name, rows in found.items()
+        "microbatches_per_s": rate,
+        "most_visits": max(shares.visits) / shares.of,
+        "least_visits": min(shares.visits) / shares.of,
+        "steps": steps,
+        "loss": curve[-1][1],
+        "curve": curve,
     }
+
+
+# ---- all -------------------------------------------------------------------------------------------------------------
+
+
+def compared(arms: dict[str, dict[str, Any]]) -> None:
+    """Adds how each arm stands beside the full one, where that has been trained."""
+    full = arms.get("full")
+    for found in arms.values() if full else ():
+        found["behind"] = math.expm1(found["loss"] - full["loss"])
+        if "curve" in found:
+            found["pace"] = found["microbatches_per_s"] / full["microbatches_per_s"]
+            found["time_share"] = reached(found["curve"], 0, full["loss"], full["curve"][-1][0])
+
+
+def measure(options: Any) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    size = {"hidden": 8, "feed_forward": 16, "sequence": 16, "held_out_microbatches": 2} if options.quick else {}
+    task = Task(options.steps, warmup_steps=min(40, options.steps // 2), source=source_of(options.text), **size)
+    parts = {"tokens": (at_equal_tokens, options.arms), "time": (at_equal_time, options.timed_arms)}
+    found: dict[str, Any] = {}
+    for part in options.parts:
+        measured, names = parts[part]
+        seeds = {seed: {name: measured(task, seed, name) for name in names} for seed in options.seeds}
+        for arms in seeds.values():
+            compared(arms)
+        rows = {name: [arms[name] for arms in seeds.values()] for name in names}
+        keys = {name: [key for key in of[0] if key != "curve"] for name, of in rows.items()}
+        found[part] = {"summary": {name: medians(of, keys[name]) for name, of in rows.items()}, "seeds": seeds}
+        tell(found[part]["summary"])
+    return {"stages": STAGES, "task": dataclasses.asdict(task) | {"source": task.source.partition(":")[0]}, **found}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS))
-    parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--text", type=Path, help="read this instead of the standard library's source")
-    parser.add_argument("--output", type=Path)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    source = "python-stdlib" if options.text is None else f"path:{options.text}"
-    task = Task(steps=options.steps, source=source)
-    settings = dataclasses.asdict(task) | {"tokens": task.tokens, "source": source.partition(":")[0]}
-    seeds: list[dict[str, Any]] = []
-    result: dict[str, Any] = {}
-    with Progress(console=Console(stderr=True)) as bar:
-        for seed in options.seeds:
-            seeds.append({"seed": seed, "arms": {}})
-            for name in options.arms:
-                line = bar.add_task(f"seed {seed}, {name}", total=task.steps)
-                seeds[-1]["arms"][name] = measure(task, seed, ARMS[name], partial(bar.advance, line))
-                seeds[-1]["arms"] = with_distance(seeds[-1]["arms"])
-                result = {"stages": STAGES, "task": settings, "seeds": seeds, "summary": summary(seeds)}
-                print(json.dumps({"seed": seed, "arm": name, **seeds[-1]["arms"][name]}), file=sys.stderr, flush=True)
-                if options.output is not None:
-                    options.output.write_text(json.dumps(result, indent=1))
-    print(json.dumps(result))
+    usual = {"parts": ("tokens", "time"), "arms": tuple(ARMS), "timed_arms": tuple(TIMED_ARMS), "steps": 1000}
+    quick = {"seeds": [1], "steps": 2, "arms": ["full", "1/2"], "timed_arms": ["full", "2/3, r 1.5"]}
+    kit.run(__doc__, measure, quick, seeds=[1, 2, 3], text=Path, **usual)
 
 
 if __name__ == "__main__":

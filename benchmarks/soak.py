@@ -1,17 +1,13 @@
 """A swarm under churn: peers are killed and join at random for minutes, and afterwards everything has to add up.
 
-    python benchmarks/soak.py [--minutes 20] [--peers 8] [--every 20] [--seed 1] [--keep DIR]
-
 A peer is killed with SIGKILL every `--every` seconds on average and another one joins as often; a module's last replica
-is spared (losing it is a scenario of its own). Then the same run is trained undisturbed for as many tokens. Prints one
-JSON object: the held-out losses, the verdict of `skipstone check` on the event logs, the longest time without a step
-while every module was served, and how memory and open files of the longest-lived nodes developed. Progress goes to
-stderr.
+is spared. Then the same run is trained undisturbed for as many tokens. Figures: held-out losses, the verdict of
+`skipstone check` on the event logs, the longest time without a step while every module was served, and how memory and
+open files of the longest-lived nodes grew. `--keep` is a folder for the event logs.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import json
@@ -21,12 +17,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks import kit
+from benchmarks.kit import ROOT, median, tell
 from node.local_swarm.default_manifest import default_manifest
 from node.local_swarm.local_swarm import LocalSwarm
 from node.local_swarm.setup import LocalSwarmOptions
@@ -42,18 +40,11 @@ EVALUATED = 32
 
 def soak_run(seed: int) -> Manifest:
     """The demo model in four stages, with rounds often enough that churn meets many of them."""
-    table = default_manifest(seed, "soak").model_dump(mode="json")
+    table = default_manifest(seed, "soak").model_dump(mode="json", exclude_none=True)
     table["stages"]["blocks"] = [0, 1, 1, 2]
     table["training"] |= {"staleness": 1, "inner_steps": 10, "outer": {"learning_rate": 0.7, "momentum": 0.5}}
     table["training"]["schedule"] |= {"kind": "constant", "total_steps": 1_000_000}
-    return manifest_from_table(_without_nulls(table))
-
-
-def _without_nulls(value: object) -> dict[str, object]:
-    assert isinstance(value, dict)
-    return {
-        key: _without_nulls(item) if isinstance(item, dict) else item for key, item in value.items() if item is not None
-    }
+    return manifest_from_table(table)
 
 
 @dataclass(slots=True)
@@ -126,10 +117,7 @@ class Soak:
                 self.account.longest_pause_s = max(self.account.longest_pause_s, now - last_news)
                 if now - begun - told > 30:
                     told = int(now - begun)
-                    tell(
-                        f"{told} s: {trained} tokens, loss {self._swarm.progress.loss_last}, "
-                        f"{self.account.rounds} commits"
-                    )
+                    tell(f"{told} s: {trained} tokens, {self.account.rounds} commits")
                 for task in tasks:
                     if task.done():
                         task.result()
@@ -193,18 +181,13 @@ class Result:
 
 
 async def soak(
-    arguments: argparse.Namespace,
-    logs: Path,
-    *,
-    every_s: float | None,
-    until_s: float = float("inf"),
-    tokens: int | None = None,
+    options: Any, logs: Path, *, every_s: float | None, until_s: float = float("inf"), tokens: int | None = None
 ) -> Result:
     """One swarm from start to end, with an event log for each node."""
-    manifest = soak_run(arguments.seed)
-    options = LocalSwarmOptions(peers=arguments.peers, steps=None, threads=1, log_dir=logs)
-    async with LocalSwarm(manifest, options) as swarm:
-        watched = Soak(swarm, manifest.stages.count, random.Random(arguments.seed))
+    manifest = soak_run(options.seed)
+    swarm_options = LocalSwarmOptions(peers=options.peers, steps=None, threads=1, log_dir=logs)
+    async with LocalSwarm(manifest, swarm_options) as swarm:
+        watched = Soak(swarm, manifest.stages.count, random.Random(options.seed))
         await watched.run(every_s=every_s, until_s=until_s, tokens=tokens)
         trained = swarm.progress.tokens  # goes on while the loss is measured, in both runs
         loss = await asyncio.to_thread(held_out_loss, str(swarm.link))
@@ -216,7 +199,7 @@ def held_out_loss(link: str) -> float:
     """Asked as a person would."""
     command = [sys.executable, "-m", "node", "eval", link, "--microbatches", str(EVALUATED), "--json"]
     for _ in range(3):  # the data node asked first may be one that has just been killed
-        asked = subprocess.run(command, capture_output=True, cwd=Path(__file__).parent.parent, timeout=120)
+        asked = subprocess.run(command, capture_output=True, cwd=ROOT, timeout=120)
         if asked.returncode == 0:
             return float(json.loads(asked.stdout)["loss"])
     raise RuntimeError(f"eval failed: {asked.stderr.decode()[-2000:]}")
@@ -225,35 +208,8 @@ def held_out_loss(link: str) -> float:
 def verdict(logs: Path) -> dict[str, object]:
     """What `skipstone check` says of the logs."""
     command = [sys.executable, "-m", "node", "check", str(logs), "--json"]
-    checked = subprocess.run(command, capture_output=True, cwd=Path(__file__).parent.parent, timeout=600)
+    checked = subprocess.run(command, capture_output=True, cwd=ROOT, timeout=600)
     return {"exit_code": checked.returncode, "report": json.loads(checked.stdout or "null")}
-
-
-def report(
-    arguments: argparse.Namespace, disturbed: Result, calm: Result, checks: list[dict[str, object]]
-) -> dict[str, object]:
-    account = disturbed.account
-    return {
-        "benchmark": "soak",
-        "minutes": arguments.minutes,
-        "peers": arguments.peers,
-        "every_s": arguments.every,
-        "killed": account.killed,
-        "joined": account.joined,
-        "commits": account.rounds,
-        "caught_up": account.caught_up,
-        "tokens": {"disturbed": disturbed.tokens, "undisturbed": calm.tokens},
-        "loss": {
-            "disturbed": disturbed.loss,
-            "undisturbed": calm.loss,
-            "ratio": disturbed.loss / calm.loss,
-            "target": 1.03,
-        },
-        "longest_pause_s": account.longest_pause_s,
-        "failures": disturbed.failures | calm.failures,
-        "check": {"disturbed": checks[0], "undisturbed": checks[1]},
-        "growth": {"disturbed": growth(disturbed), "undisturbed": growth(calm)},
-    }
 
 
 def growth(result: Result) -> dict[str, object]:
@@ -265,33 +221,32 @@ def growth(result: Result) -> dict[str, object]:
     return table
 
 
-def median(values: Iterable[float]) -> float | None:
-    found = list(values)
-    return statistics.median(found) if found else None
-
-
-def tell(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+async def measure(options: Any) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="skipstone-soak-") as temporary:
+        folder = options.keep or Path(temporary)
+        logs = [folder / "disturbed", folder / "undisturbed"]
+        disturbed = await soak(options, logs[0], every_s=options.every, until_s=60 * options.minutes)
+        tell(f"undisturbed, for {disturbed.tokens} tokens")
+        calm = await soak(options, logs[1], every_s=None, tokens=disturbed.tokens)
+        checks = [verdict(log) for log in logs]
+    account = disturbed.account
+    return {
+        "minutes": options.minutes,
+        "peers": options.peers,
+        "every_s": options.every,
+        **{key: getattr(account, key) for key in ("killed", "joined", "rounds", "caught_up", "longest_pause_s")},
+        "tokens": {"disturbed": disturbed.tokens, "undisturbed": calm.tokens},
+        "loss": {"disturbed": disturbed.loss, "undisturbed": calm.loss, "ratio": disturbed.loss / calm.loss},
+        "target_ratio": 1.03,
+        "failures": disturbed.failures | calm.failures,
+        "check": dict(zip(("disturbed", "undisturbed"), checks, strict=True)),
+        "growth": {"disturbed": growth(disturbed), "undisturbed": growth(calm)},
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=20.0)
-    parser.add_argument("--peers", type=int, default=8)
-    parser.add_argument(
-        "--every", type=float, default=20.0, help="mean seconds between two kills, and between two joins"
-    )
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--keep", type=Path, help="folder for the event logs; a temporary one when absent")
-    arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="skipstone-soak-") as temporary:
-        folder = arguments.keep or Path(temporary)
-        logs = [folder / "disturbed", folder / "undisturbed"]
-        tell(f"{arguments.peers} peers, a kill and a join every {arguments.every:g} s, {arguments.minutes:g} minutes")
-        disturbed = asyncio.run(soak(arguments, logs[0], every_s=arguments.every, until_s=60 * arguments.minutes))
-        tell(f"undisturbed, for {disturbed.tokens} tokens")
-        calm = asyncio.run(soak(arguments, logs[1], every_s=None, tokens=disturbed.tokens))
-        print(json.dumps(report(arguments, disturbed, calm, [verdict(log) for log in logs])))
+    quick = {"minutes": 0.4, "peers": 5, "every": 8.0}
+    kit.run(__doc__, measure, quick, minutes=20.0, peers=8, every=20.0, seed=1, keep=Path)
 
 
 if __name__ == "__main__":

@@ -1,88 +1,218 @@
-"""What the transport costs: tensors through it, against the same bytes on a bare gRPC stream, both with mutual TLS.
+"""What the transport costs: tensors through it against the same bytes on bare gRPC streams, all with mutual TLS.
 
-Prints one JSON object: MB/s (10**6 bytes) of raw messages of several sizes between two processes (`chunks`, medians of
-5 batches), then, of 5 rounds that alternate between the two so that other load on the machine meets both, the medians
-of raw messages of the best size (`best_mb_per_s`) and of tensors of 8.39 MB (4 x 512 x 1024 float32) through
-`GrpcTransport` (`skipstone`), with their ratio.
+Two processes on loopback. `chunks` are the rates of raw messages on a stream with our transport's settings and on one
+as gRPC comes, by message size. Then turns: raw messages of the best size, and tensors of 8.39 MB (4 x 512 x 1024
+float32) through `GrpcTransport`, 4 in flight. MB are 10**6 bytes, figures are medians.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
-import pathlib
 import statistics
 import sys
 import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
+import grpc
 import uvloop
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.raw_stream import RUN, process, raw_mb_per_s
+from benchmarks import kit
+from benchmarks.kit import RUN, hear, process, tell
+from node.runtime.malloc import keep_freed_memory
 from protocol.identity.certificates import TlsCredentials, make_credentials
 from protocol.identity.keys import Identity
+from protocol.interfaces.clock import SystemClock
 from protocol.interfaces.directory import Contact
 from protocol.interfaces.tensor_spec import DType, TensorSpec
 from protocol.interfaces.transport import Question, Topic
+from protocol.transport.grpc_streams import AcceptedStream, DialledStream, make_server, open_channel
 from protocol.transport.grpc_transport import GrpcTransport
 from protocol.transport.settings import TransportSettings
 from swarm.vocabulary.errors import PeerError
 from swarm.vocabulary.pipeline_messages import Close, Forward, Purpose, TensorMessage
-from swarm.vocabulary.types import Hop, MicrobatchId, ModuleId, Path, PeerId
+from swarm.vocabulary.types import Hop, MicrobatchId, ModuleId, PeerId
+from swarm.vocabulary.types import Path as Route
 
-CHUNK_SIZES = [n * 1024 for n in (64, 128, 256, 512, 1024, 2048, 4096)]
-TENSOR = TensorSpec((4, 512, 1024), DType.FLOAT32)
-TENSORS_PER_BATCH = 32
-IN_FLIGHT = 4
-ROUNDS = 5
-BATCHES_PER_ROUND = 3
+MIB: Final = 2**20
+CHUNK_SIZES: Final = tuple(n * 1024 for n in (64, 128, 256, 512, 1024, 2048, 4096))
+TENSOR: Final = TensorSpec((4, 512, 1024), DType.FLOAT32)
+TENSORS_PER_BATCH: Final = 32
+IN_FLIGHT: Final = 4
+END_OF_BATCH: Final = b"."
+LONGEST_MESSAGE: Final = 8 * MIB
+PLAIN_OPTIONS: Final = [("grpc.max_receive_message_length", LONGEST_MESSAGE)]
 
 
-class MonotonicClock:
-    def monotonic(self) -> float:
-        return time.monotonic()
+# ---- bare streams ----------------------------------------------------------------------------------------------------
 
-    def wall(self) -> float:
-        return time.time()
+
+async def echo_batches(_requests: object, context: Any) -> None:
+    """Reads and forgets; answers the end of each batch."""
+    stream = AcceptedStream(context)
+    while (message := await stream.read()) is not None:
+        if message == END_OF_BATCH:
+            await stream.write(END_OF_BATCH)
+
+
+def receiving_process(connection: Connection) -> None:
+    """Says what a sender needs (contact and credentials), then receives batches until it is killed."""
+    keep_freed_memory()
+    identity = Identity.generate()
+    own, sender = make_credentials(identity, RUN), make_credentials(Identity.generate(), RUN)
+
+    async def main() -> None:
+        server, port = make_server(echo_batches, own, "127.0.0.1:0", 4, max_frame_bytes=LONGEST_MESSAGE)
+        await server.start()
+        connection.send((Contact(identity.peer, (f"127.0.0.1:{port}",), own.certificate_der), sender))
+        await server.wait_for_termination()
+
+    uvloop.run(main())
+
+
+def sending_process(connection: Connection, receiver: Contact, credentials: TlsCredentials, batch_bytes: int) -> None:
+    """Answers each message size with the MB/s of a batch of such messages."""
+    keep_freed_memory()
+
+    async def main() -> None:
+        stream = dialled(receiver, credentials)
+        connection.send("ready")
+        while size := connection.recv():
+            connection.send(await batch_mb_per_s(stream.write, stream.read, size, batch_bytes))
+
+    uvloop.run(main())
+
+
+def dialled(contact: Contact, credentials: TlsCredentials) -> DialledStream:
+    return DialledStream(open_channel(contact, contact.addresses[0], credentials, max_frame_bytes=LONGEST_MESSAGE))
+
+
+async def batch_mb_per_s(
+    write: Callable[[bytes], Awaitable[Any]], read: Callable[[], Awaitable[Any]], size: int, batch_bytes: int
+) -> float:
+    """From the first write to the receiver's answer that it has read everything."""
+    message, started = bytes(size), time.perf_counter()
+    for _ in range(batch_bytes // size):
+        await write(message)
+    await write(END_OF_BATCH)
+    await read()
+    return batch_bytes / (time.perf_counter() - started) / 1e6
+
+
+@contextmanager
+def bare_stream(batch_bytes: int) -> Iterator[Callable[[int], float]]:
+    """A function that measures the MB/s of one batch of messages of a size."""
+    with (
+        process(receiving_process) as receiver,
+        process(sending_process, *hear(receiver), batch_bytes) as sender,
+    ):
+        hear(sender)
+
+        def measured(size: int) -> float:
+            sender.send(size)
+            return float(hear(sender))
+
+        yield measured
+
+
+def raw_mb_per_s(rate: Callable[[int], float], size: int, repeats: int) -> float:
+    """Median rate of a one-way stream of messages of this size; the first batch is not counted."""
+    return statistics.median([rate(size) for _ in range(1 + repeats)][1:])
+
+
+def plain_receiving_process(connection: Connection, credentials: TlsCredentials) -> None:
+    """The same without our transport's settings and allocator: gRPC as it comes."""
+
+    async def serve(_requests: object, context: Any) -> None:
+        while (message := await context.read()) is not grpc.aio.EOF:
+            if message == END_OF_BATCH:
+                await context.write(END_OF_BATCH)
+
+    async def main() -> None:
+        server = grpc.aio.server(options=PLAIN_OPTIONS)
+        method = grpc.stream_stream_rpc_method_handler(serve)
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("Plain", {"Stream": method}),))
+        keys = [(credentials.private_key_pem, credentials.certificate_pem)]
+        secured = grpc.ssl_server_credentials(keys, credentials.authority_pem, True)
+        connection.send(server.add_secure_port("127.0.0.1:0", secured))
+        await server.start()
+        await server.wait_for_termination()
+
+    uvloop.run(main())
+
+
+def plain_sending_process(connection: Connection, batch_bytes: int, repeats: int, sizes: list[int]) -> None:
+    """Sends the median rate for each message size, as `raw_mb_per_s`."""
+    identity = Identity.generate()
+    server, own = make_credentials(identity, RUN), make_credentials(Identity.generate(), RUN)
+
+    async def main(port: int) -> None:
+        secured = grpc.ssl_channel_credentials(server.certificate_pem, own.private_key_pem, own.certificate_pem)
+        options = [*PLAIN_OPTIONS, ("grpc.ssl_target_name_override", identity.peer)]
+        async with grpc.aio.secure_channel(f"127.0.0.1:{port}", secured, options=options) as channel:
+            stream = channel.stream_stream("/Plain/Stream")()
+            for size in sizes:
+                rates = [await batch_mb_per_s(stream.write, stream.read, size, batch_bytes) for _ in range(1 + repeats)]
+                connection.send(statistics.median(rates[1:]))
+
+    with process(plain_receiving_process, server) as receiver:
+        uvloop.run(main(hear(receiver)))
+
+
+def plain_rates(sizes: list[int], *, batch_bytes: int = 256 * MIB, repeats: int = 5) -> list[float]:
+    """Median MB/s of gRPC as it comes, by message size."""
+    with process(plain_sending_process, batch_bytes, repeats, sizes, grace_s=5.0) as sender:
+        return [float(hear(sender)) for _ in sizes]
+
+
+# ---- tensors through the transport -----------------------------------------------------------------------------------
 
 
 class Book:
-    """An address book with the receiver in it, or with nobody: the receiver need not know who sends."""
+    """An address book with these contacts; a receiver need not know who sends."""
 
     def __init__(self, *contacts: Contact) -> None:
-        self._contacts = {contact.peer: contact for contact in contacts}
+        self.contacts = {contact.peer: contact for contact in contacts}
 
     def contact(self, peer: PeerId) -> Contact | None:
-        return self._contacts.get(peer)
+        return self.contacts.get(peer)
 
 
-class Counter:
-    """Receives tensors into a fixed set of buffers and wakes whoever waits when a batch is whole."""
+class TensorCounter:
+    """Receives tensors into a fixed set of buffers and counts whole batches."""
 
     def __init__(self) -> None:
         self._free = [memoryview(bytearray(TENSOR.byte_length)) for _ in range(2 * IN_FLIGHT)]
         self._received = 0
         self.batches: asyncio.Queue[PeerId] = asyncio.Queue()
-        self.closed = asyncio.Event()
+        """Senders of the batches that are whole."""
+        self.whole = asyncio.Event()
+        """Set when the other side has said that a batch is whole."""
 
     def admit(self, sender: PeerId, message: TensorMessage, tensor: TensorSpec) -> memoryview:
         return self._free.pop()
 
-    def received(self, sender: PeerId, message: TensorMessage, tensor: TensorSpec, buffer: memoryview) -> None:
+    def received(self, sender: PeerId, message: Any, tensor: TensorSpec, buffer: memoryview) -> None:
         self._free.append(buffer)
         self._received += 1
         if self._received % TENSORS_PER_BATCH == 0:
-            self.batches.put_nowait(sender)
+            self.batches.put_nowait(message.microbatch.data_node)
 
-    def broken_off(self, sender: PeerId, message: TensorMessage, buffer: memoryview, error: PeerError) -> None:
+    def broken_off(self, sender: PeerId, message: TensorMessage, buffer: memoryview, *error: PeerError) -> None:
         self._free.append(buffer)
 
     def told(self, sender: PeerId, message: Any) -> None:
-        self.closed.set()
+        self.whole.set()
+
+
+class LinkCounter(TensorCounter):
+    """A `LinkHandler` that answers nothing else."""
 
     def announced(self, sender: PeerId, record: bytes) -> None:
         return
@@ -103,97 +233,85 @@ class Counter:
         return
 
 
-def make_transport(identity: Identity, credentials: TlsCredentials, handler: Counter, book: Book) -> GrpcTransport:
-    return GrpcTransport(
-        credentials,
-        book,
-        handler,
-        MonotonicClock(),
-        TransportSettings(),
-        own_record=lambda: b"",
-    )
+async def confirm_batches(transport: Any, counter: TensorCounter) -> None:
+    """Tells the sender of each batch that it is whole, until cancelled."""
+    while True:
+        peer = await counter.batches.get()
+        await transport.tell(peer, Close(MicrobatchId(peer, 0), "whole"))
 
 
-def receive_tensors(connection: Connection) -> None:
-    """The receiving process: says after each batch that it is whole."""
-    identity = Identity.generate()
-    credentials = make_credentials(identity, RUN)
-
-    async def main() -> None:
-        counter = Counter()
-        async with make_transport(identity, credentials, counter, Book()) as transport:
-            address = f"127.0.0.1:{transport.port}"
-            connection.send(Contact(identity.peer, (address,), credentials.certificate_der))
-            while True:
-                peer = await counter.batches.get()
-                await transport.tell(peer, Close(MicrobatchId(peer, 0), "whole"))
-
-    uvloop.run(main())
-
-
-async def send_tensors(transport: GrpcTransport, counter: Counter, own: PeerId, peer: PeerId) -> list[float]:
-    path = Path(own, (Hop(ModuleId(1), peer),))
+async def send_batches(transport: Any, counter: TensorCounter, own: PeerId, peer: PeerId, batches: int) -> list[float]:
+    """MB/s of each batch; the first (dial, TLS) is not counted."""
+    route, rates = Route(own, (Hop(ModuleId(1), peer),)), []
     data = memoryview(bytearray(os.urandom(TENSOR.byte_length)))
-    rates = []
 
     async def send(numbers: range) -> None:
         for number in numbers:
-            await transport.send(peer, Forward(MicrobatchId(own, number), path, 0, Purpose.TRAIN, 60), TENSOR, data)
+            message = Forward(MicrobatchId(own, number), route, 0, Purpose.TRAIN, 60.0)
+            await transport.send(peer, message, TENSOR, data)
 
-    for _ in range(BATCHES_PER_ROUND + 1):
-        counter.closed.clear()
+    for _ in range(batches + 1):
+        counter.whole.clear()
         started = time.perf_counter()
         async with asyncio.TaskGroup() as tasks:
             for first in range(IN_FLIGHT):
                 tasks.create_task(send(range(first, TENSORS_PER_BATCH, IN_FLIGHT)))
-        await counter.closed.wait()
+        await counter.whole.wait()
         rates.append(TENSOR.byte_length * TENSORS_PER_BATCH / (time.perf_counter() - started) / 1e6)
     return rates[1:]
 
 
-def skipstone_mb_per_s() -> float:
-    """Median rate in MB/s of tensors through the transport; the first batch (dial, TLS) is not counted."""
-    identity = Identity.generate()
+def transport_of(identity: Identity, counter: LinkCounter, *others: Contact) -> tuple[GrpcTransport, TlsCredentials]:
     credentials = make_credentials(identity, RUN)
-
-    async def main(receiver: Contact) -> list[float]:
-        counter = Counter()
-        async with make_transport(identity, credentials, counter, Book(receiver)) as transport:
-            return await send_tensors(transport, counter, identity.peer, receiver.peer)
-
-    with process(receive_tensors) as connection:
-        return statistics.median(uvloop.run(main(connection.recv())))
+    book, clock, settings = Book(*others), SystemClock(), TransportSettings()
+    return GrpcTransport(credentials, book, counter, clock, settings, own_record=lambda: b""), credentials
 
 
-def sweep() -> list[dict[str, float]]:
-    chunks = []
-    for size in CHUNK_SIZES:
-        rate = raw_mb_per_s(size)
-        chunks.append({"chunk_bytes": size, "mb_per_s": round(rate, 1)})
-        print(f"raw messages of {size // 1024} KiB: {rate:.0f} MB/s", file=sys.stderr)
-    return chunks
+def tensor_process(connection: Connection, receiver: Contact | None, batches: int) -> None:
+    """Receives tensors and says how it is reached; with a receiver, sends to it and says the rates."""
+    keep_freed_memory()
+    identity = Identity.generate()
+
+    async def main() -> None:
+        counter = LinkCounter()
+        transport, credentials = transport_of(identity, counter, *([receiver] if receiver else []))
+        async with transport:
+            if receiver is not None:
+                connection.send(await send_batches(transport, counter, identity.peer, receiver.peer, batches))
+                return
+            connection.send(Contact(identity.peer, (f"127.0.0.1:{transport.port}",), credentials.certificate_der))
+            await confirm_batches(transport, counter)
+
+    uvloop.run(main())
 
 
-def compare(raw_bytes: int) -> tuple[float, float]:
-    """Medians of raw messages of this size and of tensors."""
-    raw, tensors = [], []
-    for _ in range(ROUNDS):
-        raw.append(raw_mb_per_s(raw_bytes, repeats=BATCHES_PER_ROUND))
-        tensors.append(skipstone_mb_per_s())
-        print(f"raw {raw[-1]:.0f} MB/s, tensors {tensors[-1]:.0f} MB/s", file=sys.stderr)
-    return statistics.median(raw), statistics.median(tensors)
+def skipstone_mb_per_s(batches: int) -> float:
+    with process(tensor_process, None, 0) as receiver, process(tensor_process, hear(receiver), batches) as sender:
+        return statistics.median(hear(sender))
+
+
+def measure(options: Any) -> dict[str, Any]:
+    sizes, batch_bytes = options.chunk_sizes, options.batch_mib * MIB
+    plain = plain_rates(sizes, batch_bytes=batch_bytes, repeats=options.rounds)
+    chunks, raw, tensors = list[dict[str, float]](), list[float](), list[float]()
+    with bare_stream(batch_bytes) as raw_rate:
+        for size, without in zip(sizes, plain, strict=True):
+            rate = raw_mb_per_s(raw_rate, size, options.rounds)
+            chunks.append({"chunk_bytes": size, "mb_per_s": round(rate, 1), "plain_mb_per_s": round(without, 1)})
+            tell(f"raw messages of {size // 1024} KiB: {rate:.0f} MB/s, as gRPC comes {without:.0f} MB/s")
+        best = max(chunks, key=lambda chunk: chunk["mb_per_s"])["chunk_bytes"]
+        for _ in range(options.rounds):
+            raw.append(raw_mb_per_s(raw_rate, int(best), 3))
+            tensors.append(skipstone_mb_per_s(3))
+            tell(f"raw {raw[-1]:.0f} MB/s, tensors {tensors[-1]:.0f} MB/s")
+    rate, ratio = statistics.median(tensors), kit.median_ratio(tensors, raw)
+    skipstone = {"tensor_bytes": TENSOR.byte_length, "mb_per_s": round(rate, 1), "ratio": round(ratio, 3)}
+    return {"chunks": chunks, "best_mb_per_s": round(statistics.median(raw), 1), "skipstone": skipstone}
 
 
 def main() -> None:
-    chunks = sweep()
-    best_size = max(chunks, key=lambda chunk: chunk["mb_per_s"])["chunk_bytes"]
-    raw, tensors = compare(int(best_size))
-    skipstone = {
-        "tensor_bytes": TENSOR.byte_length,
-        "mb_per_s": round(tensors, 1),
-        "ratio": round(tensors / raw, 3),
-    }
-    print(json.dumps({"chunks": chunks, "best_mb_per_s": round(raw, 1), "skipstone": skipstone}))
+    quick = {"rounds": 1, "batch_mib": 16, "chunk_sizes": [2**19]}
+    kit.run(__doc__, measure, quick, rounds=5, batch_mib=256, chunk_sizes=list(CHUNK_SIZES))
 
 
 if __name__ == "__main__":

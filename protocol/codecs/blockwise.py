@@ -165,7 +165,8 @@ class Blockwise:
             torch.where(scale < -lowest, lowest, scale, out=scale)
             scale.div_(-8).copy_(scale.to(self.scale_type))
         else:
-            torch.maximum(scale, lowest.neg_(), out=scale).div_(127)
+            # A GPU divides by a number of the host by multiplying with its inverse, which may be off by one bit.
+            torch.maximum(scale, lowest.neg_(), out=scale).div_(torch.full((), 127.0, device=scale.device))
 
 
 INT8: Final = Blockwise(Codec.INT8, BLOCK, torch.float32, torch.finfo(torch.bfloat16).max / 128)

@@ -7,9 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.parity import TASK, difference
-from benchmarks.parity_learner import REPLICAS, Dealer, Learner, Rule, manifest_of
-from benchmarks.parity_reference import Reference
+from benchmarks.parity import REPLICAS, TASK, Dealer, Reference, Replica, Rule, difference, manifest_of
 from node.data.feed import open_documents
 from node.model.initialization import parameters_of
 
@@ -24,7 +22,7 @@ async def test_twenty_rounds_lead_to_the_parameters_of_the_reference(outer_rate:
 
 async def test_another_outer_rule_leads_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "benchmarks.parity.Reference", lambda learners, rule: Reference(learners, Rule(2, 1e-3, 0.0, 0.7, 0.8))
+        "benchmarks.parity.Reference", lambda replicas, rule: Reference(replicas, Rule(2, 1e-3, 0.0, 0.7, 0.8))
     )
     assert await difference(TINY, SEED, Rule(2, 1e-3, 0.0, 0.7, 0.9), rounds=6) > 1e-4
 
@@ -42,7 +40,7 @@ def test_replicas_together_read_what_one_process_reads() -> None:
 def test_a_copy_of_a_learner_takes_the_same_steps() -> None:
     manifest = manifest_of(TINY, SEED, 1e-3, REPLICAS)
     dealer = Dealer(manifest, open_documents(manifest), 1)
-    first, second = Learner(manifest), Learner(manifest)
+    first, second = Replica(manifest), Replica(manifest)
     for _ in range(3):
         first.step(dealer.a_whole_step())
     second.follow(first)

@@ -1,9 +1,8 @@
-"""One hop through the node's own parts, in two processes: a peer of stage 1 whose module is the identity, and a data
-node.
+"""One hop through the node's own parts, in two processes: a peer of stage 1 whose module is the identity, a data node.
 
-Transport, admission, custody, runner, compute thread and hop worker are the real ones. Left out are only the directory
-(the processes get each other's announcements by a pipe) and the model: the data node sends a fixed tensor instead of an
-embedding, and returns what comes out as the loss's gradient.
+Transport, admission, custody, runner, compute thread and hop worker are the real ones. Left out are the directory (the
+processes exchange announcements by a pipe) and the model: the data node sends a fixed tensor and returns the stage's
+output as the loss's gradient.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 import uvloop
 
-from benchmarks.samples import SAMPLES_PER_ROUND, Sample, threads_of_each_peer
+from benchmarks.kit import RUN, run_of, threads_of_each_peer
 from node.concurrency.compute_thread import ComputeThread
 from node.model.optimizer import Accumulator, InnerOptimizer, StepFigures
 from node.network.dispatcher import Dispatcher
@@ -34,9 +33,7 @@ from protocol.identity.keys import Identity
 from protocol.identity.signatures import Routes
 from protocol.interfaces.clock import SystemClock
 from protocol.interfaces.tensor_spec import TensorSpec
-from protocol.manifest.manifest import CodecSection, Manifest, StagesSection
-from protocol.manifest.model import ModelSection
-from protocol.manifest.training import TrainingSection
+from protocol.manifest.manifest import Manifest
 from protocol.transport.grpc_transport import GrpcTransport
 from protocol.transport.settings import TransportSettings
 from swarm.compression.microbatch_codecs import Traffic
@@ -48,32 +45,26 @@ from swarm.routing.path_rules import PathRules
 from swarm.routing.planner import Planner
 from swarm.vocabulary.errors import PeerError, SkipstoneError
 from swarm.vocabulary.pipeline_messages import Forward, Purpose, Receipt
-from swarm.vocabulary.types import Codec, Hop, MicrobatchId, ModuleId, Path, PeerId, PeerState, RunId
+from swarm.vocabulary.types import Codec, Hop, MicrobatchId, ModuleId, Path, PeerId, PeerState
 
-RUN = RunId("0" * 64)
 STAGE = ModuleId(1)
 CPU = torch.device("cpu")
 LIFETIME_S = 60.0
 
 
-def manifest_for(shape: tuple[int, int, int], codec: Codec | None = None) -> Manifest:
+def manifest_for(shape: tuple[int, int, int], codec: Codec | None) -> Manifest:
     """A run with one hop whose hidden states have this shape, and whose inner step is never due."""
-    rows, tokens, hidden = shape
     allowed = "none" if codec is None else codec.name.lower()
-    return Manifest(
-        protocol=2,
-        name="hop",
-        model=ModelSection(vocabulary=257, hidden=hidden, heads=8, kv_heads=8, feed_forward=hidden, sequence=tokens),
-        stages=StagesSection(blocks=(0, 1)),
-        training=TrainingSection(rows=rows, inner_tokens=rows * tokens * 10**9),
-        codecs=CodecSection.model_validate({"activations": allowed, "gradients": allowed}),
-    )
+    rows, tokens, hidden = shape
+    size = {"hidden": hidden, "sequence": tokens, "rows": rows, "heads": 8, "feed_forward": hidden}
+    sections = {"codecs": {"activations": allowed, "gradients": allowed}}
+    return run_of("hop", [0, 1], microbatches=10**9, sections=sections, **size)
 
 
 class FixedData:
     """A data node's worker without a model. `returned` is the last gradient that came back to the start."""
 
-    def __init__(self, tensor: TensorSpec, device: torch.device = CPU) -> None:
+    def __init__(self, tensor: TensorSpec, device: torch.device) -> None:
         self.hidden = torch.randn(tensor.shape, device=device)
         self.returned = torch.empty(0)
         self.wire = Wire(device)
@@ -135,7 +126,7 @@ class OneFlight(PathEnds):
 
 
 class Uncounted:
-    """`node.pipeline.runner.Host` of whom nobody wants to know anything."""
+    """A `node.pipeline.interfaces.Host` that counts nothing."""
 
     def visited(self, microbatch: MicrobatchId) -> None:
         return
@@ -151,7 +142,7 @@ class Uncounted:
 
 
 class IdentityPart(torch.nn.Module):
-    """A part of a model that gives back what it is given, whatever the documents are."""
+    """A part of a model that returns its input."""
 
     def forward(self, source: torch.Tensor, documents: tuple[int, ...]) -> torch.Tensor:
         return source
@@ -173,7 +164,7 @@ class OneCodec:
         return
 
 
-def identity_worker(manifest: Manifest, device: torch.device = CPU) -> HopWorker:
+def identity_worker(manifest: Manifest, device: torch.device) -> HopWorker:
     part = IdentityPart()
     total = Accumulator(part)
     optimizer = InnerOptimizer(manifest.training, [total])
@@ -187,11 +178,9 @@ async def peer_of_two(
     module: ModuleId,
     worker: Worker,
     ends: PathEnds | None,
-    codec: Codec | None = None,
-    device: torch.device = CPU,
+    codec: Codec | None,
 ) -> AsyncIterator[tuple[MicrobatchRunner, PeerId, Routes]]:
-    """A runner of microbatches at work on loopback, what signs its routes, and the other process's peer, with which
-    announcements are exchanged first."""
+    """A runner of microbatches at work, the other process's peer, and what signs routes."""
     identity, clock = Identity.generate(), SystemClock()
     credentials = make_credentials(identity, RUN)
     own = LocalPeer(RUN, identity.peer, credentials.certificate_der, clock, state=PeerState.SERVING, module=module)
@@ -207,12 +196,9 @@ async def peer_of_two(
         custody = Custody(identity.peer, DEFAULT_SLOTS, replicas)
         routes = Routes(identity, RUN)
         admission = Admission(manifest, identity.peer, module, routes.fault)
-        codecs: Any = (
-            OneCodec(codec)
-            if codec is not None
-            else LinkCodecs(manifest, worker.tensor, lambda peer: 0.0, transport.goodput_bytes_per_s)
-        )
-        on_thread = WorkerThread(worker, compute, clock, allocate=receive_buffers(device))
+        codecs: Any = None if codec is None else OneCodec(codec)
+        codecs = codecs or LinkCodecs(manifest, worker.tensor, lambda peer: 0.0, transport.goodput_bytes_per_s)
+        on_thread = WorkerThread(worker, compute, clock, allocate=receive_buffers(worker.wire.device))
         runner = MicrobatchRunner(custody, admission, on_thread, transport, codecs, Uncounted(), clock)
         async with transport, asyncio.TaskGroup() as tasks:
             own.addresses = (f"127.0.0.1:{transport.port}",)
@@ -227,32 +213,30 @@ async def peer_of_two(
             running.cancel()
 
 
-def stage_process(
-    connection: Connection, shape: tuple[int, int, int], codec: Codec | None = None, device: str = "cpu"
-) -> None:
+def stage_process(connection: Connection, shape: tuple[int, int, int], codec: Codec | None, device: str) -> None:
     """Serves the identity stage until it is killed."""
-    manifest, on = manifest_for(shape, codec), torch.device(device)
+    manifest = manifest_for(shape, codec)
+    worker = identity_worker(manifest, torch.device(device))
 
     async def main() -> None:
-        async with peer_of_two(connection, manifest, STAGE, identity_worker(manifest, on), None, codec, on):
+        async with peer_of_two(connection, manifest, STAGE, worker, None, codec):
             await asyncio.Event().wait()
 
     uvloop.run(main())
 
 
 def data_node_process(
-    connection: Connection, shape: tuple[int, int, int], codec: Codec | None = None, device: str = "cpu"
+    connection: Connection, shape: tuple[int, int, int], codec: Codec | None, device: str, samples: int
 ) -> None:
     """Sends microbatches, one at a time: a round of them for each message on the connection."""
-    manifest, on = manifest_for(shape, codec), torch.device(device)
-    worker, flight = FixedData(hidden_tensor(manifest), on), OneFlight()
+    manifest = manifest_for(shape, codec)
+    worker, flight = FixedData(hidden_tensor(manifest), torch.device(device)), OneFlight()
 
     async def main() -> None:
-        peer = peer_of_two(connection, manifest, ModuleId(0), worker, flight, codec, on)
-        async with peer as (runner, stage, routes):
+        async with peer_of_two(connection, manifest, ModuleId(0), worker, flight, codec) as (runner, stage, routes):
             first = 0
             while await asyncio.to_thread(connection.recv):
-                numbers = range(first, first + SAMPLES_PER_ROUND)
+                numbers = range(first, first + samples)
                 first = numbers.stop
                 connection.send([await fly(runner, routes, flight, stage, number) for number in numbers])
                 if codec in (None, Codec.NONE) and not torch.equal(worker.returned, worker.hidden):
@@ -261,7 +245,10 @@ def data_node_process(
     uvloop.run(main())
 
 
-async def fly(runner: MicrobatchRunner, routes: Routes, flight: OneFlight, stage: PeerId, number: int) -> Sample:
+async def fly(
+    runner: MicrobatchRunner, routes: Routes, flight: OneFlight, stage: PeerId, number: int
+) -> tuple[float, float]:
+    """Seconds until the output is there, and until the input's gradient is."""
     own = runner.custody.own
     flight.landed = asyncio.get_running_loop().create_future()
     microbatch, path = MicrobatchId(own, number), Path(own, (Hop(STAGE, stage),))
@@ -269,4 +256,4 @@ async def fly(runner: MicrobatchRunner, routes: Routes, flight: OneFlight, stage
     path = routes.signed(microbatch, path, Purpose.TRAIN, LIFETIME_S)
     runner.handle(Started(microbatch, path, Purpose.TRAIN, LIFETIME_S))
     ended = await flight.landed
-    return Sample(flight.output_at - begun, ended - begun)
+    return flight.output_at - begun, ended - begun

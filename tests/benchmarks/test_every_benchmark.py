@@ -1,0 +1,112 @@
+"""Every benchmark still runs in its smallest form, as a script and as a module, and prints one JSON object."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import kit
+from benchmarks.hop import SAMPLES_PER_ROUND, skipstone
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+COMMON = {"benchmark", "command", "date", "machine"}
+
+
+def run(*words: str, within_s: float = 400.0) -> dict[str, Any]:
+    """The figures that a benchmark prints."""
+    command = [sys.executable, *words, "--quick"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=within_s)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (line,) = done.stdout.splitlines()
+    found: dict[str, Any] = json.loads(line)
+    assert found.keys() > COMMON
+    assert all(found.values()), found
+    return {key: value for key, value in found.items() if key not in COMMON}
+
+
+@pytest.mark.timeout(420)
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [
+        ("catching_up", {"megabytes", "downloads"}),
+        ("codecs", {"table", "loss"}),
+        ("experts", {"loss"}),
+        ("filling", {"put_off", "filling"}),
+        ("kfac", {"schedule", "training"}),
+        ("memory", {"head"}),
+        ("optimizers", {"task", "summary", "best", "runs"}),
+        ("packing", {"hidden", "bars", "settings"}),
+        ("parity", {"rounds", "difference"}),
+        ("rounds_live", {"jobs"}),
+        ("skipping", {"stages", "task", "tokens", "time"}),
+        ("transport", {"chunks", "best_mb_per_s", "skipstone"}),
+        ("workload", {"bars", "loss"}),
+    ],
+)
+def test_what_one_process_or_two_measure(name: str, keys: set[str]) -> None:
+    assert run(f"benchmarks/{name}.py").keys() == keys
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("averaging", ()),
+        ("demo", ()),
+        ("experts", ("--parts", "swarm")),
+        ("faults", ()),
+        ("filling", ("--parts", "live")),
+        ("from_model", ()),
+        ("hop", ("--without-hivemind",)),
+        ("joiner", ()),
+        ("liars", ()),
+        ("reach", ()),
+        ("rounds_live", ("--parts", "live")),
+        ("soak", ()),
+        ("throughput", ()),
+        ("workload", ("--parts", "swarm")),
+    ],
+)
+def test_what_swarms_measure(name: str, words: tuple[str, ...]) -> None:
+    run("-m", f"benchmarks.{name}", *words, within_s=580.0)
+
+
+def test_a_round_of_the_hop_moves_tensors_there_and_back() -> None:
+    with skipstone((2, 16, 64)) as a_round:
+        samples = a_round()
+    assert len(samples) == SAMPLES_PER_ROUND - 1
+    assert all(0 < sample.forward_s < sample.forward_backward_s for sample in samples)
+
+
+def test_options_go_before_those_of_a_quick_run_and_these_before_defaults() -> None:
+    quick, defaults = {"steps": 2, "parts": ["a"]}, {"steps": 9, "seeds": [1, 2], "parts": ("a", "b"), "text": Path}
+    given = ["--quick", "--steps", "5", "--seeds", "3"]
+    options: argparse.Namespace = kit.parsed("", quick, {**defaults, "all": False}, given)
+    assert (options.steps, options.seeds, options.parts) == (5, [3], ["a"])
+    assert (options.text, options.all, options.out) == (None, False, None)
+    assert kit.parsed("", quick, defaults, []).parts == ("a", "b")
+    with pytest.raises(SystemExit):
+        kit.parsed("", quick, defaults, ["--parts", "c"])
+
+
+def test_figures_are_written_to_a_file_that_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["benchmarks/that.py", "--out", str(tmp_path / "that.json")])
+    kit.run("", lambda options: {"answer": 42}, {})
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["command"] == f"python benchmarks/that.py --out {tmp_path / 'that.json'}"
+    assert printed == json.loads((tmp_path / "that.json").read_text())
+    assert printed.keys() == COMMON | {"answer"}
+
+
+def test_results_that_are_kept_say_where_they_come_from() -> None:
+    for path in (ROOT / "benchmarks" / "results").glob("*.json"):
+        assert json.loads(path.read_text()).keys() >= COMMON - {"benchmark"}, path.name
