@@ -88,7 +88,7 @@ class Violation:
     message: str
 
 
-class Check:
+class LogCheck:
     """One of the audit's checks: takes all events, a peer's in the order of its logs, then judges."""
 
     def __init__(self) -> None:
@@ -129,7 +129,7 @@ class _Done:
     life: Life
 
 
-class VisitCheck(Check):
+class VisitCheck(LogCheck):
     """The check of exactly once."""
 
     def __init__(self) -> None:
@@ -288,7 +288,7 @@ class _Entry:
 History = list[_Entry]
 
 
-class RoundCheck(Check):
+class RoundCheck(LogCheck):
     """The check of anchors."""
 
     def __init__(self) -> None:
@@ -418,7 +418,7 @@ class _Account:
     completed: int = 0
 
 
-class TokenCheck(Check):
+class TokenCheck(LogCheck):
     """The check of tokens and steps of data nodes."""
 
     def __init__(self) -> None:
@@ -452,7 +452,7 @@ def is_rerouted(event: Event | None) -> bool:
     return not own.issuperset(hop.partition("@")[0] for hop in event.hops)
 
 
-class RouteCount(Check):
+class RouteCount(LogCheck):
     """The completed microbatches of a run with experts, by module and route."""
 
     def __init__(self) -> None:
@@ -485,7 +485,7 @@ class RouteCount(Check):
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class AuditReport:
     """The result of an audit."""
 
     logs: int
@@ -516,7 +516,7 @@ class Audit:
     """Reads logs one after the other, a peer's in the order of their start, and judges them together."""
 
     def __init__(self) -> None:
-        self._own = Check()
+        self._own = LogCheck()
         self._routes = RouteCount()
         self._checks = (self._own, VisitCheck(), RoundCheck(), TokenCheck(), self._routes)
         self._lives: list[Life] = []
@@ -558,7 +558,7 @@ class Audit:
             self._own.violate("log", spot, str(error))
             return None
 
-    def report(self) -> Report:
+    def report(self) -> AuditReport:
         if not self._lives:
             self._own.violate("log", None, "there is no log")
         for check in self._checks:
@@ -566,7 +566,7 @@ class Audit:
         counts = {what: number for check in self._checks for what, number in check.counts.items()}
         violations = tuple(violation for check in self._checks for violation in check.violations)
         ended_well = sum(life.ended_well for life in self._lives)
-        return Report(len(self._lives), ended_well, self._torn, counts, violations, self._routes.as_json())
+        return AuditReport(len(self._lives), ended_well, self._torn, counts, violations, self._routes.as_json())
 
     def _begin(self, started: Started) -> Life:
         life = Life(started.peer, started.unix_ms)
@@ -576,7 +576,7 @@ class Audit:
         return life
 
 
-def check_logs(logs: Sequence[Iterable[Line]]) -> Report:
+def check_logs(logs: Sequence[Iterable[Line]]) -> AuditReport:
     """Audits logs, given in the order of their processes' start."""
     audit = Audit()
     for lines in logs:
@@ -584,7 +584,7 @@ def check_logs(logs: Sequence[Iterable[Line]]) -> Report:
     return audit.report()
 
 
-def check_folder(folder: Path) -> Report:
+def check_folder(folder: Path) -> AuditReport:
     """Audits the logs in a folder. Raises ConfigError if they cannot be read."""
     return check_logs([_lines_of(parts) for parts in _lives_in(folder)])
 

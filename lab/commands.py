@@ -16,9 +16,9 @@ from node.cli.views.text import count, duration, harmless, loss_text, megabytes
 from swarm.vocabulary.errors import ConfigError
 
 if TYPE_CHECKING:
-    from lab.audit import Report
+    from lab.audit import AuditReport
     from lab.laboratory import Mark
-    from lab.meter import Row
+    from lab.recorder import Row
     from lab.report import Result
 
 SHOWN = 20
@@ -149,7 +149,7 @@ class Teller:
 
     def tell(self, news: str | Row | Mark) -> None:
         """Writes a run's news. A text begins another run or ends one."""
-        from lab.meter import Row
+        from lab.recorder import Row
 
         if isinstance(news, str):
             self._told_at, self._loss = -TOLD_EVERY_S, None
@@ -211,7 +211,7 @@ def _show_result(result: Result, folder: Path) -> None:
     typer.echo(f"all of it is in {folder}; begin with {folder / 'report.md'}")
 
 
-def _show_check(report: Report) -> None:
+def _show_check(report: AuditReport) -> None:
     typer.echo(f"{report.logs} logs, {report.ended_well} with a clean end, {report.torn} with a torn last line")
     rows = {what.replace("_", " "): str(number) for what, number in sorted(report.counts.items())}
     for module, number in report.by_route.get("modules", {}).items():

@@ -2,7 +2,7 @@
 
 FOLDER/scenario.toml   as run
 FOLDER/logs/           an event log for each node
-FOLDER/metrics.jsonl   a row a second (`meter.Row`)
+FOLDER/metrics.jsonl   a row a second (`recorder.Row`)
 FOLDER/*.png           plots, with matplotlib
 FOLDER/undisturbed/    logs and metrics of the run without faults
 FOLDER/report.md       of a single scenario; a suite has one for all, and report.json, above the scenarios' folders

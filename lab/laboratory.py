@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from lab.emulation.emulation import Emulation, Member
 from lab.emulation.link_shape import Site
-from lab.emulation.proxy import Door, ListenWatch, Proxy
+from lab.emulation.proxy import ListenWatch, ProxiedPort, Proxy
 from lab.emulation.sockets import Callers, Endpoint, descendants, require_proc
 from lab.log_watch import LogWatch
 from node.concurrency.task_groups import task_scope
@@ -190,8 +190,8 @@ class Laboratory:
     def _admit(self, peer: PlannedPeer, site: Site) -> None:
         self.emulation.place(peer.index, site)
         for port in (peer.port, peer.dht_port):
-            door = Door(peer.index, (peer.place.told_host, port), (peer.place.host, port))
-            self._spawn(Proxy(door, self.emulation, self._find_caller).run(self._ports))
+            proxied = ProxiedPort(peer.index, (peer.place.told_host, port), (peer.place.host, port))
+            self._spawn(Proxy(proxied, self.emulation, self._find_caller).run(self._ports))
 
     async def _find_caller(self, source: Endpoint, target: Endpoint) -> Member:
         return await asyncio.to_thread(self._callers.caller, source, target)

@@ -15,10 +15,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
-from lab.audit import Report
+from lab.audit import AuditReport
 from lab.laboratory import Mark
 from lab.log_watch import Accused, Held
-from lab.meter import Peaks, Row
+from lab.recorder import Peaks, Row
 from lab.scenario import PACE_SHARE, Expectations, Scenario
 from node.local_swarm.swarm_progress import SwarmProgress
 from protocol.manifest.manifest import Manifest
@@ -177,7 +177,7 @@ class Outcome:
     """Loss of the swarm's model at the end; None if it was not measured."""
     rows: tuple[Row, ...]
     marks: tuple[Mark, ...]
-    report: Report
+    report: AuditReport
     failures: Mapping[int, int]
     """Exit codes of nodes that failed by themselves."""
     missed: tuple[str, ...]

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lab.meter import Row
 from lab.outcome import WINDOW_S, Outcome
+from lab.recorder import Row
 from lab.scenario import PACE_SHARE, Scenario
 from swarm.vocabulary.errors import ConfigError
 from swarm.vocabulary.types import PeerId, short

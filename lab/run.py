@@ -14,9 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from lab.audit import Report, check_folder
+from lab.audit import AuditReport, check_folder
 from lab.laboratory import LOOK_S, Kind, Laboratory, Mark, cancelled, until
-from lab.meter import Meter, Row
 from lab.outcome import (
     WINDOW_S,
     Outcome,
@@ -29,6 +28,7 @@ from lab.outcome import (
     served_after,
     utilization_of,
 )
+from lab.recorder import Recorder, Row
 from lab.scenario import PACE_SHARE, Scenario
 from node.concurrency.task_groups import task_scope, unless
 from node.local_swarm.setup import LocalSwarmOptions
@@ -89,7 +89,7 @@ class Run:
         self._stop = stop
         self._longest_s = longest_s or scenario.duration_s
         self._tokens = tokens
-        self._meter = Meter({})
+        self._recorder = Recorder({})
         self._served: list[tuple[float, bool]] = []
         """Times at which all modules came to be served, or no longer were."""
         self._status: SwarmStatus | None = None
@@ -184,12 +184,12 @@ class Run:
     async def _read_events(self) -> None:
         async for event in self.lab.swarm.events():
             if isinstance(event, Step):
-                self._meter.step(event)
+                self._recorder.step(event)
 
     async def _observe(self) -> None:
         """Notes which modules are served and writes a row a second, until cancelled."""
         lab = self.lab
-        self._meter = Meter(lab.emulation.passed())
+        self._recorder = Recorder(lab.emulation.passed())
         with self._metrics.open("w", buffering=1) as file:  # the file is read while it grows
             while True:
                 modules = {peer.module for index, peer in lab.serving().items() if index not in lab.frozen}
@@ -197,8 +197,8 @@ class Run:
                 if not self._served or self._served[-1][1] is not served:
                     self._served.append((lab.now(), served))
                 if lab.now() >= len(self.rows) * ROW_S:
-                    row = self._meter.row(lab.now(), lab.swarm.progress, lab.emulation.passed())
-                    self._meter.sample(lab.swarm.processes().values())
+                    row = self._recorder.row(lab.now(), lab.swarm.progress, lab.emulation.passed())
+                    self._recorder.sample(lab.swarm.processes().values())
                     self.rows.append(row)
                     file.write(json.dumps(asdict(row), separators=(",", ":")) + "\n")
                     self._tell(row)
@@ -248,7 +248,7 @@ class Run:
             if mark.kind is not Kind.NOTE
         )
 
-    def _outcome(self, report: Report) -> Outcome:
+    def _outcome(self, report: AuditReport) -> Outcome:
         lab, peers, progress = self.lab, self.lab.swarm.peers, self._progress
         announced = () if self._status is None else self._status.peers
         speeds = ((_stage(peer.module), peer.tokens_per_s) for peer in announced)
@@ -274,7 +274,7 @@ class Run:
             pace=self.pace,
             recoveries=self.recoveries(self._seconds),
             rerouted_for_s=rerouted_after(self._served, [at for at in lab.watch.rerouted if 0 <= at <= self._seconds]),
-            peaks=self._meter.peaks,
+            peaks=self._recorder.peaks,
             odd={peer: (works, lab.watch.visits[peers[peer].peer]) for peer, works in lab.odd.items()},
             liars=frozenset(lab.liars),
             accused=lab.watch.accused,

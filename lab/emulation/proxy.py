@@ -171,7 +171,7 @@ class Pipe:
 
 
 @dataclass(frozen=True, slots=True)
-class Door:
+class ProxiedPort:
     """A port of a node: the address that others call, and the one where it listens."""
 
     member: int
@@ -180,10 +180,10 @@ class Door:
 
 
 class Proxy:
-    """The proxy of one door. Its port is open while the node's own port is, so a missing node refuses calls."""
+    """The proxy of one port. Its own is open while the node's is, so a missing node refuses calls."""
 
-    def __init__(self, door: Door, emulation: Emulation, find_caller: FindCaller) -> None:
-        self._door = door
+    def __init__(self, port: ProxiedPort, emulation: Emulation, find_caller: FindCaller) -> None:
+        self._port = port
         self._emulation = emulation
         self._find_caller = find_caller
 
@@ -196,7 +196,7 @@ class Proxy:
                     await self._until_wanted(watch, wanted=False)
 
     async def _until_wanted(self, watch: ListenWatch, *, wanted: bool) -> None:
-        while wanted != (watch.sees(self._door.inside) and not self._emulation.is_reset(self._door.member)):
+        while wanted != (watch.sees(self._port.inside) and not self._emulation.is_reset(self._port.member)):
             await _first_of(watch.look(), self._emulation.change())
 
     @asynccontextmanager
@@ -211,9 +211,9 @@ class Proxy:
                 _reset(writer)
 
         try:
-            listener = socket.create_server(self._door.outside)
+            listener = socket.create_server(self._port.outside)
         except OSError as error:
-            host, port = self._door.outside
+            host, port = self._port.outside
             raise ResourceExhausted(f"the proxy cannot listen on {host}:{port}: {error.strerror or error}") from error
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER_BYTES)
         server = await asyncio.start_server(accept, sock=listener, limit=MAX_CHUNK_BYTES)
@@ -229,7 +229,7 @@ class Proxy:
             await self._connect_and_pump(reader, writer)
             ended_well = True
         except* (ConnectionReset, OSError) as broken:
-            log.debug("a connection to peer %d broke: %s", self._door.member, broken.exceptions[0])
+            log.debug("a connection to peer %d broke: %s", self._port.member, broken.exceptions[0])
         finally:
             if not ended_well:
                 _reset(writer)
@@ -239,7 +239,7 @@ class Proxy:
         source, target = writer.get_extra_info("peername"), writer.get_extra_info("sockname")
         if source is None or target is None:  # the caller is gone already
             raise ConnectionReset
-        member = self._door.member
+        member = self._port.member
         caller = await self._find_caller((source[0], source[1]), (target[0], target[1]))
         if self._emulation.is_reset(caller):
             raise ConnectionReset
@@ -249,7 +249,7 @@ class Proxy:
         await asyncio.sleep(self._emulation.one_way_s(there, randomness) + self._emulation.one_way_s(back, randomness))
         await self._emulation.passable(there)
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
-            inner_reader, inner_writer = await asyncio.open_connection(*self._door.inside, limit=MAX_CHUNK_BYTES)
+            inner_reader, inner_writer = await asyncio.open_connection(*self._port.inside, limit=MAX_CHUNK_BYTES)
         try:
             now = asyncio.get_running_loop().time
             async with asyncio.TaskGroup() as pipes:
@@ -265,7 +265,7 @@ class Proxy:
             await _close(inner_writer)
 
     async def _break_when_reset(self, caller: Member) -> None:
-        while not (self._emulation.is_reset(caller) or self._emulation.is_reset(self._door.member)):
+        while not (self._emulation.is_reset(caller) or self._emulation.is_reset(self._port.member)):
             await self._emulation.change()
         raise ConnectionReset
 

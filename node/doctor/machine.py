@@ -54,7 +54,7 @@ _CLAUSE: Final = re.compile(r"(==|>=|<)\s*([0-9][0-9.]*?)(\.\*)?")
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class WantedVersions:
     """The versions that pyproject.toml asks for, such as `>=3.11` or `==2.13.*`."""
 
     python: str
@@ -66,7 +66,7 @@ def look_at_versions() -> Sequence[Finding]:
     return versions(wanted_here(), platform.python_version(), _installed)
 
 
-def versions(wanted: Wanted, python: str, installed: Callable[[str], str | None]) -> list[Finding]:
+def versions(wanted: WantedVersions, python: str, installed: Callable[[str], str | None]) -> list[Finding]:
     """Compares Python and each of LIBRARIES with what is wanted; `installed` returns None for a missing library."""
     anew = f"Install Python {wanted.python} and make the environment anew."
     findings = [_compared("python", python, wanted.python, anew)]
@@ -76,7 +76,7 @@ def versions(wanted: Wanted, python: str, installed: Callable[[str], str | None]
     return findings
 
 
-def wanted_here() -> Wanted:
+def wanted_here() -> WantedVersions:
     """Returns the versions that the installed package asks for, else pyproject.toml beside the sources."""
     try:
         about = metadata.metadata("skipstone")
@@ -85,7 +85,7 @@ def wanted_here() -> Wanted:
         project = tomllib.loads((Path(__file__).resolve().parents[2] / "pyproject.toml").read_text())["project"]
         python, requirements = project["requires-python"], project["dependencies"]
     found = [match.groups() for text in requirements if "extra" not in text and (match := _REQUIREMENT.match(text))]
-    return Wanted(python, {name: specifier.strip(" ()") for name, specifier in found if name in LIBRARIES})
+    return WantedVersions(python, {name: specifier.strip(" ()") for name, specifier in found if name in LIBRARIES})
 
 
 def satisfies(version: str, specifier: str) -> bool:

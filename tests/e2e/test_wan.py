@@ -16,7 +16,7 @@ from lab.audit import check_folder
 from lab.emulation.sockets import Callers, read_sockets
 from lab.experiment import Experiment
 from lab.laboratory import Mark
-from lab.meter import Row
+from lab.recorder import Row
 from lab.scenario import scenario_from_table
 from tests.e2e.small_run import small_run, write_text
 

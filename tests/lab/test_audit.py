@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from lab.audit import Line, Report, Spot, check_logs
+from lab.audit import AuditReport, Line, Spot, check_logs
 from node.__main__ import app
 from node.observability.event_json import event_to_json
 from node.observability.events import (
@@ -61,11 +61,11 @@ class Log:
             yield Spot(self.peer, len(events) + 1), b'{"event":"vis'
 
 
-def judged(*logs: Log) -> Report:
+def judged(*logs: Log) -> AuditReport:
     return check_logs([log.lines() for log in logs])
 
 
-def rules(report: Report) -> list[tuple[str, str]]:
+def rules(report: AuditReport) -> list[tuple[str, str]]:
     return [(found.rule, str(found.spot)) for found in report.violations]
 
 
@@ -373,7 +373,7 @@ def test_a_step_that_is_left_out_or_done_again_is_found() -> None:
 # ---- experts ---------------------------------------------------------------------------------------------------------
 
 
-def routed(hops: tuple[str, ...], visits: dict[str, str], route: tuple[int, ...] = (1, 0)) -> Report:
+def routed(hops: tuple[str, ...], visits: dict[str, str], route: tuple[int, ...] = (1, 0)) -> AuditReport:
     """A microbatch that took these hops, and which module each peer says that it has visited it at."""
     data = [Completed(D, M, hops, 64, route), visit(D)]
     return judged(Log(D, data), *(Log(peer, [Visit(peer, module, M)]) for peer, module in visits.items()))

@@ -14,10 +14,9 @@ from typing import Any
 
 import pytest
 
-from lab.audit import Report, Violation
+from lab.audit import AuditReport, Violation
 from lab.laboratory import Kind, Mark
 from lab.log_watch import Accused, Held
-from lab.meter import Meter, Peaks, Row
 from lab.outcome import (
     WINDOW_S,
     Outcome,
@@ -30,6 +29,7 @@ from lab.outcome import (
     served_after,
     utilization_of,
 )
+from lab.recorder import Peaks, Recorder, Row
 from lab.report import Result, draw, report_text, suite_json, suite_text
 from lab.run import Run
 from lab.scenario import Scenario, known_scenarios, read_scenario, scenario_from_table
@@ -38,7 +38,7 @@ from node.observability.events import BusySeconds, MicrobatchCounts, NodeSummary
 from swarm.vocabulary.errors import ConfigError
 from tests.lab.test_scenario import BASE, CHAOS
 
-CLEAN = Report(5, 5, 0, {"completed": 100, "abandoned": 2}, ())
+CLEAN = AuditReport(5, 5, 0, {"completed": 100, "abandoned": 2}, ())
 KILLED = Mark(8.0, Kind.FAULT, "peer 3 killed")
 BACK = Recovery(KILLED, 1.5, 0.25)
 WAN = scenario_from_table(tomllib.loads(BASE))
@@ -192,14 +192,14 @@ async def test_a_run_that_is_stopped_is_over_at_once(run: Run) -> None:
 def test_a_row_holds_what_passed_since_the_last_one() -> None:
     peers = {0: PeerProgress(0, "a", state="serving"), 1: PeerProgress(1, "b"), 2: PeerProgress(1, "c", exit_code=137)}
     progress = SwarmProgress(stages=2, peers=peers, step=3, tokens=50, waiting={"1.0": "nobody"})
-    meter = Meter({(0, 1): 100})
-    meter.step(Step(2, 3.0, 10, 1.0, "a"))
-    meter.step(Step(3, 2.0, 10, 1.0, "a"))
-    first = meter.row(1.0, progress, {(0, 1): 150, (1, 0): 20, (None, 0): 5})
+    recorder = Recorder({(0, 1): 100})
+    recorder.step(Step(2, 3.0, 10, 1.0, "a"))
+    recorder.step(Step(3, 2.0, 10, 1.0, "a"))
+    first = recorder.row(1.0, progress, {(0, 1): 150, (1, 0): 20, (None, 0): 5})
     assert (first.loss, first.alive, first.serving, first.waiting) == (2.5, 2, 1, ("1.0",))
     assert first.links == {"0>1": 50, "1>0": 20, "->0": 5}
     assert (first.up, first.down) == ({"0": 50, "1": 20, "-": 5}, {"1": 50, "0": 25})
-    second = meter.row(2.0, progress, {(0, 1): 150, (1, 0): 21, (None, 0): 5})
+    second = recorder.row(2.0, progress, {(0, 1): 150, (1, 0): 21, (None, 0): 5})
     assert (second.links, second.loss) == ({"1>0": 1}, None)
 
 

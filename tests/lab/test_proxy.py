@@ -19,7 +19,7 @@ import uvloop
 
 from lab.emulation.emulation import Emulation
 from lab.emulation.link_shape import Fault, LinkShape, Site
-from lab.emulation.proxy import MAX_HELD_BYTES, Door, ListenWatch, Pipe, Proxy
+from lab.emulation.proxy import MAX_HELD_BYTES, ListenWatch, Pipe, ProxiedPort, Proxy
 from lab.emulation.sockets import Callers, Endpoint, descendants, listening, parse_socket
 from node.concurrency.task_groups import task_scope
 
@@ -72,13 +72,13 @@ async def stage(serve: Serve, node: LinkShape, caller: LinkShape) -> AsyncIterat
 
     server = await asyncio.start_server(serve_and_close, f"127.77.251.{number}", 0)
     port = server.sockets[0].getsockname()[1]
-    door = Door(NODE, (f"127.78.251.{number}", port), (f"127.77.251.{number}", port))
+    proxied = ProxiedPort(NODE, (f"127.78.251.{number}", port), (f"127.77.251.{number}", port))
     watch = ListenWatch()
     async with task_scope() as tasks:
-        running = [tasks.create_task(watch.run()), tasks.create_task(Proxy(door, emulation, find_caller).run(watch))]
-        await until_open(door.outside)
+        running = [tasks.create_task(watch.run()), tasks.create_task(Proxy(proxied, emulation, find_caller).run(watch))]
+        await until_open(proxied.outside)
         try:
-            yield Stage(emulation, server, door.outside)
+            yield Stage(emulation, server, proxied.outside)
         finally:
             for task in running:
                 task.cancel()

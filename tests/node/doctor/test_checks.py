@@ -20,7 +20,7 @@ from node.doctor.doctor import finding_text, report
 from node.doctor.finding import Finding, Level, bounded
 from node.doctor.machine import (
     LIBRARIES,
-    Wanted,
+    WantedVersions,
     files_finding,
     look_at_device,
     look_at_disk,
@@ -88,7 +88,7 @@ def missing(name: str) -> None:
 
 
 def test_a_library_that_is_missing_or_old_fails_with_the_command_that_helps() -> None:
-    wanted = Wanted(">=3.11", {"torch": "==2.13.*", "hivemind": "==1.1.12", "grpcio": ">=1.80"})
+    wanted = WantedVersions(">=3.11", {"torch": "==2.13.*", "hivemind": "==1.1.12", "grpcio": ">=1.80"})
     there = {"torch": "2.12.1", "grpcio": "1.85.1"}
     found = {finding.check: finding for finding in versions(wanted, "3.11.7", there.get)}
     assert {name: finding.level for name, finding in found.items()} == {

@@ -42,7 +42,7 @@ class Peaks:
     threads: int = 0
 
 
-class Meter:
+class Recorder:
     """Makes rows. `passed` is what the emulation has delivered before the first row."""
 
     def __init__(self, passed: dict[Way, int]) -> None:
