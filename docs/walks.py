@@ -223,7 +223,7 @@ ROUND: Final[Way] = {
         node/concurrency/machine_runner.py: handle
         swarm/averaging/round_machine.py: handle, _worked
         swarm/averaging/replica_view.py: order
-        swarm/averaging/schedule.py: convener_order
+        swarm/averaging/schedule.py: leader_order
         node/concurrency/machine_runner.py: send
         protocol/transport/grpc_transport.py: tell
         protocol/frames/frames.py: encode
@@ -241,10 +241,10 @@ ROUND: Final[Way] = {
         swarm/averaging/round_machine.py: _replicas_changed
     """,
     "due, convene": """
-        swarm/averaging/round_machine.py: _follow_up, _convene_if_due
+        swarm/averaging/round_machine.py: _follow_up, _lead_if_due
         swarm/averaging/replica_view.py: due
         swarm/averaging/schedule.py: due
-        swarm/averaging/replica_view.py: may_convene
+        swarm/averaging/replica_view.py: may_lead
         swarm/averaging/attempts.py: open
         swarm/averaging/replica_view.py: next_attempt
         swarm/averaging/trust.py: excluded
@@ -265,7 +265,7 @@ ROUND: Final[Way] = {
         swarm/averaging/attempts.py: _snapshot_taken
     """,
     "roster": """
-        swarm/averaging/attempts.py: _for_convener
+        swarm/averaging/attempts.py: _for_leader
         swarm/averaging/leader.py: hear
         swarm/averaging/leader.py: Invitee
         swarm/averaging/attempts.py: advance
