@@ -317,12 +317,12 @@ class RoundSettled:
     contributors: tuple[PeerId, ...]
     tokens: int
     """Tokens of the round, over all members."""
-    attempts: int
-    seconds: float
+    attempts: int = 1
+    seconds: float = 0.0
     """From our snapshot until the replica is on the new anchor."""
-    sent_bytes: int
+    sent_bytes: int = 0
     """Bytes of pieces, over all attempts."""
-    received_bytes: int
+    received_bytes: int = 0
     codec: Codec = Codec.NONE
     codec_reason: str = ""
     clipping: float = 1.0
@@ -434,7 +434,7 @@ class RoundRunner(MachineRunner[Event, Action]):
         version, own = step.anchor.version, (self._own,)
         self._host.anchored(step.anchor)
         self.handle(CaughtUp(version))
-        self._host.settled(RoundSettled(version, own, own, step.tokens, 1, 0.0, 0, 0))
+        self._host.settled(RoundSettled(version, members=own, contributors=own, tokens=step.tokens))
 
     # ---- what is to be done --------------------------------------------------------------------------------------
 

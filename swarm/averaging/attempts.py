@@ -37,7 +37,7 @@ from swarm.averaging.round_events import (
     TakeSnapshot,
     Tell,
 )
-from swarm.averaging.schedule import convener_order, plausible_round, precedence
+from swarm.averaging.schedule import leader_order, plausible_round, precedence
 from swarm.averaging.trust import measured_of
 from swarm.vocabulary.averaging_messages import (
     MAX_ATTEMPTS,
@@ -112,7 +112,7 @@ class Participation:
     def __post_init__(self) -> None:
         self.until = self.heard + self.rules.prepare_s + GRACE_S
 
-    def hear_convener(self, now: float) -> None:
+    def hear_leader(self, now: float) -> None:
         self.heard, self.link_lost = now, False
 
     def silence(self, now: float) -> float:
@@ -232,7 +232,7 @@ AttemptEvent = SnapshotTaken | SnapshotBroken | PieceCame | Owing | PieceRejecte
 PATIENCE = 2.0
 """Factor on the time limit of an exchange after which a live leader is left."""
 FORGED_ENTRY = "the entry that it sent is not signed by it, or has impossible figures"
-ToConvener = Accepting | Entry | Declined | Pulse | Prepared
+ToLeader = Accepting | Entry | Declined | Pulse | Prepared
 
 
 class Attempts:
@@ -240,7 +240,7 @@ class Attempts:
 
     def __init__(self, view: ReplicaView) -> None:
         self._view = view
-        self._convening: Leader | None = None
+        self._leading: Leader | None = None
         self.part: Participation | None = None
         self._staged: StagedResult | None = None
         self.latest = ""
@@ -255,16 +255,16 @@ class Attempts:
         view.attempt_log.follow(attempt)
         away = view.attempt_log.left_out | view.penalties.excluded(view.now)
         invitees = {view.own, *(view.others.serving - away)}
-        self._convening = Leader(view, attempt, invitees)
+        self._leading = Leader(view, attempt, invitees)
         self.latest = f"opened round {attempt.number} attempt {attempt.attempt}: {why}"
-        return [*self._convening.open()]
+        return [*self._leading.open()]
 
     def _invited(self, sender: PeerId, invitation: Invitation) -> Actions:
         view, attempt = self._view, invitation.round
         if not can_be_meant(sender, attempt, view):
             return []
         if self.part is not None and self.part.round == attempt:
-            return self._tell_convener(self.part)
+            return self._tell_leader(self.part)
         refusal = refusal_of(invitation, self.part, view)
         if refusal is not None:
             return [Tell(sender, Declined(attempt, refusal, view.version))]
@@ -273,18 +273,18 @@ class Attempts:
     def _follow(self, attempt: RoundId) -> Actions:
         view = self._view
         actions: Actions = []
-        if self._convening is not None and self._convening.round != attempt:
-            actions += self._convening.dissolve("another convener comes first")
-            self._convening = None
+        if self._leading is not None and self._leading.round != attempt:
+            actions += self._leading.dissolve("another leader comes first")
+            self._leading = None
         elif self.part is not None and self.part.round.convener not in (view.own, attempt.convener):
             declined = Declined(self.part.round, DeclineReason.OTHER_CONVENER, view.version)
             actions.append(Tell(self.part.round.convener, declined))
         self._remember_delays()
         self.part = Participation(attempt, view.now, view.rules)
         view.attempt_log.follow(attempt)
-        return [*actions, *self._tell_convener(self.part), TakeSnapshot(attempt, view.version.fragment)]
+        return [*actions, *self._tell_leader(self.part), TakeSnapshot(attempt, view.version.fragment)]
 
-    def _tell_convener(self, part: Participation) -> Actions:
+    def _tell_leader(self, part: Participation) -> Actions:
         part.told = self._view.now
         status = part.status(self._view.now)
         return [] if status is None else [Tell(part.round.convener, status)]
@@ -293,7 +293,7 @@ class Attempts:
 
     def leave(self, why: str) -> Actions:
         self._remember_delays()
-        part, self.part, self._convening = self.part, None, None
+        part, self.part, self._leading = self.part, None, None
         if part is None:
             return []
         self.latest = f"round {part.round.number} attempt {part.round.attempt} ended: {why}"
@@ -310,7 +310,7 @@ class Attempts:
     def forget(self, why: str) -> Actions:
         """Leaves the attempt, and drops all results of this and earlier ones."""
         number = self._view.attempt_log.highest[0]
-        self.part = self._convening = self._staged = None
+        self.part = self._leading = self._staged = None
         return [Release(number, why)] if number else []
 
     def _decline(self, part: Participation, reason: DeclineReason, why: str) -> Actions:
@@ -322,7 +322,7 @@ class Attempts:
     def arrived(self, sender: PeerId, message: RoundControl) -> Actions:
         """Handles a message about an attempt, from a live replica or from ourselves."""
         if isinstance(message, Pulse) and message.round.convener == sender:
-            self._hear_convener(sender, message.round)
+            self._hear_leader(sender, message.round)
         match message:
             case Invitation():
                 return self._invited(sender, message)
@@ -333,33 +333,33 @@ class Attempts:
             case Dissolved(attempt, detail):
                 return self._dissolved(sender, attempt, detail)
             case Accepting() | Entry() | Declined() | Pulse() | Prepared():
-                return self._for_convener(sender, message)
+                return self._for_leader(sender, message)
             case _:
                 return []
 
-    def _hear_convener(self, sender: PeerId, attempt: RoundId) -> bool:
+    def _hear_leader(self, sender: PeerId, attempt: RoundId) -> bool:
         """Whether this comes from our leader, about the current attempt."""
         part = self.part
         if part is None or part.round != attempt or attempt.convener != sender:
             return False
-        part.hear_convener(self._view.now)
+        part.hear_leader(self._view.now)
         return True
 
-    def _for_convener(self, sender: PeerId, message: ToConvener) -> Actions:
+    def _for_leader(self, sender: PeerId, message: ToLeader) -> Actions:
         view, attempt = self._view, message.round
-        if self._convening is not None and self._convening.round == attempt:
-            tells = self._convening.hear(sender, message, view.now)
-            forged = isinstance(message, Entry) and sender in self._convening.forgers
+        if self._leading is not None and self._leading.round == attempt:
+            tells = self._leading.hear(sender, message, view.now)
+            forged = isinstance(message, Entry) and sender in self._leading.forgers
             return [*tells, *(self._accuse(sender, attempt, FORGED_ENTRY) if forged else [])]
         part = self.part
         if isinstance(message, Prepared) and part is not None and part.round == attempt:
             if part.roster is not None and sender in part.roster.peers:
                 part.prepared[sender] = message.version
-            return self._commit_without_convener(part)
+            return self._commit_without_leader(part)
         if isinstance(message, Declined):
             past = message.reason is DeclineReason.PAST
-            return self.leave("it is over") if past and self._hear_convener(sender, attempt) else []
-        if attempt.convener != view.own or (self._convening is not None and sender in self._convening.invitees):
+            return self.leave("it is over") if past and self._hear_leader(sender, attempt) else []
+        if attempt.convener != view.own or (self._leading is not None and sender in self._leading.invitees):
             return []
         commit = view.attempt_log.commit_of(attempt)
         if commit is not None:
@@ -370,7 +370,7 @@ class Attempts:
 
     def _roster_came(self, sender: PeerId, signed: SignedRoster) -> Actions:
         view, part = self._view, self.part
-        if part is None or part.entry is None or not self._hear_convener(sender, signed.round):
+        if part is None or part.entry is None or not self._hear_leader(sender, signed.round):
             return []
         if part.phase is not Phase.ENTERED:
             return []
@@ -380,8 +380,8 @@ class Attempts:
             wrong = strange or objection(view.rules, signed, part.entry, view.seal.verify)
             if wrong is not None:
                 return self._refuse(part, wrong, lie=strange is None)
-            convener = next(entry for entry in signed.entries if entry.peer == sender)
-            if view.usual.too_short(convener, part.entry):
+            leader = next(entry for entry in signed.entries if entry.peer == sender)
+            if view.usual.too_short(leader, part.entry):
                 return self._refuse(part, "its update is far too short for its work", lie=True)
         roster = make_roster(view.rules, signed)
         if roster is None:
@@ -393,20 +393,20 @@ class Attempts:
 
     def _refuse(self, part: Participation, why: str, lie: bool) -> Actions:
         """Does not follow this leader again at this round. `lie`: no honest one sends what it sent."""
-        view, convener = self._view, part.round.convener
+        view, leader = self._view, part.round.convener
         accused: Actions = []
         if lie:
-            accused = self._accuse(convener, part.round, f"its roster cannot be: {why}")
-            view.attempt_log.left_out.add(convener)
-        view.attempt_log.refused.add(convener)
-        return [*accused, *self._decline(part, DeclineReason.NOT_READY, f"{short(convener)} is not followed: {why}")]
+            accused = self._accuse(leader, part.round, f"its roster cannot be: {why}")
+            view.attempt_log.left_out.add(leader)
+        view.attempt_log.refused.add(leader)
+        return [*accused, *self._decline(part, DeclineReason.NOT_READY, f"{short(leader)} is not followed: {why}")]
 
     def _accuse(self, peer: PeerId, attempt: RoundId, why: str) -> Actions:
         self._view.penalties.rubbish.add(peer, self._view.now)
         return [Accuse(Caught(peer, attempt.number, why))]
 
     def _dissolved(self, sender: PeerId, attempt: RoundId, detail: str) -> Actions:
-        if not self._hear_convener(sender, attempt) or sender == self._view.own:
+        if not self._hear_leader(sender, attempt) or sender == self._view.own:
             return []
         self._view.attempt_log.pause(self._view.now, 2 * self._view.rules.answer_s)
         return self.leave(detail)
@@ -415,7 +415,7 @@ class Attempts:
         if self._staged is not None and self._staged.version == commit.version:
             return self._adopt(self._staged)
         part = self.part
-        if part is None or not self._hear_convener(sender, commit.round):
+        if part is None or not self._hear_leader(sender, commit.round):
             return []
         exchanging = part.phase in (Phase.EXCHANGING, Phase.FINISHING) and part.roster is not None
         if exchanging and part.roster is not None and leads_to(self._view.rules, part.roster, commit.version):
@@ -457,16 +457,16 @@ class Attempts:
         figures = (taken.steps, taken.tokens, taken.norm)
         entry = Entry(view.own, taken.round, view.version, *figures, measured, staged)
         part.entry, part.phase, part.bandwidth = view.seal.sign(entry), Phase.ENTERED, taken.bandwidth
-        if self._convening is not None:
-            self._convening.bandwidth = taken.bandwidth
-        return self._tell_convener(part)
+        if self._leading is not None:
+            self._leading.bandwidth = taken.bandwidth
+        return self._tell_leader(part)
 
     def _piece_rejected(self, part: Participation, sender: PeerId) -> Actions:
         part.rejected.add(sender)
         if sender == part.round.convener:
             self._view.attempt_log.left_out.add(sender)
-            return self._decline(part, DeclineReason.NOT_READY, "the convener sent what cannot be used")
-        return self._tell_convener(part)
+            return self._decline(part, DeclineReason.NOT_READY, "the leader sent what cannot be used")
+        return self._tell_leader(part)
 
     def _staged_came(self, part: Participation, version: AnchorVersion) -> Actions:
         roster = part.roster
@@ -482,15 +482,15 @@ class Attempts:
             return [*self.leave("our result differs from the committed"), *self._not_wanted(version)]
         before, self._staged = self._staged, result
         part.has_result(version, self._view.now)
-        return [*([] if before is None else self._not_wanted(before.version)), *self._tell_convener(part)]
+        return [*([] if before is None else self._not_wanted(before.version)), *self._tell_leader(part)]
 
     def _not_wanted(self, version: AnchorVersion) -> Actions:
         return [] if self._staged is not None and self._staged.version == version else [DropStaged(version)]
 
     def link_lost(self, peer: PeerId) -> Actions:
         """Shortens the patience with that peer; if we wait for its pieces, the leader hears so at once."""
-        if self._convening is not None:
-            self._convening.lost(peer)
+        if self._leading is not None:
+            self._leading.lost(peer)
         part = self.part
         if part is None:
             return []
@@ -498,7 +498,7 @@ class Attempts:
         if peer not in part.owing or peer in part.broken:
             return []
         part.broken.add(peer)
-        return [] if peer == part.round.convener else self._tell_convener(part)
+        return [] if peer == part.round.convener else self._tell_leader(part)
 
     # ---- the result -------------------------------------------------------------------------------------------------
 
@@ -515,10 +515,10 @@ class Attempts:
 
     def _adopt(self, result: StagedResult) -> Actions:
         view = self._view
-        others: Sequence[Action] = () if self._convening is None else self._convening.dissolve("the result is there")
+        others: Sequence[Action] = () if self._leading is None else self._leading.dissolve("the result is there")
         if self.part is not None and self.part.round == result.roster.round:
             view.usual.committed(self.part.entries)
-        self.part = self._convening = self._staged = None
+        self.part = self._leading = self._staged = None
         attempt = result.roster.round
         commit = CommitStaged(result.roster, result.version)
         self.latest = f"round {attempt.number} committed by {len(result.roster.peers)} at attempt {attempt.attempt}"
@@ -531,31 +531,31 @@ class Attempts:
 
     def advance(self) -> Actions:
         """Advances the leader's side."""
-        convening, view = self._convening, self._view
-        if convening is None:
+        leading, view = self._leading, self._view
+        if leading is None:
             return []
-        tells, verdict = convening.advance(view.now)
-        if convening.roster is None and verdict is None and not view.may_convene():
+        tells, verdict = leading.advance(view.now)
+        if leading.roster is None and verdict is None and not view.may_lead():
             verdict = GivenUp(f"the module has gone on: {view.standing().reason}")
         match verdict:
             case Settled(version, holders):
-                return [*tells, *self._settle(convening, version, holders)]
+                return [*tells, *self._settle(leading, version, holders)]
             case TryAgain(without, why, accuser):
                 view.attempt_log.doubted |= set() if accuser is None else {accuser}
-                return [*tells, *self._try_again(convening, without, why)]
+                return [*tells, *self._try_again(leading, without, why)]
             case GivenUp(why):
                 view.attempt_log.failed(view.now)
-                return [*tells, *convening.dissolve(why), *self.leave(why)]
+                return [*tells, *leading.dissolve(why), *self.leave(why)]
             case None:
                 return [*tells]
 
-    def _settle(self, convening: Leader, version: AnchorVersion, holders: tuple[PeerId, ...]) -> Actions:
+    def _settle(self, leading: Leader, version: AnchorVersion, holders: tuple[PeerId, ...]) -> Actions:
         view = self._view
-        commit = Commit(convening.round, version, holders)
+        commit = Commit(leading.round, version, holders)
         view.attempt_log.announced(commit)
-        self._convening = None
-        actions: Actions = [Tell(peer, commit) for peer in sorted({*convening.invitees, *view.others.serving})]
-        if convening.roster is None and view.own not in holders:
+        self._leading = None
+        actions: Actions = [Tell(peer, commit) for peer in sorted({*leading.invitees, *view.others.serving})]
+        if leading.roster is None and view.own not in holders:
             donors = tuple(peer for peer in holders if peer in view.others)
             actions += self.forget("an earlier attempt's result was found")
             view.lag.started(version)
@@ -569,15 +569,15 @@ class Attempts:
             )
         return actions
 
-    def _try_again(self, convening: Leader, without: frozenset[PeerId], why: str) -> Actions:
+    def _try_again(self, leading: Leader, without: frozenset[PeerId], why: str) -> Actions:
         view = self._view
-        view.attempt_log.left_out |= without | convening.mute
+        view.attempt_log.left_out |= without | leading.mute
         left: Actions = [
-            Tell(peer, Dissolved(convening.round, f"left out: {why}")) for peer in sorted(without) if peer != view.own
+            Tell(peer, Dissolved(leading.round, f"left out: {why}")) for peer in sorted(without) if peer != view.own
         ]
-        if convening.round.attempt % ATTEMPTS_AT_ONCE == ATTEMPTS_AT_ONCE - 1:
+        if leading.round.attempt % ATTEMPTS_AT_ONCE == ATTEMPTS_AT_ONCE - 1:
             view.attempt_log.failed(view.now)
-            return [*left, *convening.dissolve(why), *self.leave(why)]
+            return [*left, *leading.dissolve(why), *self.leave(why)]
         return left + self.open(why)
 
     def upkeep(self) -> Actions:
@@ -591,9 +591,9 @@ class Attempts:
             return self._succeed(part)
         if view.now > part.until and part.round.convener != view.own:
             view.penalties.waiting.add(part.round.convener, view.now)
-            return self._refuse(part, "its convener does not bring it to an end", lie=False)
+            return self._refuse(part, "its leader does not bring it to an end", lie=False)
         if view.now - part.told >= view.rules.pulse_s:
-            return [*self._tell_convener(part), *self._tell_members(part)]
+            return [*self._tell_leader(part), *self._tell_members(part)]
         return []
 
     def _tell_members(self, part: Participation) -> Actions:
@@ -604,7 +604,7 @@ class Attempts:
         apart = (self._view.own, part.round.convener)
         return [Tell(peer, status) for peer in roster.peers if peer not in apart]
 
-    def _commit_without_convener(self, part: Participation) -> Actions:
+    def _commit_without_leader(self, part: Participation) -> Actions:
         view, staged = self._view, self._staged
         if staged is None or staged.version != part.version or not part.overdue(view.now):
             return []
@@ -620,15 +620,15 @@ class Attempts:
 
     def _succeed(self, part: Participation) -> Actions:
         view = self._view
-        if not view.may_convene():
-            return self.leave("its convener is silent, and the module has gone on")
+        if not view.may_lead():
+            return self.leave("its leader is silent, and the module has gone on")
         roster = part.roster
         peers = view.others.on(view.version, view.now)
         if roster is not None:
             peers = frozenset(roster.peers)
         view.attempt_log.left_out.add(part.round.convener)
         candidates = {view.own, *(peers - view.attempt_log.left_out)}
-        rank = convener_order(view.module, view.version, part.round.number, candidates).index(view.own)
+        rank = leader_order(view.module, view.version, part.round.number, candidates).index(view.own)
         # The next in order opens at once, those after it a little later.
         patience_s = view.rules.silence_s + rank * view.rules.answer_s
-        return self.open("the convener is silent") if part.silence(view.now) > patience_s else []
+        return self.open("the leader is silent") if part.silence(view.now) > patience_s else []

@@ -237,7 +237,7 @@ class Leader:
         elsewhere = sum(invitee.answer is Answer.ELSEWHERE for invitee in self._invitees.values())
         with_us = sum(invitee.answer in WITH_US for invitee in self._invitees.values()) - 1
         if elsewhere and elsewhere >= with_us:
-            return GivenUp("the others follow another convener")
+            return GivenUp("the others follow another leader")
         past = any(invitee.answer is Answer.PAST for invitee in self._invitees.values())
         if past and 2 * (with_us + 1) <= len(self._invitees):  # else one alone says so, and may be wrong
             return GivenUp("this round has been committed without us")
@@ -311,7 +311,7 @@ class Leader:
             return GivenUp("our own part has ended")
         elsewhere = [peer for peer, invitee in members.items() if invitee.answer is Answer.ELSEWHERE]
         if elsewhere and 2 * len(elsewhere) >= len(members) - 1:
-            return GivenUp("the others follow another convener")
+            return GivenUp("the others follow another leader")
         gone = frozenset(
             peer
             for peer, invitee in members.items()

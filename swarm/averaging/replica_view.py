@@ -9,7 +9,7 @@ from typing import Final
 
 from swarm.averaging.roster import MOST_STEPS
 from swarm.averaging.round_events import OtherReplica, RoundRules, Seal, Tell
-from swarm.averaging.schedule import convener_order, due, next_number, plausible_round, standing
+from swarm.averaging.schedule import due, leader_order, next_number, plausible_round, standing
 from swarm.averaging.trust import Penalties, UsualLength
 from swarm.vocabulary.averaging_messages import MAX_ATTEMPTS, MAX_MEMBERS, Commit, Progress, Roster, RoundId
 from swarm.vocabulary.statistics import ExponentialBackoff
@@ -223,7 +223,7 @@ class Lag:
         vain = {version for version, failure in self._failures.items() if now < failure.until}
         return standing(self._rules, own, {peer: version for peer, version in others.items() if version not in vain})
 
-    def may_convene(self, own: AnchorVersion, best: AnchorVersion, now: float) -> bool:
+    def may_lead(self, own: AnchorVersion, best: AnchorVersion, now: float) -> bool:
         """Whether a round may start from our anchor. After `longest_s` it may, though the module has left it."""
         if self.catching is not None:
             return False
@@ -298,10 +298,10 @@ class ReplicaView:
         for peer in astray:
             self.penalties.straying.add(peer, self.now)
 
-    def may_convene(self) -> bool:
+    def may_lead(self) -> bool:
         """Whether a round from our anchor is what the module needs."""
         possible = plausible_round(self.version, self.next_number())
-        return possible and self.lag.may_convene(self.version, self.standing().value, self.now)
+        return possible and self.lag.may_lead(self.version, self.standing().value, self.now)
 
     @property
     def anchored_s(self) -> float:
@@ -320,7 +320,7 @@ class ReplicaView:
     def order(self) -> tuple[PeerId, ...]:
         """The order of leaders of the next round."""
         others = self.others.on(self.version, self.now) - self.penalties.excluded(self.now)
-        return convener_order(self.module, self.version, self.next_number(), {self.own, *others})
+        return leader_order(self.module, self.version, self.next_number(), {self.own, *others})
 
     def stand_on(self, version: AnchorVersion) -> list[Tell]:
         """Takes our new anchor, and tells everybody."""

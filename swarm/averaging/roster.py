@@ -31,7 +31,7 @@ SLACK = 8.0
 """Factor on the expected time of an exchange."""
 GRACE_S = 20.0
 """Seconds on top of that."""
-CONVENER_REDUCES_FROM = 2
+LEADER_REDUCES_FROM = 2
 """Attempt from which the leader alone reduces, in case two members cannot reach each other."""
 
 
@@ -105,7 +105,7 @@ def make_roster(rules: RoundRules, signed: SignedRoster) -> Roster | None:
     if not any(weight.coefficient for weight in weights.values()):
         return None
     chunks = range(*fragment_chunks(rules, base.fragment))
-    if number.attempt >= CONVENER_REDUCES_FROM:
+    if number.attempt >= LEADER_REDUCES_FROM:
         cut = dict.fromkeys(entries, (chunks.start, chunks.start)) | {number.convener: (chunks.start, chunks.stop)}
     else:
         cut = shards(chunks, rates(entries), entries)
@@ -134,7 +134,7 @@ def codec_of(
 def exchanged_bytes(rules: RoundRules, base: AnchorVersion, members: int, attempt: int) -> float:
     """Float32 bytes that the busiest member sends and receives in one exchange."""
     first, end = fragment_chunks(rules, base.fragment)
-    times = 2 * (members - 1) if attempt >= CONVENER_REDUCES_FROM else 2 * (members - 1) / members
+    times = 2 * (members - 1) if attempt >= LEADER_REDUCES_FROM else 2 * (members - 1) / members
     return times * (end - first) * rules.chunk_bytes
 
 
@@ -151,7 +151,7 @@ def objection(rules: RoundRules, signed: SignedRoster, own: Entry, verify: Calla
     if not 1 <= len(peers) <= MAX_MEMBERS or len(set(peers)) != len(peers):
         return "its members are none, too many, or twice there"
     if signed.round.convener not in peers or own not in signed.entries:
-        return "it lacks its convener, or our entry as we made it"
+        return "it lacks its leader, or our entry as we made it"
     if RoundCodecs(signed.codec) not in rules.codecs:
         return f"this run's rounds do not use {signed.codec.name}"
     for entry in signed.entries:

@@ -126,8 +126,8 @@ class RoundMachine:
             return f"{where}, catching up to round {view.lag.catching.round}"
         if part is not None:
             attempt = part.round
-            convener = "we convene" if attempt.convener == view.own else f"{short(attempt.convener)} convenes"
-            return f"{where}; round {attempt.number} attempt {attempt.attempt}, {convener}: {part.phase.value}"
+            leader = "we lead" if attempt.convener == view.own else f"{short(attempt.convener)} leads"
+            return f"{where}; round {attempt.number} attempt {attempt.attempt}, {leader}: {part.phase.value}"
         if self._alone:
             return f"{where}, alone, {view.steps} inner steps since"
         latest = f"; {self._attempts.latest}" if self._attempts.latest else ""
@@ -190,7 +190,7 @@ class RoundMachine:
             or attempts.advance()
             or attempts.upkeep()
             or self._catch_up_if_behind()
-            or self._convene_if_due()
+            or self._lead_if_due()
         )
 
     # ---- ourselves and the others ------------------------------------------------------------------------------------
@@ -253,14 +253,14 @@ class RoundMachine:
         donors = view.others.donors(wanted, view.now)
         return [*self._attempts.forget("catching up"), CatchUp(wanted, donors, best.reason, certain)]
 
-    def _convene_if_due(self) -> Actions:
+    def _lead_if_due(self) -> Actions:
         """The first in order opens a due round at once, the next one if those before stay silent."""
         view = self._view
         attempt_log = view.attempt_log
         if not view.others.serving or self._attempts.part is not None or view.now < attempt_log.quiet_until:
             return []
         due = view.due()
-        if not (due.value and view.may_convene()):
+        if not (due.value and view.may_lead()):
             attempt_log.due_since = None
             return []
         if attempt_log.due_since is None:

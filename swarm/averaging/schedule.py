@@ -40,7 +40,7 @@ def precedence(module: ModuleId, base: AnchorVersion, number: int, peer: PeerId)
     return hashlib.sha256(b"skipstone-convener:2\0" + header + peer.encode()).digest()
 
 
-def convener_order(module: ModuleId, base: AnchorVersion, number: int, peers: Iterable[PeerId]) -> tuple[PeerId, ...]:
+def leader_order(module: ModuleId, base: AnchorVersion, number: int, peers: Iterable[PeerId]) -> tuple[PeerId, ...]:
     """The order of leaders: each replaces those before it that are silent."""
     return tuple(sorted(set(peers), key=lambda peer: precedence(module, base, number, peer)))
 

@@ -462,7 +462,7 @@ def test_it_says_where_it_stands() -> None:
     assert desk.machine.settled
     assert "all 4 replicas stand on our anchor" in desk.machine.describe()
     desk.enter()
-    assert desk.machine.describe() == "round 4; round 5 attempt 0, b convenes: waits for the roster"
+    assert desk.machine.describe() == "round 4; round 5 attempt 0, b leads: waits for the roster"
 
 
 def test_who_stands_on_the_last_number_there_is_opens_no_round_and_does_not_hang() -> None:

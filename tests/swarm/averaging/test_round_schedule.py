@@ -24,9 +24,9 @@ from swarm.averaging.round_events import RoundRules
 from swarm.averaging.schedule import (
     LARGEST_LEAD,
     MOST_ROUNDS,
-    convener_order,
     due,
     fragment_chunks,
+    leader_order,
     lower_median,
     next_number,
     possible,
@@ -67,18 +67,18 @@ def version(number: int, tokens: int = 0, digest: bytes = b"x") -> AnchorVersion
 
 def test_the_convener_changes_from_round_to_round_and_a_leaver_moves_nobody_else() -> None:
     peers = [PeerId(f"peer{number}") for number in range(8)]
-    first = [convener_order(MODULE, BASE, number, peers)[0] for number in range(400)]
+    first = [leader_order(MODULE, BASE, number, peers)[0] for number in range(400)]
     assert all(20 < first.count(peer) < 90 for peer in peers)
     for number in range(20):
-        order = convener_order(MODULE, BASE, number, peers)
-        assert convener_order(MODULE, BASE, number, peers[1:]) == tuple(peer for peer in order if peer != peers[0])
+        order = leader_order(MODULE, BASE, number, peers)
+        assert leader_order(MODULE, BASE, number, peers[1:]) == tuple(peer for peer in order if peer != peers[0])
 
 
 def test_who_convenes_is_not_known_before_the_round_before_is_committed() -> None:
     """A key that convenes the next rounds would have to be made after they have begun."""
     peers = [PeerId(f"peer{number}") for number in range(8)]
     anchors = [replace(BASE, digest=bytes([number])) for number in range(200)]
-    firsts = [convener_order(MODULE, anchor, 5, peers)[0] for anchor in anchors]
+    firsts = [leader_order(MODULE, anchor, 5, peers)[0] for anchor in anchors]
     assert all(5 < firsts.count(peer) < 60 for peer in peers)
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from swarm.averaging.roster import CONVENER_REDUCES_FROM, codec_of, objection
+from swarm.averaging.roster import LEADER_REDUCES_FROM, codec_of, objection
 from swarm.averaging.round_events import RoundRules
 from swarm.averaging.trust import mark_of
 from swarm.compression.round_codecs import MOST_OF_AN_INTERVAL, RoundCodecs, Rung, choose, ladder
@@ -82,7 +82,7 @@ def test_before_anything_was_measured_the_conveners_own_link_counts() -> None:
 def test_a_convener_that_reduces_alone_has_more_to_carry() -> None:
     peers = {PeerId(name): 10 for name in "abcdefghijkl"}
     assert chosen(peers).value.contribution is Codec.INT8
-    assert chosen(peers, CONVENER_REDUCES_FROM).value.contribution is not Codec.INT8
+    assert chosen(peers, LEADER_REDUCES_FROM).value.contribution is not Codec.INT8
 
 
 def test_a_run_that_allows_one_has_no_choice() -> None:
