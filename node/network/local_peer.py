@@ -16,9 +16,6 @@ from swarm.vocabulary.types import PROTOCOL_VERSIONS, AnchorVersion, ModuleId, P
 
 log = logging.getLogger(__name__)
 
-FORMER_LIFE_MS = 5000
-"""Margin for records of a former life, in ms: the clock may have been set in between."""
-
 
 @dataclass(slots=True)
 class LocalPeer:
@@ -60,17 +57,6 @@ class LocalPeer:
         self.state, self.module = PeerState.JOINING, module
         self.slots, self.used_slots = 0, lambda: 0
         self.speed, self.steps, self.anchor = NO_SPEED, 0, None
-
-    def is_of_another_process(self, said: Announcement) -> bool:
-        """Whether another process with our key made this verified record while this one ran."""
-        # The certificate is each process's own. A former life's record is older than this one.
-        age_s = self.clock.wall() - (said.expires_at - RECORD_LIFETIME_S)
-        return (
-            said.peer == self.peer
-            and abs(age_s) < RECORD_LIFETIME_S
-            and said.certificate != self.certificate
-            and said.sequence > self.incarnation + FORMER_LIFE_MS
-        )
 
     def announcement(self) -> Announcement:
         """A new announcement of the current state."""

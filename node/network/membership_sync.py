@@ -17,9 +17,10 @@ from node.observability.status import parse_status
 from protocol.identity.signed_records import RECORD_LIFETIME_S, decode_announced
 from protocol.interfaces.directory import Contact, Directory
 from protocol.interfaces.transport import Question, QuestionAbout, Transport
+from protocol.transport.duplicate_identity import end_for, is_duplicate
 from swarm.membership.membership import Change, Membership
 from swarm.vocabulary.announcement import Announcement
-from swarm.vocabulary.errors import IdentityError, PeerError, ProtocolViolation, Stalled, Unreachable
+from swarm.vocabulary.errors import PeerError, ProtocolViolation, Stalled, Unreachable
 from swarm.vocabulary.types import ModuleId, PeerId, PeerState
 
 log = logging.getLogger(__name__)
@@ -120,8 +121,10 @@ class MembershipSync:
             return
         if announcement.peer == sender:
             self._observe([announcement], wall=announcement.expires_at - RECORD_LIFETIME_S)
-        elif self._own.is_of_another_process(announcement):
-            self._tasks.begin(_end_for_twin(announcement))
+        elif is_duplicate(
+            announcement, self._own.peer, self._own.certificate, self._own.incarnation, self._clock.wall()
+        ):
+            self._tasks.begin(end_for(announcement))
 
     def link_up(self, peer: PeerId) -> None:
         self._linked.add(peer)
@@ -253,14 +256,3 @@ class MembershipSync:
         now = self._clock.monotonic()
         joining = self._own.state in (PeerState.VISITING, PeerState.JOINING)
         return not joining and self.membership.with_replicas(now) | {self._own.module} >= set(self._modules)
-
-
-async def _end_for_twin(twin: Announcement) -> None:
-    where = f" at {', '.join(twin.addresses)}" if twin.addresses else ""
-    raise IdentityError(
-        f"another node with this key ({twin.peer}) is in the run{where}, and was there first; this one ends",
-        hint=(
-            "Every machine needs a key of its own: start with --identity FILE, or stop the other node. Of a "
-            "machine that was copied, delete the copied key."
-        ),
-    )

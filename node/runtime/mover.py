@@ -12,7 +12,7 @@ from node.network.proofs import Proofs
 from node.network.session import NetworkSession
 from protocol.manifest.manifest import Manifest
 from protocol.manifest.model import block_parameters
-from swarm.membership.capacity import Workload
+from swarm.membership.placement import Workload
 from swarm.membership.rebalancing import MoveRules, MoveWatch, Standing
 from swarm.membership.room import Needs
 from swarm.vocabulary.types import ModuleId, Reasoned

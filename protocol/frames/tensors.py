@@ -46,8 +46,8 @@ def checksum_of(data: memoryview) -> int:
     return xxhash.xxh3_64_intdigest(data)
 
 
-# Chunks are read and written by hand: a protobuf library would copy a tensor once more on either side. The bytes
-# are the library's: fields in ascending order, zeros left out (https://protobuf.dev/programming-guides/encoding/).
+# Written by hand: a protobuf library would copy a tensor once more on either side. The bytes are those of the library:
+# fields in ascending order, zeros left out (https://protobuf.dev/programming-guides/encoding/).
 def encode_chunk(transfer: int, index: int, data: memoryview) -> bytes:
     """Encodes a chunk as a whole frame; the one copy of `data` on the sending side."""
     fields = bytearray()

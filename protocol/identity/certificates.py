@@ -1,19 +1,15 @@
 """TLS certificates that prove a peer id, and the authority that makes TLS let them in.
 
-gRPC's TLS takes no Ed25519 certificates. So each start of a node makes a throw-away P-256 key, and the node's Ed25519
-identity signs that key inside the certificate, by the extension of the libp2p TLS specification
-(https://github.com/libp2p/specs/blob/master/tls/tls.md). Whoever checks the certificate learns the peer id.
+gRPC's TLS takes no Ed25519 certificates. So each start makes a throw-away P-256 key, and the node's identity signs it
+by the extension of the libp2p TLS specification (https://github.com/libp2p/specs/blob/master/tls/tls.md).
 
-A server has to name the roots that it lets in before it knows who comes. The certificates of one run are therefore
-signed by the *run's authority*, whose key anybody can compute from the RunId. Its signature says nothing but "knows the
-run"; who it is, the extension proves. (gRPC can also ask for new roots at every handshake; two handshakes at once then
-crash the process, seen with 1.85: the old ones are freed while the other still uses them.) Who dials knows whom it
-dials, and trusts that peer's certificate alone.
+A server names its roots before it knows the caller. The certificates of a run are therefore signed by the *run's
+authority*, whose key follows from the RunId and proves only "knows the run". (New roots at each handshake crash gRPC
+1.85: the old ones are freed while in use.) A caller trusts exactly the contact's certificate.
 
-A dialled peer's certificate thus is a trust root, and has to stand for nobody but itself. This is why
-`peer_of_certificate` insists on more than libp2p does: one that may sign others, or that carries another peer's name,
-would speak for more than its owner. That it is no authority (CA:FALSE) is not enough: gRPC's TLS takes a leaf signed
-with a root's key all the same (seen with 1.85), unless the root's key usage says that it signs no certificates.
+That certificate thus is a trust root and must stand for nobody else: `peer_of_certificate` refuses one that may sign
+others or has another name. CA:FALSE is not enough: gRPC's TLS 1.85 accepts a leaf signed with a root's key unless the
+root's key usage excludes it.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ wait, and the other takes the incoming stream and drops its own. So no stream in
 peer has restarted.
 
 A stream of another process with the same key is no restart while the linked process answers a ping. Then the older
-process is kept, and the younger one ends (`node.network.membership_sync`).
+process is kept, and the younger one ends (`protocol.transport.duplicate_identity`).
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ from protocol.interfaces.directory import AddressBook, Contact
 from protocol.interfaces.tensor_spec import TensorSpec
 from protocol.interfaces.transport import FarEnd, LinkFigures, LinkHandler, Question
 from protocol.transport.dialer import MAX_REMEMBERED_PEERS, Dialler, Turnover, Ways
+from protocol.transport.duplicate_identity import SameKey, keep_the_older
 from protocol.transport.grpc_streams import AcceptedStream, DialledStream, ServicerContext, make_server
-from protocol.transport.handshake import Door, SameKey, expect_hello, objection_to
+from protocol.transport.handshake import Door, expect_hello, objection_to
 from protocol.transport.link import Link, LinkSurroundings
 from protocol.transport.rate_limits import CommonPatience
 from protocol.transport.settings import TransportSettings
@@ -40,8 +41,6 @@ from swarm.vocabulary.types import PROTOCOL_VERSIONS, PeerId, short
 
 _SPARE_STREAMS: Final = 16
 """Streams beyond `max_links` that may be in their handshake."""
-_ABOUT_AS_OLD_S: Final = 1.0
-"""Margin for the age of a duplicate process, in seconds: a Hello takes time to arrive."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -193,9 +192,9 @@ class GrpcTransport:
         if self._links.get(link.peer) is link:
             del self._links[link.peer]
             self._handler.link_down(link.peer, error)
-            self._hear_of_twin(link.peer, error)
+            self._hear_of_duplicate(link.peer, error)
 
-    def _hear_of_twin(self, peer: PeerId, error: PeerError) -> None:
+    def _hear_of_duplicate(self, peer: PeerId, error: PeerError) -> None:
         """Hands on what is to prove that another process uses our identity."""
         if isinstance(error, SameKey) and error.record:
             self._handler.announced(peer, error.record)
@@ -235,7 +234,7 @@ class GrpcTransport:
         except PeerError as error:
             self._undialled.add(peer, self._clock.monotonic())
             self._give_up(peer, error)
-            self._hear_of_twin(peer, error)
+            self._hear_of_duplicate(peer, error)
             return
         except asyncio.CancelledError:
             self._give_up(peer, Unreachable("this node is leaving"))
@@ -316,27 +315,10 @@ class GrpcTransport:
         if self._turnover.is_high(peer):
             return Farewell(FarewellReason.UNSPECIFIED, "links to you are replaced too often")
         if link.incarnation != hello.incarnation and await link.answers(self._settings.proof_of_life_s):
-            return self._objection_to_twin(link, hello)
+            return keep_the_older(link, hello, self._clock.monotonic())
         age_s = self._clock.monotonic() - link.since
         if link.dialled and wins and age_s < self._settings.dial_timeout_s and not link.is_over:
             return Farewell(FarewellReason.DUPLICATE)
-        return None
-
-    def _objection_to_twin(self, link: Link, hello: Hello) -> Farewell | None:
-        """Keeps the link of the older of two live processes with one key."""
-        now = self._clock.monotonic()
-        if link.began < now - hello.age_ms / 1e3 + _ABOUT_AS_OLD_S:
-            return Farewell(
-                FarewellReason.SAME_KEY,
-                f"another process with this key runs since {now - link.began:.0f} s",
-                link.record,
-            )
-        said = Farewell(
-            FarewellReason.SAME_KEY,
-            f"another process with this key runs since {hello.age_ms / 1e3:.0f} s",
-            hello.record,
-        )
-        link.end(Unreachable(f"{short(link.peer)} runs twice, and the older process is kept"), said)
         return None
 
     # ---- tasks --------------------------------------------------------------------------------------------------

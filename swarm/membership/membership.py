@@ -93,12 +93,8 @@ class Membership:
         self._members.pop(peer, None)
 
     def fail(self, peer: PeerId, now: float) -> None:
-        """Suspects a peer that could not be reached or fell silent: no new work for it for FIRST_PAUSE_S, in case only
-        a link broke.
-
-        What fails while it is suspected already belongs to the same outage and does not count again; what fails after
-        it is one time too many (`give_up`).
-        """
+        """Suspects a peer for FIRST_PAUSE_S, in case only a link broke."""
+        # A failure while it is suspected belongs to the same outage; a later one gives it up.
         member = self._members.get(peer)
         if member is None or member.suspect_until > now:
             return
@@ -112,9 +108,7 @@ class Membership:
             member.suspect(now, math.inf)
 
     def leave_out(self, peer: PeerId, now: float) -> float:
-        """Leaves out a peer that does harm: no work for it for so many seconds as are returned, unless nobody else
-        serves its module.
-        """
+        """Excludes a peer that does harm, for the returned seconds, unless nobody else serves its module."""
         return self._harmful.add(peer, now)
 
     def recover(self, peer: PeerId) -> None:
@@ -151,8 +145,8 @@ class Membership:
         return tuple(member.announcement for member in self._members.values())
 
     def replicas(self, module: ModuleId, now: float) -> list[Announcement]:
-        """The peers that may be given work for a module: serving, unexpired, not suspect, of a version we speak, and
-        not left out if there are others."""
+        """Peers that may get work for a module: serving, unexpired, compatible, not suspect, not excluded if there are
+        others."""
         found = [member.announcement for member in self._serving(module, now) if member.suspect_until <= now]
         harmful = self._harmful.excluded(now)
         return [known for known in found if known.peer not in harmful] or found
@@ -192,8 +186,7 @@ class Membership:
         ]
 
     def _evict_one(self) -> PeerId:
-        """Visitors go first, then whoever expires first, a newcomer included: a flood of short-lived records cannot
-        push out those that stay."""
+        """Evicts visitors first, then the earliest expiry: short-lived records cannot push out lasting ones."""
 
         def worth(member: _Member) -> tuple[bool, float]:
             return member.announcement.state is not PeerState.VISITING, member.expires
@@ -218,17 +211,8 @@ _STAY: tuple[PeerState, ...] = (PeerState.JOINING, PeerState.SERVING)
 def by_worth(
     own: PeerId, module: ModuleId | None, announcements: Iterable[Announcement], kept: Collection[PeerId]
 ) -> list[PeerId]:
-    """The peers that can be dialled and mean to stay, the best to hold on to first.
-
-    Peers that links are needed to anyway come first: of the stages before and after ours (the last is before the first:
-    a path ends where it began), and replicas of our own module. Among equals those that we hold on to already, so that
-    nothing is given up without need; then a hash decides, so that many such peers spread over those they can be called
-    through.
-
-    Args:
-        module: that `own` hosts, if any.
-        kept: peers that `own` holds on to now.
-    """
+    """Dialable lasting peers, the best to hold on to first: of neighbouring stages, replicas, those in `kept`, then by
+    hash."""
     fit = [a for a in announcements if a.addresses and a.module is not None and a.state in _STAY and a.peer != own]
     stages = 1 + max((a.module.stage for a in fit if a.module is not None), default=0)
     if module is not None:
@@ -242,9 +226,7 @@ def by_worth(
 
 
 def relays_first(order: Sequence[PeerId], relaying: Collection[PeerId], wanted: int = 2) -> list[PeerId]:
-    """The peers reordered: the first `wanted` of those that serve tunnels before all others, because without one of
-    them, peers that cannot be dialled either have no way to us.
-    """
+    """The peers with the first `wanted` relays before all others."""
     chosen = [peer for peer in order if peer in relaying][:wanted]
     return chosen + [peer for peer in order if peer not in chosen]
 

@@ -1,19 +1,112 @@
-"""Placement of a newcomer: the module where it helps the swarm most, empty ones first. Moving later is
-`swarm.membership.rebalancing`.
+"""Capacity of a swarm, and placement of a newcomer where it helps most, empty modules first.
 
-It stands alone because a newcomer asks once, before it has a module; whoever has one asks otherwise.
+The throughput is the least of what the modules allow: the power of a module's replicas together, divided by the work
+that a token asks of that module on average.
 """
 
 from __future__ import annotations
 
+import hashlib
+from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from math import inf
+from statistics import median
 from typing import Final
 
-from swarm.membership.capacity import ABOUT_EQUAL, Workload, allowed_throughput, draw, hosts_of, usual_power
 from swarm.membership.room import Needs, Room
 from swarm.vocabulary.announcement import Announcement
-from swarm.vocabulary.types import ModuleId, PeerId, Reasoned
+from swarm.vocabulary.types import ModuleId, PeerId, PeerState, Reasoned
+
+COUNTED = (PeerState.SERVING, PeerState.JOINING)
+"""Peers that join count as if they served already: else everybody would go where somebody is going."""
+MOST_BELIEVED = 4.0
+"""Largest believed speed of unproven peers, in medians of what all announce."""
+ABOUT_EQUAL = 0.1
+"""Figures that differ by less are taken for equal: measured speeds always differ a little."""
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """The work that a run asks of its modules.
+
+    Args:
+        cost: Work of one visit to each stage, in any unit, greater than 0.
+        per_path: Stages after 0 that a path visits, each equally often.
+    """
+
+    modules: tuple[ModuleId, ...]
+    cost: tuple[float, ...]
+    per_path: int
+    _work: dict[ModuleId, float] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        experts = Counter(module.stage for module in self.modules)
+        work = {
+            module: self.cost[module.stage] * self._demand(module.stage, experts[module.stage])
+            for module in self.modules
+        }
+        object.__setattr__(self, "_work", work)
+
+    def __contains__(self, module: ModuleId) -> bool:
+        return module in self._work
+
+    def work(self, module: ModuleId) -> float:
+        """The work that one token of training asks of the module on average, in units of cost."""
+        return self._work[module]
+
+    def _demand(self, stage: int, experts: int) -> float:
+        """The share of all paths that visit one module of the stage."""
+        return self.per_path / (len(self.cost) - 1) / experts if stage else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """A replica as its announcement tells of it. `power` is in units of cost per second, as far as it is believed."""
+
+    peer: PeerId
+    module: ModuleId
+    state: PeerState
+    power: float
+
+
+def hosts_of(
+    announcements: Iterable[Announcement], workload: Workload, proven: frozenset[PeerId] = frozenset()
+) -> tuple[Host, ...]:
+    """The hosts of the run's modules. Peers without a speed count as average; only `proven` ones are believed fully."""
+    hosting = [(a, a.module) for a in announcements if a.module is not None and a.module in workload]
+    powers = [a.tokens_per_second * workload.cost[module.stage] for a, module in hosting]
+    usual = usual_power(powers)
+
+    def believed(peer: PeerId, power: float) -> float:
+        return power if peer in proven else min(power, MOST_BELIEVED * usual)
+
+    return tuple(
+        Host(a.peer, module, a.state, believed(a.peer, power) if power > 0 else usual)
+        for (a, module), power in zip(hosting, powers, strict=True)
+    )
+
+
+def usual_power(powers: Iterable[float]) -> float:
+    """The median power of those known (greater than 0); 1 when none is, which makes everybody equal."""
+    known = [power for power in powers if power > 0]
+    return median(known) if known else 1.0
+
+
+def allowed_throughput(hosts: Iterable[Host], workload: Workload) -> dict[ModuleId, float]:
+    """Tokens per second of training that each module allows the swarm; 0 for a module without peers."""
+    allowed = dict.fromkeys(workload.modules, 0.0)
+    for host in hosts:
+        if host.state in COUNTED:
+            allowed[host.module] += host.power / workload.work(host.module)
+    return allowed
+
+
+def draw(peer: PeerId, module: ModuleId) -> float:
+    """A pseudo-random number from 0 to 1 that everybody computes alike, for ties and for spreading."""
+    digest = hashlib.sha256(f"{peer}/{module}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") / 2**64
+
 
 NO_NEEDS: Final[Needs] = {}
 """Where memory is no matter."""
@@ -27,19 +120,14 @@ def choose_module(
     power: float = 0.0,
     needs: Needs = NO_NEEDS,
 ) -> Reasoned[ModuleId]:
-    """The module that brings the swarm the highest throughput when the newcomer takes it.
+    """The module with which the newcomer brings the swarm the highest throughput.
 
-    Where several are about equally good, the one that is shortest of peers; where these are about equal too, the one
-    that takes most memory, because fewer of those that come later have room for it; and then the newcomer's hash
-    decides, so that several newcomers at once spread out. Takes time in proportion to modules and
-    announcements.
+    Near ties go to the shortest of peers, then to the largest need, as fewer others have room, then to the hash.
 
     Args:
-        modules: those it may take, at least one; a peer that cannot read the text leaves stage 0 out, and every peer
-            what it has no room for (`modules_that_fit`).
-        announcements: everybody's; peers that are joining count as if they served already.
-        power: of the newcomer, in units of cost per second; 0 when not known, which takes it for an average one.
-        needs: what the modules take of a peer's memory.
+        modules: Those it may take, at least one.
+        announcements: Everybody's; joining peers count as serving.
+        power: Of the newcomer, in cost per second; 0 takes the average.
     """
     hosts = hosts_of(announcements, workload)
     allowed = allowed_throughput(hosts, workload)

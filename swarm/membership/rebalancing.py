@@ -1,15 +1,8 @@
-"""Moves between modules: when a peer leaves its own, to fill an empty one at once, else when the gain is worth the
-download.
+"""Moves between modules: to an empty one at once, else when the gain is worth the download.
 
-The swarm is as fast as its weakest module, so only the weakest is moved to, and what counts is the weaker of the two
-modules concerned, before and after. That grows by at least `min_gain` with every move, so moves come to an end: no peer
-can go round in circles while speeds and peers stay the same.
-
-Everybody ranks the possible movers by the same rule. The first moves; the next ones wait their turn (`turn_s` each),
-because the first may be one that does not want to move, and nobody can see that. Nobody goes who is the last in its
-module that is proven to do its work: whoever else says that it serves there may be lying, and would be left alone with
-the module. While a peer drains that may be on its way there, nobody else sets out, for as long as a turn. One that has
-arrived (JOINING) counts at its new module, where nobody is missed any more.
+Only the weakest module is moved to, and the weaker of both modules must grow by `min_gain`, so moves come to an end.
+Everybody ranks the possible movers alike: the first moves, the next ones wait `turn_s` each, as the first may not want
+to. The last proven replica never leaves a module. While a peer that may be on its way drains, others wait a turn.
 """
 
 from __future__ import annotations
@@ -18,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from swarm.membership.capacity import Host, Workload, allowed_throughput, draw, hosts_of
+from swarm.membership.placement import Host, Workload, allowed_throughput, draw, hosts_of
 from swarm.membership.room import Needs, room_of
 from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.types import ModuleId, PeerId, PeerState, Reasoned, short
@@ -52,13 +45,12 @@ class Standing:
     """The swarm as one peer sees it, and its own place in it.
 
     Args:
-        own: its own announcement; it is SERVING.
-        others: everybody else's, without those that are suspect.
-        served_s: seconds that it has served its module.
-        move_s: for each module it may move to, the seconds without it that the move would cost: drain, download,
-            preparation. Modules that are left out are never moved to; those for which it has no room are left out.
-        proven: peers that have done their work before somebody's eyes (`proven_by`), or in a round with us.
-        needs: what the modules take of a peer's memory: nobody waits for one that has no room for where it should go.
+        own: Its own announcement; it is SERVING.
+        others: Everybody else's, without suspect ones.
+        served_s: Seconds that it has served its module.
+        move_s: Cost of a move to each allowed module, in seconds without it.
+        proven: Peers that are proven to work (`proven_by`), or shared a round with us.
+        needs: Memory that the modules take.
     """
 
     own: Announcement
@@ -81,10 +73,7 @@ class Standing:
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """The module that wants a peer most, and those who could go there, the best first.
-
-    `on_the_way` are peers that have just left a module which can spare them: nobody can see where they go.
-    """
+    """The module that wants a peer most, and its candidates, best first; `on_the_way` may be moving there already."""
 
     target: ModuleId
     is_empty: bool
@@ -93,9 +82,7 @@ class Wish:
 
 
 class MoveWatch:
-    """One peer's readiness to move: checks the swarm periodically, and remembers since when a module has wanted
-    a peer.
-    """
+    """One peer's readiness to move; remembers since when a module has wanted a peer."""
 
     def __init__(self, workload: Workload, rules: MoveRules) -> None:
         self._workload = workload
@@ -123,10 +110,7 @@ class MoveWatch:
 
 
 def strongest_wish(standing: Standing, workload: Workload, rules: MoveRules) -> Wish | None:
-    """The module of `move_s` that gains most by a move, and by whose; None when no move is worth considering.
-
-    Data nodes never move: their text and their account are theirs.
-    """
+    """The module of `move_s` that gains most by a move, and by whose; None if none is worth it. Data nodes stay."""
     hosts = standing.hosts(workload)
     allowed = allowed_throughput(hosts, workload)
     goals = [module for module in workload.modules if module in standing.move_s or module == standing.own.module]
@@ -185,8 +169,7 @@ def _if_it_pays(
 
 
 def _who_can_be_spared(standing: Standing, hosts: tuple[Host, ...]) -> frozenset[PeerId]:
-    """Those who serve (or did, a moment ago) and leave others behind. We only leave if one of these is proven; what
-    others know we do not."""
+    """Serving peers that leave others behind; we leave only if one of those is proven."""
     serving = Counter(host.module for host in hosts if host.state is PeerState.SERVING)
     own = standing.own.peer
     proven_there = any(
@@ -205,14 +188,8 @@ def _who_can_be_spared(standing: Standing, hosts: tuple[Host, ...]) -> frozenset
 def proven_by(
     words: Mapping[PeerId, frozenset[PeerId]], work: Mapping[PeerId, int], least_share: float = LEAST_VOUCHED
 ) -> frozenset[PeerId]:
-    """The peers whose work is vouched for by data nodes that have given us `least_share` of our own.
-
-    Data nodes are weighed by their work and not counted, since identities cost nothing and microbatches do.
-
-    Args:
-        words: whom each data node that has answered names.
-        work: microbatches of each data node that we have computed of late.
-    """
+    """The peers vouched for by data nodes that gave us `least_share` of our work."""
+    # Data nodes are weighed by work: identities cost nothing, microbatches do.
     votes: Counter[PeerId] = Counter()
     for data_node, measured in words.items():
         for peer in measured:
@@ -224,10 +201,8 @@ def proven_by(
 def _value(
     host: Host, target: ModuleId, allowed: Mapping[ModuleId, float], workload: Workload, rules: MoveRules
 ) -> float | None:
-    """What the weaker of both modules allows after the move, or None when that is too little to move for.
-
-    An empty module is filled by whoever leaves most behind: there, any peer is as good as another.
-    """
+    """What the weaker of both modules allows after the move; None if it is too little."""
+    # An empty module is filled by the peer that leaves most behind.
     leaves = 0.0 if host.state is PeerState.DRAINING else host.power / workload.work(host.module)
     left = allowed[host.module] - leaves
     if allowed[target] == 0:

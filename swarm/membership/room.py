@@ -1,8 +1,4 @@
-"""The memory of peers against what modules need of it: a peer never takes, nor is expected to take, what does not fit.
-
-Needs follow from the manifest (`node.model.memory_need`), so everybody knows them alike. How much room a peer has it
-says itself in its announcement; of one that says nothing it is taken that everything fits.
-"""
+"""The memory of peers against the needs of modules, which follow from the manifest (`node.model.memory_need`)."""
 
 from __future__ import annotations
 
@@ -42,9 +38,7 @@ Needs = Mapping[ModuleId, Need]
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """The free memory in bytes, with what says so; None where nobody can tell. `device` is None where the machine's
-    memory is the compute device's.
-    """
+    """Free memory in bytes and its source. None if unknown; `device` None if it is the machine's."""
 
     memory: Reasoned[int | None]
     device: Reasoned[int | None] | None
@@ -71,8 +65,7 @@ class Room:
         return Room(self.memory, _lesser(self.device, limit))
 
     def reaching(self, need: Need) -> Room:
-        """The room, or as much more as it takes for others to see, in whole steps, that this need is met: of a peer
-        that manages with less than they reckon with."""
+        """The room, rounded up in whole steps so that others see that this need is met."""
         if self.device is None:
             return Room(_at_least(self.memory, need.all), None)
         return Room(_at_least(self.memory, need.memory), _at_least(self.device, need.device))
@@ -84,8 +77,7 @@ class Room:
 
     @property
     def announced(self) -> tuple[int, int]:
-        """As it is announced, in whole steps: of the machine's memory, and of the device's own; 0 where not known, or
-        where the device has none of its own. What is less than a step is one: it is known."""
+        """Announced room in whole steps: of the machine and of the device; 0 if unknown or without own memory."""
         return _steps(self.memory), 0 if self.device is None else _steps(self.device)
 
 

@@ -41,8 +41,8 @@ class Announcement:
     """DER of the P-256 TLS certificate that the run's authority signed and whose libp2p extension proves `peer`."""
     versions: VersionRange
     tokens_per_second: float
-    """Measured forward plus backward throughput of the module on this peer; 0 when not yet measured. Where documents
-    differ, of the tokens that a microbatch costs (`quadratic_share`)."""
+    """Measured throughput of the module, forward and backward; 0 before. With documents, in tokens of cost
+    (`quadratic_share`)."""
     slots: int
     free_slots: int
     steps: int
@@ -63,8 +63,7 @@ class Announcement:
     """libp2p multiaddr at which it serves tunnels, at most 128 characters; empty if it does not."""
 
     memory_bytes: int = 0
-    """The memory of its machine that it has for a module, whatever it hosts now; 0 when there is room for
-    every module of the run, or when it does not say."""
+    """Memory for a module, in bytes; 0 if every module fits, or if unknown."""
     device_bytes: int = 0
     """The memory that its compute device has for a module; 0 where that is the machine's, or when it does not say."""
 

@@ -85,11 +85,9 @@ class Backward:
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """What became of a tensor, told to whoever sent it. `position` is that of the tensor's receiver.
+    """What became of a tensor, for its sender; `position` is the receiver's.
 
-    PASSED_ON also says how long it lay there before its computation began, how long that took, and how long it took
-    from then on until the next peer had said ACCEPTED: the data node tells by it waiting, computing and the network
-    apart. Claims of the receiver, in seconds.
+    PASSED_ON also claims waiting, computing and sending times, in seconds, so that the data node can tell them apart.
     """
 
     microbatch: MicrobatchId
@@ -105,10 +103,7 @@ class Receipt:
 
 @dataclass(frozen=True, slots=True)
 class Stranded:
-    """To the data node: the hop at `position` cannot be reached, and nobody stands in for it.
-
-    `signature` is that of the microbatch's route, which only who was given the microbatch knows.
-    """
+    """To the data node: the hop at `position` cannot be reached or replaced. `signature` is the route's, as proof."""
 
     microbatch: MicrobatchId
     direction: Direction

@@ -62,13 +62,12 @@ class _Record:
 
 
 class Exclusions:
-    """Exclusions of peers for offences of one kind, longer with every further one. Times are monotonic seconds.
+    """Exclusions of peers for offences of one kind, longer each time. Times are monotonic seconds.
 
     Args:
-        forgiven_after_s: after the end of a pause the count begins anew.
-        jitter: from 0 to 1; half of this share is taken off a pause, so that not all try again in step ("full jitter"
-            halved: https://aws.amazon.com/blogs/architecture/exponential-backoff-and-jitter/).
-        remembered: peers of which it knows at most.
+        forgiven_after_s: After the end of a pause the count begins anew.
+        jitter: From 0 to 1; half of this share is taken off a pause, so that retries spread.
+        remembered: Most peers known.
     """
 
     def __init__(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from node.network.local_peer import FORMER_LIFE_MS, LocalPeer, OwnRecord
+from node.network.local_peer import LocalPeer, OwnRecord
 from node.network.membership_sync import KnownPeers, MembershipSync
 from node.observability.events import Event, PeerChange
 from protocol.identity.certificates import make_credentials
@@ -18,6 +18,7 @@ from protocol.identity.keys import Identity
 from protocol.identity.signed_records import decode_announced, encode_record
 from protocol.interfaces.tensor_spec import TensorSpec
 from protocol.interfaces.transport import LinkFigures, Question, QuestionAbout
+from protocol.transport.duplicate_identity import FORMER_LIFE_MS
 from swarm.membership.membership import FIRST_PAUSE_S, Membership
 from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.errors import IdentityError, Stalled, Unreachable

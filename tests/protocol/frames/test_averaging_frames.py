@@ -185,18 +185,6 @@ def test_a_roster_of_all_members_that_have_measured_all_they_may_is_a_small_fram
     assert decode(frame) == message
 
 
-# ---- golden bytes ---------------------------------------------------------------------------------------------------
-
-
-def test_the_bytes_of_a_pulse_written_out() -> None:
-    """Worked out by hand from link.proto: another number of a field, or another type, makes other bytes."""
-    peer = PEERS[0].encode()
-    round_id = bytes.fromhex("0a04 0803 1001 10ac02 1802") + b"\x22\x34" + peer
-    pulse = b"\x0a" + bytes([len(round_id)]) + round_id + b"\x12\x34" + peer
-    expected = b"\xc2\x01" + bytes([len(pulse)]) + pulse
-    assert encode(Pulse(RoundId(ModuleId(3, 1), 300, 2, PEERS[0]), (PEERS[0],))) == expected
-
-
 # ---- lies -----------------------------------------------------------------------------------------------------------
 
 

@@ -10,8 +10,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from random import Random
 
-from swarm.membership.capacity import Workload, allowed_throughput, hosts_of
-from swarm.membership.placement import choose_module
+from swarm.membership.placement import Workload, allowed_throughput, choose_module, hosts_of
 from swarm.membership.rebalancing import MoveRules, MoveWatch, Standing
 from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.types import ModuleId, PeerId, PeerState

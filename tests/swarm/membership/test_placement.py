@@ -5,8 +5,7 @@ import pstats
 from collections import Counter
 from dataclasses import replace
 
-from swarm.membership.capacity import Workload
-from swarm.membership.placement import choose_module
+from swarm.membership.placement import Workload, choose_module
 from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.types import ModuleId, PeerId, PeerState
 from tests.swarm.membership.announcements import announcement

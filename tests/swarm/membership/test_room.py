@@ -8,8 +8,7 @@ from collections import Counter
 
 import pytest
 
-from swarm.membership.capacity import Workload
-from swarm.membership.placement import choose_module, modules_that_fit
+from swarm.membership.placement import Workload, choose_module, modules_that_fit
 from swarm.membership.rebalancing import MoveRules, MoveWatch, Standing
 from swarm.membership.room import STEP_BYTES, Need, Room, room_of
 from swarm.vocabulary.announcement import Announcement

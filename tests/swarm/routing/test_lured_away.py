@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from swarm.membership.capacity import MOST_BELIEVED, Workload, allowed_throughput, hosts_of
+from swarm.membership.placement import MOST_BELIEVED, Workload, allowed_throughput, hosts_of
 from swarm.membership.rebalancing import MoveRules, MoveWatch, Standing, proven_by
 from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.types import ModuleId, PeerId, PeerState
