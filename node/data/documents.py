@@ -80,8 +80,7 @@ def is_drawn(key: str, share: float) -> bool:
 
 
 def owner(seed: int, name: str, data_nodes: Sequence[PeerId]) -> PeerId:
-    """The data node that reads a document: the one with the highest hash of both (rendezvous hashing, Thaler and
-    Ravishankar 1998). When a data node comes or goes, only the documents it takes or leaves change hands."""
+    """The data node that reads a document, by rendezvous hashing (Thaler and Ravishankar 1998)."""
     return max(data_nodes, key=lambda peer: (_hash(f"split:{seed}:{name}:{peer}"), peer))
 
 
@@ -91,11 +90,7 @@ def epoch_order(seed: int, epoch: int, count: int) -> npt.NDArray[np.int64]:
 
 
 def permutation(key: str, count: int) -> npt.NDArray[np.int64]:
-    """A permutation of the numbers below `count`, the same for the same key on every machine.
-
-    Sorts raw integers of a Philox counter generator, whose stream NumPy promises never to change; of its shuffles it
-    promises nothing.
-    """
+    """A permutation of the numbers below `count`, the same for the same key on every machine."""
     digest = hashlib.sha256(key.encode()).digest()
     generator = np.random.Philox(key=int.from_bytes(digest[:16], "little"))
     return np.argsort(generator.random_raw(count), kind="stable")
@@ -135,20 +130,18 @@ class Documents:
         return None if isinstance(self._source, Source) else len(self._source.files)
 
     def openings(self, wanted: Selection, count: int, tokens: int) -> Iterator[tuple[Tokens, int]]:
-        """The first `tokens` tokens, and the number of all, of `count` wanted documents that have any, or of as many as
-        there are, in the order of the first epoch."""
+        """Yields the first `tokens` tokens and the number of all, for `count` wanted documents at most."""
         for fragment in islice(self.epoch(Place(), wanted), count):
             yield fragment.tokens[:-1][:tokens].copy(), fragment.tokens.size
 
     def epoch(
         self, start: Place, wanted: Selection, files: Selection = everything, *, ahead: bool = False
     ) -> Iterator[Fragment]:
-        """The wanted documents from `start` to the end of its epoch. A document that was begun is finished, wanted or
-        not.
+        """The wanted documents from `start` to the end of its epoch; a document that was begun is finished in any case.
 
         Args:
-            files: of a stream of files, those that may have wanted documents; no other is opened.
-            ahead: whether the file after the one that is read is fetched meanwhile.
+            files: selects the files of a stream that may have wanted documents; no other is opened.
+            ahead: whether the next file is fetched meanwhile.
         """
         for due in self._due(start, wanted, files, ahead):
             offset = start.offset if due.position == start.position else 0
@@ -159,10 +152,10 @@ class Documents:
                 yield Fragment(Place(start.epoch, due.position, offset), tokens[offset:], due.name, tokens[:-1], rest)
 
     def endless(self, start: Place, wanted: Selection, files: Selection = everything) -> Iterator[Fragment]:
-        """The wanted documents, epoch after epoch; `files` as of `epoch`, each fetched ahead.
+        """The wanted documents, epoch after epoch.
 
         Raises:
-            ConfigError: a whole epoch has no wanted document with text in it, or none of whose text is a label.
+            ConfigError: a whole epoch has no wanted document with a label in it.
         """
         while True:
             empty = True
@@ -262,9 +255,9 @@ def due_rows(
 
     Args:
         orders: the order in which an epoch walks the files.
-        start: the epoch, the position, and whether the row there is read wanted or not, as one that was begun is.
-        wanted: of files, and of rows. A file is left when it is not wanted any more.
-        ahead: whether the wanted file after each is fetched meanwhile.
+        start: the epoch, the position, and whether the row there was begun and is read in any case.
+        wanted: selects files, and rows. A file is left as soon as it is no longer wanted.
+        ahead: whether the next wanted file is fetched meanwhile.
     """
     epoch, position, is_begun = start
     of_files, of_rows = wanted
@@ -290,11 +283,7 @@ def due_rows(
 
 
 class FileShare:
-    """A data node's share of a data set that is dealt by files: whole files, or rows where there are few files.
-
-    The rule follows from the live data nodes and the number of files, so that all data nodes with the same view follow
-    the same one, and no row is two's.
-    """
+    """A data node's share of a data set of files: whole files, or rows if there are few. No two shares meet."""
 
     def __init__(self, own: PeerId, files: int, owner: Owner) -> None:
         self._own, self._files = own, files

@@ -39,8 +39,7 @@ def open_documents(manifest: Manifest, where: Places | None = None, router: Rout
     """Opens the manifest's source and tokenizer on this machine.
 
     Args:
-        where: what may be opened; None for what is written in a manifest of one's own.
-        router: that which the manifest names, if it names one.
+        where: what may be opened; None for what the manifest says, if it is our own.
 
     Raises:
         ConfigError, ManifestError: as `open_source`, `open_tokenizer` and `document_router`.
@@ -50,8 +49,7 @@ def open_documents(manifest: Manifest, where: Places | None = None, router: Rout
 
 
 def open_text(manifest: Manifest) -> Documents:
-    """Opens a source and tokenizer on this machine without any routes: what a router is fitted to. Errors as
-    `open_documents`."""
+    """Opens a source and tokenizer without routes, for the fit of a router. Raises as `open_documents`."""
     return _documents(manifest, as_written(manifest.data), None)
 
 
@@ -62,11 +60,11 @@ def _documents(manifest: Manifest, where: Places, routing: DocumentRouter | None
 
 
 def with_router(manifest: Manifest, source: str) -> tuple[Manifest, Router]:
-    """Fits a router to the documents of a source, none of them held out; returns the manifest that names it, too.
+    """Fits a router to documents of a source that are not held out; returns the manifest that names it, too.
 
     Raises:
         ConfigError: the source is not here, or a router cannot be fitted to it.
-        ManifestError: it is none, or the run has no experts.
+        ManifestError: the source is malformed, or the run has no experts.
     """
     table = manifest.model_dump()
     text = manifest_from_table(table | {"data": table["data"] | source_keys(source)})
@@ -103,9 +101,7 @@ class TrainingFeed:
 
     @property
     def cursor(self) -> Cursor:
-        """The place where the next microbatch begins; a feed started there, with the same data nodes, gives the same
-        ones.
-        """
+        """Where the next microbatch begins; a feed started there with the same data nodes gives the same ones."""
         return self._packer.cursor
 
     def next(self, data_nodes: tuple[PeerId, ...] = ()) -> Microbatch:
@@ -235,11 +231,7 @@ class Prefetcher:
         self._thread.join(timeout=5.0)
 
     def ready(self) -> Microbatch | None:
-        """The next microbatch, or None when it is not packed yet.
-
-        Raises:
-            SkipstoneError: the feed has failed; or whatever else ended the thread.
-        """
+        """The next microbatch, or None if it is not packed yet. Raises what ended the thread."""
         try:
             packed = self._packed.get_nowait()
         except queue.Empty:
@@ -269,13 +261,11 @@ class Prefetcher:
 
 
 class ReadingPosition:
-    """The texts that wait or are under way, and those that have come back but may not be in the parameters yet.
-
-    The event loop tells it; the compute thread asks it while it copies the parameters.
+    """Texts that wait or are in flight, and completed ones whose gradients may not be applied yet. Thread-safe.
 
     Args:
         start: where the first text begins.
-        remembered: texts that have come back and are kept in mind; more than an inner step can still hold unapplied.
+        remembered: number of completed texts to remember; more than an inner step can leave unapplied.
     """
 
     def __init__(self, start: Cursor, remembered: int) -> None:
@@ -311,9 +301,7 @@ class ReadingPosition:
             self._under_way.pop(text.start, None)
 
     def resume_at(self, is_applied: Callable[[MicrobatchId], bool]) -> Cursor:
-        """The cursor of the first text whose gradient is not in the parameters. A few after it may be: they are read
-        twice.
-        """
+        """The cursor of the first text whose gradient is not in the parameters. Later ones may be read twice."""
         with self._lock:
             known = [*self._under_way.items(), *self._back]
             unapplied = [start for start, microbatch in known if not is_applied(microbatch)]

@@ -42,11 +42,7 @@ Wanted = Callable[[str], bool]
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Opens a regular file, which is no link itself, for reading.
-
-    Raises:
-        OSError: it is none, or cannot be opened.
-    """
+    """Opens a regular file, not a link, for reading. Raises OSError."""
     _check_regular(os.lstat(path), path)  # opening a device can do something to it
     descriptor = os.open(path, _OPEN_FLAGS)
     try:
@@ -61,8 +57,8 @@ def resolved(path: Path) -> Path:
     """The real path behind the one that a person has named, through links and all.
 
     Raises:
-        OSError: there is nothing.
-        ConfigError: it leads into what the system shows of itself.
+        OSError: it does not exist.
+        ConfigError: it leads into /proc, /sys or /dev.
     """
     real = path.resolve(strict=True)
     if _is_machine(real):
@@ -98,12 +94,10 @@ class Listing:
         return open_regular(path)
 
     def section(self) -> FilesSection:
-        """The manifest's section about these files; there must be some with text in them.
+        """The manifest's section about these files.
 
-        Names and sizes only: that takes some seconds for 100,000 files, however large they are. With their contents
-        every start of a data node would read the whole text first. It is to notice the wrong folder, and files that
-        were changed, come or gone; whoever changes a file on his own disk without changing its size trains on what he
-        has made of it, as he could anyway.
+        Names and sizes only, which takes seconds for 100,000 files: it is to notice a wrong folder and changed, new or
+        missing files. Who changes a file of his own without changing its size trains on it, as he could anyway.
         """
         digest = hashlib.sha256(b"skipstone-files:")
         for name, size in zip(self.names, self.sizes, strict=True):
@@ -137,16 +131,15 @@ def _any(name: str) -> bool:
 
 
 def files_below(root: Path, folder: Wanted = _any, file: Wanted = _any) -> Listing:
-    """The listing of the regular files below a folder, no links: a link may lead out of the folder, or round in a
-    circle. Empty ones hold no text.
+    """Lists the non-empty regular files below a folder. Links are left out: they may lead out of it or in a circle.
 
     Args:
-        folder: which folders are looked into.
-        file: which files are taken.
+        folder: selects the folders that are searched.
+        file: selects the files.
 
     Raises:
-        OSError: the folder is not there.
-        ConfigError: too many files.
+        OSError: the folder does not exist.
+        ConfigError: there are too many files.
     """
     root = resolved(root)
     return Listing(root, _walk(str(root), folder, file))
@@ -192,11 +185,7 @@ def _check_regular(found: os.stat_result, path: Path) -> None:
 
 
 class DocumentNames(Sequence[str]):
-    """Of documents in several files, one file after the other.
-
-    Args:
-        counts: how many documents each file has.
-    """
+    """Names of documents in several files, made when they are asked for. `counts` are the documents of each file."""
 
     def __init__(self, counts: Iterable[int]) -> None:
         self._ends = array("q", accumulate(counts))
@@ -218,11 +207,7 @@ class DocumentNames(Sequence[str]):
 
 
 class PlacedNames(DocumentNames):
-    """Names `FILE@START`, of documents that begin at these places.
-
-    Raises:
-        ConfigError: there are more than MAX_DOCUMENTS.
-    """
+    """Names `FILE@START` of documents. Raises ConfigError for more than MAX_DOCUMENTS."""
 
     def __init__(self, files: Sequence[str], starts: Sequence[array[int]]) -> None:
         super().__init__(map(len, starts))

@@ -72,11 +72,7 @@ def whole_text(document: bytes, tokenizer: Tokenizer) -> Marked:
 
 
 def made_before(document: bytes, tokenizer: Tokenizer) -> Marked:
-    """Tokens that were made before, as READ_AS, with their end or without it; all of them are labels.
-
-    Raises:
-        ConfigError: they are of another tokenizer.
-    """
+    """Tokens made before, as READ_AS, with their end or not. Raises ConfigError if another tokenizer made them."""
     tokens = np.frombuffer(document, dtype=READ_AS).astype(np.int64)
     if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < tokenizer.size:
         raise ConfigError(
@@ -90,11 +86,10 @@ def made_before(document: bytes, tokenizer: Tokenizer) -> Marked:
 def conversation(document: bytes, tokenizer: Tokenizer) -> Marked:
     """A conversation, of whose tokens only the assistant's are labels.
 
-    What stands before an answer is tokenized apart from it, as it is when a model is asked: no token crosses the border
-    between the two.
+    Text before an answer is tokenized apart from it, as at inference: no token crosses the border.
 
     Raises:
-        MalformedDocumentError: it is none.
+        MalformedDocumentError: it is no conversation.
     """
     tokens, wanted = list[Tokens](), list[Tokens]()
     for text, is_said in _parts(_messages(document)):

@@ -83,8 +83,7 @@ class Microbatch:
 
     @property
     def scored(self) -> int:
-        """The number of tokens that are predicted: all, but in held-out text of a run with experts, and in
-        conversations."""
+        """Number of tokens that are predicted; fewer than all in conversations and held-out text with routes."""
         return self.size if self.labels.min() >= 0 else int((self.labels >= 0).sum())
 
     def per_label(self, loss: float) -> float:
@@ -288,8 +287,7 @@ class _Block:
 
 
 def reading_place(block: Place) -> Place:
-    """The place from which documents have to be read for the block that begins there: one token earlier, within a
-    document, since each piece begins with the token before it."""
+    """Where documents have to be read for a block: one token earlier within a document."""
     return Place(block.epoch, block.position, max(0, block.offset - 1))
 
 
@@ -362,9 +360,7 @@ class DocumentPacker:
         )
 
     def _next_block(self) -> _Block | None:
-        """As many documents as a block may have, or as the fragments still give. A block that is large enough ends with
-        the epoch: short texts are not read again and again for one block, and each route has its share in an epoch.
-        """
+        """Packs as many documents as a block may have, or as there are."""
         read, room, place = list[tuple[Place, _Stretch]](), self._block_tokens, self.cursor.block
         while (found := self._next_stretch()) is not None:
             at, stretch = found
@@ -384,8 +380,7 @@ class DocumentPacker:
         return self._waiting.popleft() if self._waiting else next(self._stretches, None)
 
     def _ended(self, read: list[tuple[Place, _Stretch]], last: tuple[Place, _Stretch], taken: int) -> _Block:
-        """A block of what has been read and of so much of the last: in a run without experts the last few go into the
-        next one where that is better."""
+        """Packs a block of what has been read, with `taken` tokens of the last document."""
         at, stretch = last
         whole, rest = [of for _, of in read], last
         if taken:
@@ -412,8 +407,7 @@ class DocumentPacker:
         return stretch.is_rest or stretch.labels.size > self._room.sequence
 
     def _packed(self, stretches: list[_Stretch], end: Place) -> _Block:
-        """The documents of each route together; microbatches of all routes cost alike, and take turns by how many there
-        are of each."""
+        """Packs the documents of each route together; microbatches of all routes cost alike and take turns."""
         if self._router is not None:
             found = [self._router.affinity(of.source.name, of.source.opening) for of in stretches]
             found = _evened(found, [of.labels.size for of in stretches], self._uneven)
@@ -434,8 +428,7 @@ class DocumentPacker:
     def _of_one_route(
         self, stretches: list[_Stretch], members: list[int], key: str
     ) -> tuple[list[tuple[Piece, ...]], float]:
-        """Packs the documents of one route: its microbatches in the order of turns, and what the next block's are to
-        cost."""
+        """Packs the documents of one route: its microbatches in turn, and the level of cost for the next block."""
         lengths, cut = self._sizes([stretches[index] for index in members])
         packing = pack(lengths, cut, self._room, self.cursor.level, self._chance(key))
         named = [

@@ -39,16 +39,15 @@ class Places:
 
 
 def may_open(named: str, option: str, told: Path | None, *, own: bool) -> Reasoned[Path | None]:
-    """The rule for paths in a manifest: where to open one, or None when nothing may be opened.
+    """The place where a path of a manifest is opened, or None if it must not be.
 
-    It is where the person says. The manifest's own word counts when the key of this machine has signed it: then this
-    person has written it. A file on one's own disk may have been downloaded, so it counts no more than a link. Nor is a
-    hidden place taken from a manifest (`~/.ssh`): those hold keys and passwords more often than text.
+    It is where the person says. The manifest's own word counts only if this machine's key has signed it, and never for
+    a hidden place (`~/.ssh`), which holds keys and passwords more often than text.
 
     Args:
         named: the path in the manifest.
-        option: the one that says where it is.
-        told: its value.
+        option: the command-line option for it.
+        told: the option's value.
         own: whether this machine's identity is the manifest's author.
     """
     if told is not None:
@@ -76,9 +75,7 @@ def tokenizer_place(data: DataSection, told: Path | None, *, own: bool) -> Reaso
 
 
 def places(data: DataSection, told: ToldPlaces, *, own: bool) -> Reasoned[Places | None]:
-    """The places of all that reading the run's text opens, or None when the text may not be; see `may_open`. A
-    tokenizer's file that nobody has named here is left out: other peers have it (`node.runtime.run_tokenizer`).
-    """
+    """The places of everything that reading the run's text opens, or None if it must not be read; see `may_open`."""
     kind, rest = data.kind, data.source.partition(":")[2]
     text: Reasoned[Path | None] = Reasoned(None, "the source code of this machine's Python")
     if data.is_of_files:

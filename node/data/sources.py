@@ -49,11 +49,7 @@ class Source(Protocol):
         ...
 
     def read(self, name: str) -> bytes:
-        """The document's text, usually UTF-8.
-
-        Raises:
-            OSError: it cannot be read now.
-        """
+        """The document's text, usually UTF-8. Raises OSError if it cannot be read now."""
         ...
 
 
@@ -61,11 +57,10 @@ def open_source(section: DataSection, place: Path | None) -> Source | HubStream:
     """Opens the source that the manifest names.
 
     Args:
-        place: where its files lie here, if it has some (`node.data.places`).
+        place: where its files are on this machine, if it has some (`node.data.places`).
 
     Raises:
-        ConfigError: it is not on this machine, holds no text, is not the manifest's, or needs an extra that is not
-            installed.
+        ConfigError: it is not here, holds no text, is not the manifest's, or needs an extra that is not installed.
     """
     kind, rest = section.kind, section.source.partition(":")[2]
     if section.source == "python-stdlib":
@@ -85,9 +80,7 @@ def open_source(section: DataSection, place: Path | None) -> Source | HubStream:
 
 
 class FileSource:
-    """A source of the files of a listing. A file longer than `document_bytes` is several documents, named
-    `NAME@OFFSET`.
-    """
+    """Files of a listing; one longer than `document_bytes` is several documents, named `NAME@OFFSET`."""
 
     def __init__(self, listing: Listing, document_bytes: int) -> None:
         self.listing = listing
@@ -126,9 +119,7 @@ class _PieceNames(DocumentNames):
 
 
 class LineSource:
-    """A source of the lines of a listing's `.jsonl` files, or of its one file; those that are empty are none. Documents
-    are named `NAME@OFFSET`. Opening one reads all files once, to find where lines begin.
-    """
+    """Lines of a listing's `.jsonl` files, or of its only file, named `NAME@OFFSET`. Opening it reads all files."""
 
     def __init__(self, listing: Listing) -> None:
         """Raises ConfigError: a file cannot be read, there is no line, or there are too many."""
@@ -173,11 +164,10 @@ def python_standard_library() -> FileSource:
 
 
 def files_at(path: Path) -> FileSource:
-    """The source of one file, cut into small documents, or of all files below a folder whose names do not begin with a
-    dot.
+    """One file cut into small documents, or all files below a folder whose names do not begin with a dot.
 
     Raises:
-        ConfigError: there is no such file or folder, it cannot be read, is too large, or has no text.
+        ConfigError: it does not exist, cannot be read, is too large, or has no text.
     """
     with _mapped(path):
         if path.is_dir():

@@ -44,9 +44,7 @@ _TYPES: Final = {code: np.dtype(name) for code, name in ((4, "<i4"), (8, "<u2"))
 
 
 class TokenShards:
-    """A source of the documents of a listing's shards, named `NAME@TOKEN` by where they begin. What is read is tokens
-    as READ_AS.
-    """
+    """Documents of a listing's shards, named `NAME@TOKEN`; they are read as tokens of type READ_AS."""
 
     def __init__(self, listing: Listing) -> None:
         """Raises ConfigError: a shard is none, or there are none or too many documents."""

@@ -112,11 +112,7 @@ def open_tokenizer(manifest: Manifest, file: Path | None) -> Tokenizer:
 
 
 def tokenizer_bytes(path: Path, sha256: str) -> bytes:
-    """The content of a tokenizer file that has this hash.
-
-    Raises:
-        ConfigError: it is not there, no regular file, too large, or another one.
-    """
+    """Reads the tokenizer file with this hash. Raises ConfigError if it is missing, too large, or another one."""
     try:
         content = _content(path)
     except OSError as error:
@@ -134,11 +130,7 @@ def tokenizer_bytes(path: Path, sha256: str) -> bytes:
 
 
 def tokenizer_keys(path: Path) -> dict[str, str]:
-    """The keys of a manifest's `[data]` for a tokenizer file that a person names.
-
-    Raises:
-        ConfigError: it is not there, no regular file, or too large.
-    """
+    """The keys of `[data]` for a tokenizer file. Raises ConfigError if it is missing or too large."""
     try:
         content = _content(path)
     except OSError as error:
@@ -157,8 +149,7 @@ def _content(path: Path) -> bytes:
 
 @contextmanager
 def _panics_told() -> Iterator[None]:
-    """The library is Rust, and what its authors did not expect (a pattern that backtracks too far) is a panic: no
-    `Exception`, so that nobody would catch it, and known by its name alone."""
+    """Maps panics of the Rust library, which are no `Exception` and known by name alone, to ConfigError."""
     try:
         yield
     except BaseException as error:
@@ -209,9 +200,7 @@ class TextStream(Protocol):
 
 
 class ByteTextStream:
-    """The text stream of the byte tokenizer: tokens up to 255 are bytes of UTF-8, others have no text; bytes that are
-    no UTF-8 become U+FFFD.
-    """
+    """Text of the byte tokenizer: tokens up to 255 are bytes of UTF-8; malformed ones become U+FFFD."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -224,13 +213,10 @@ class ByteTextStream:
 
 
 class WindowTextStream:
-    """The text stream of tokenizers whose decoding of a token depends on its neighbours (spaces between words, bytes of
-    one character).
+    """Text of tokenizers whose decoding of a token depends on its neighbours.
 
-    Each time the last tokens are decoded together with those shown before them, and the difference is new.
-
-    Args:
-        decode: the text of some consecutive tokens.
+    The last tokens are decoded together with those shown before them, and the difference is new. `decode` gives the
+    text of consecutive tokens.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:

@@ -159,8 +159,7 @@ def _log_probabilities(sums: Matrix, mean: Matrix) -> Matrix:
 
 
 def _laid_out(centres: Matrix, stages: tuple[int, ...]) -> Labels:
-    """The route of each cluster, [clusters, stages]: clusters change places as long as those that share experts become
-    more alike by it."""
+    """Routes of the clusters, [clusters, stages]: swaps clusters until those that share experts are alike."""
     routes = np.array(list(product(*(range(count) for count in stages))), dtype=np.int64)
     shared = (routes[:, None, :] == routes[None, :, :])[:, :, np.array(stages) > 1].sum(axis=2)
     apart = _apart(centres)
@@ -189,8 +188,7 @@ def _cost(shared: npt.NDArray[np.int64], apart: Matrix, place: Labels) -> float:
 
 
 def _stage_table(counts: Matrix, sizes: Labels, labels: Labels, experts: int) -> StageTable:
-    """Fits a softmax of a stage's experts to their documents, rounds it, and evens out their shares of the tokens by
-    the bias."""
+    """Fits a softmax of a stage's experts, rounds it, and evens out their shares of the tokens by the bias."""
     weights = softmax_weights(counts, labels, experts)
     scale = MAX_ENTRY / max(float(np.abs(weights).max()), 1e-9)
     entries = np.rint(weights * scale).astype(np.int8)
@@ -200,8 +198,7 @@ def _stage_table(counts: Matrix, sizes: Labels, labels: Labels, experts: int) ->
 
 
 def softmax_weights(counts: Matrix, labels: Labels, experts: int) -> Matrix:
-    """The weights of a multinomial logistic regression of the experts on the counts, up to their scale: [experts,
-    BUCKETS]. By gradient descent with momentum."""
+    """Weights of a multinomial logistic regression on the counts, up to scale: [experts, BUCKETS]."""
     scaled = counts / np.float32(max(float(np.sqrt((counts**2).sum(axis=1).mean())), 1e-9))
     wanted = np.eye(experts, dtype=np.float32)[labels]
     weights, speed = np.zeros((experts, BUCKETS), np.float32), np.zeros((experts, BUCKETS), np.float32)
@@ -223,14 +220,7 @@ SLACK: Final = 1.05
 
 
 def balanced(scores: Sequence[Sequence[float]], clusters: int, slack: float = SLACK) -> list[int]:
-    """Assigns each document to one of the clusters, none of which gets more than `slack` times its share.
-
-    Args:
-        scores: of each document, how well each cluster fits it.
-
-    Returns:
-        The cluster of each document.
-    """
+    """The cluster of each document by scores [documents, clusters], none with more than `slack` times its share."""
     capacity = math.ceil(slack * len(scores) / clusters)
     room = [capacity] * clusters
     waiting = [(*_loss(of, room), index) for index, of in enumerate(scores)]

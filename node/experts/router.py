@@ -45,12 +45,7 @@ class DocumentRouter(Protocol):
     """Scores a document for the experts of each stage."""
 
     def affinity(self, name: str, opening: Tokens) -> Affinity:
-        """The score of each expert of each stage after stage 0.
-
-        Args:
-            name: of the document.
-            opening: its first tokens, without an end of document.
-        """
+        """Scores each expert of each stage after stage 0 for a document by its name or its first tokens."""
         ...
 
 
@@ -67,12 +62,7 @@ class StageTable:
 
 
 class Router:
-    """The tables of all stages, and the bytes that they are kept and sent as.
-
-    Args:
-        tables: for each stage after stage 0; None where it has one expert.
-        prefix: the first tokens of a document, which are counted.
-    """
+    """The tables of the stages after stage 0 (None for one with one expert), for documents' first `prefix` tokens."""
 
     def __init__(self, tables: tuple[StageTable | None, ...], prefix: int) -> None:
         self.tables, self.prefix = tables, prefix
@@ -138,11 +128,7 @@ def router_digest(data: bytes) -> str:
 
 
 def read_router(data: bytes, manifest: Manifest) -> Router:
-    """Reads the router of a run, which may come from a peer or a file. Nothing is believed before the hash is right.
-
-    Raises:
-        StateError: it is another one than the manifest names, or not one that this Skipstone can read.
-    """
+    """Reads the run's router from a peer or file. Raises StateError unless it is the one that the manifest names."""
     assert manifest.routing is not None, "whoever asks for a router has a run with one"
     if len(data) > MAX_ROUTER_BYTES or router_digest(data) != manifest.routing.router:
         raise StateError(
@@ -165,14 +151,7 @@ def check_fits(router: Router, manifest: Manifest) -> Router:
 
 
 def document_router(manifest: Manifest, router: Router | None) -> DocumentRouter | None:
-    """The router that a run's documents are routed by; None when it has no experts.
-
-    Args:
-        router: that which the manifest names, if it names one.
-
-    Raises:
-        ConfigError: it names one, and it is not here.
-    """
+    """The router of a run with experts, else None. Raises ConfigError if `router` is named but not here."""
     if not manifest.stages.has_experts:
         return None
     if manifest.routing is None:
@@ -257,8 +236,9 @@ TRIES: Final = 60
 
 
 def even_bias(scores: Integers, sizes: Integers, most: float) -> Integers:
-    """The bias by which no expert has more than `most` times an equal share; if there is none that is found, the one
-    with which the largest share is the smallest, for a single document may be large.
+    """The bias by which no expert gets more than `most` times an equal share of the tokens, or the best that was found.
+
+    A bias beside the scores instead of a term in a loss: Wang et al. 2024 (arXiv:2408.15664).
 
     Args:
         scores: [documents, experts]

@@ -56,10 +56,7 @@ class Encoded:
 
 
 def encode(values: Tensor, codec: Codec) -> Encoded:
-    """Encodes a contiguous tensor; blockwise codecs send outlier channels apart.
-
-    On the CPU, with NONE, the result is the tensor's own memory, which must not be written any more.
-    """
+    """Encodes a contiguous tensor. On the CPU with NONE the result shares the tensor's memory."""
     shape, dtype = tuple(values.shape), DTYPES[values.dtype]
     if codec is Codec.NONE:
         return Encoded(TensorSpec(shape, dtype), octets_of_tensor(to_host(values.detach().view(-1).view(torch.uint8))))

@@ -132,7 +132,7 @@ class Blockwise:
         elements, device, packed = len(out), out.device, self._is_packed
         scales = data[self._code_bytes(elements) :].clone().view(self.scale_type).float().view(-1, 1)
         check_received(scales.abs() if packed else scales, self.largest_scale, self.codec.name, expect)
-        span = min(elements, span_elements(device))
+        span = min(elements, span_elements(device)) if packed else elements
         unpacked = _Scratch(span if packed else 0, torch.int8, device)
         floats = _Scratch(min(span, slice_elements(device)), torch.float32, device)
         for piece in pieces(elements, self.block, span):
@@ -300,11 +300,15 @@ class _Rounding:
     def __init__(self, elements: int, width: int, device: torch.device, offset: float) -> None:
         self._constant = torch.full((1, width), _ROUNDING + offset, device=device)
         self._scratch = _Scratch(elements, torch.float32, device)
+        self._row = self._sums = self._bits = torch.empty(0)
 
     def __call__(self, x: Tensor, factor: Tensor) -> Tensor:
         """[blocks, width] int32: the bits of _ROUNDED_ZERO plus the number; valid until the next call."""
-        sums = self._scratch.like(x)
-        return torch.addcmul(self._constant[:, : x.shape[1]], x, factor, out=sums).view(torch.int32)
+        if self._sums.shape != x.shape:
+            self._row, self._sums = self._constant[:, : x.shape[1]], self._scratch.like(x)
+            self._bits = self._sums.view(torch.int32)
+        torch.addcmul(self._row, x, factor, out=self._sums)
+        return self._bits
 
 
 def _in_float32(x: Tensor, scratch: _Scratch) -> Tensor:

@@ -46,14 +46,7 @@ Words = npt.NDArray[Any]
 
 
 def encode(values: Tensor) -> Tensor | None:
-    """The encoding; None when it would not be shorter than the elements.
-
-    Args:
-        values: [n], float32 or bfloat16, contiguous, on the CPU.
-
-    Returns:
-        [bytes], uint8.
-    """
+    """Encodes [n] float32 or bfloat16 on the CPU, contiguous; None if the result would not be shorter."""
     words = _words_of(values)
     lengths = np.empty(_plane_count(words), _LENGTH)
     out = np.empty(words.nbytes, np.uint8)
@@ -114,8 +107,7 @@ def _bodies_of(octets: Octets, lengths: list[int]) -> Iterator[Octets]:
 
 
 def _checked_lengths(octets: Octets, words: Words) -> list[int]:
-    """Of the bodies. Raises ProtocolViolation unless each is possible, and together with themselves they are all of
-    `octets`."""
+    """Lengths of the bodies. Raises ProtocolViolation unless each is possible and they add up."""
     count = _plane_count(words)
     table = _LENGTH.itemsize * count
     if len(octets) < table:
@@ -132,12 +124,7 @@ def _checked_lengths(octets: Octets, words: Words) -> list[int]:
 
 
 def _plane(body: Octets, size: int, decompressor: zstandard.ZstdDecompressor) -> Octets:
-    """The plane of `size` bytes that `body` holds. The declared size is checked before anything is decompressed, and
-    bounds what is.
-
-    Raises:
-        ProtocolViolation: it holds none.
-    """
+    """The plane of `size` bytes in `body`; its declared size is checked first. Raises ProtocolViolation."""
     if len(body) == size:
         return body
     try:

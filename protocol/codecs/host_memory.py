@@ -19,26 +19,18 @@ _COPIES_IN_ORDER: Final = frozenset({"cpu", "mps"})
 
 
 def buffer_for(size_bytes: int, device: torch.device) -> memoryview:
-    """Writable memory from which to copy to the device: pinned for a GPU, where the system has such memory left.
-
-    Raises:
-        MemoryError: there is no memory at all.
-    """
+    """Writable memory to copy to the device: pinned for a GPU, if the system has any left. Raises MemoryError."""
     pinned = _pinned(size_bytes) if device.type == _PINS else None
     return memoryview(bytearray(size_bytes)) if pinned is None else pinned.numpy().data
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor of the CPU on the device. From pinned memory it is only begun: that may be written again when the
-    device has computed what it was given so far.
-    """
+    """Copies to the device. From pinned memory the copy is only begun, in the order of the stream."""
     return tensor.to(device, non_blocking=device.type not in _COPIES_IN_ORDER)
 
 
 def to_host(octets: Tensor) -> Tensor:
-    """The bytes [n] on the CPU, when the device has computed them; itself if it is there. From a GPU in pinned memory,
-    of which torch keeps what was given back for the next.
-    """
+    """The bytes [n] on the CPU, after waiting for the device; by pinned memory from a GPU."""
     pinned = _pinned(len(octets)) if octets.is_cuda else None
     return octets.cpu() if pinned is None else pinned.copy_(octets)
 

@@ -154,5 +154,7 @@ def split(values: Tensor, channels: Tensor, out: Tensor) -> Tensor:
     out[: 2 * len(real)].copy_(real.to(torch.uint16).view(torch.uint8))
     columns = matrix.index_select(1, real).to(torch.bfloat16).t().contiguous()
     out[2 * len(real) :].copy_(columns.view(-1).view(torch.uint8))
+    if values.is_cpu:  # in half the time
+        return matrix.clone().index_fill_(1, channels[channels < count], 0.0)
     are_apart = torch.zeros(count + 1, dtype=torch.bool, device=values.device).index_fill_(0, channels, True)
     return matrix.masked_fill(are_apart[:count], 0.0)

@@ -187,8 +187,7 @@ class Filling:
         return left
 
     def _pour(self, poured: Sequence[int]) -> None:
-        """Fills all microbatches equally full, the longest piece into that which will cost the least; what has no room
-        there goes on to the next."""
+        """Fills all microbatches equally full, the longest piece into the one that will cost the least."""
         if not poured:
             return
         tokens = sum(self._lengths[index] for index in poured)
@@ -235,8 +234,7 @@ class Filling:
     # ---- cutting -----------------------------------------------------------------------------------------------------
 
     def _cut_for(self, found: Bin, index: int, less: float) -> None:
-        """Cuts a piece so that the two cost so much less than it did, or in halves if that is not enough: pieces of x
-        and y tokens lack the 2 x y of the square of both."""
+        """Cuts a piece so that the two cost `less` less, or in halves: x and y tokens save 2 x y of the squares."""
         length, squares = self._lengths[index], less / self._room.quadratic_share
         apart = math.isqrt(max(0, length * length - math.ceil(2 * squares)))
         found.cost -= self._costs[length]
@@ -255,8 +253,7 @@ class Filling:
     # ---- evening out -------------------------------------------------------------------------------------------------
 
     def _even_out(self) -> None:
-        """The dearest one exchanges a document with the cheapest, or gives it one, whichever brings the two nearest to
-        each other: as long as they are apart and there is such an exchange."""
+        """Exchanges documents between the dearest and the cheapest microbatch while that brings them nearer."""
         apart, tried = EVEN * self.mean, 0
         while tried < EXCHANGES:
             by_cost = sorted(self.bins, key=lambda found: found.beside)
@@ -284,8 +281,7 @@ class Filling:
         return next((index for index in found.pieces if self._lengths[index] == length), None)
 
     def _exchange(self, rich: Bin, poor: Bin) -> tuple[float, int, int] | None:
-        """The best exchange: by how much it lowers the sum of squares, the length that is given, and that which is
-        taken for it; 0 for none."""
+        """The best exchange: gain in the sum of squares, the length given, and the length taken back (0: none)."""
         costs, gap, room = self._costs, rich.beside - poor.beside, self._room.tokens - poor.tokens
         ours, theirs = (sorted({self._lengths[index] for index in found.pieces}) for found in (rich, poor))
         best: tuple[float, int, int] | None = None
@@ -408,8 +404,7 @@ class Packing:
 
 
 def longest_piece(sequence: int) -> int:
-    """The tokens of a piece of a document that has to be cut, at most. A little less than may be: as many as fit into a
-    microbatch would leave no room beside them, and be dearer than anything else."""
+    """Longest piece of a document that has to be cut; a little less than fits, to leave room beside it."""
     return sequence - sequence // 64
 
 
@@ -498,8 +493,7 @@ class _Block:
         return None
 
     def sloping(self, flat: Filling) -> Filling | None:
-        """Microbatches of which the first cost what those before the block did, and the later ones by and by what the
-        block's text makes them cost; None where that step is small, or its text does not give such a slope."""
+        """Microbatches with costs from the last block's level to this one's; None if that is small or not possible."""
         step = self._level - flat.mean
         step = math.copysign(min(abs(step), STEEPEST * flat.mean), step)
         if abs(step) <= FLAT * flat.mean:
@@ -513,8 +507,7 @@ class _Block:
         return Filling(self._pieces, self._cut, poured, self._room, [0.0] * count)
 
     def _bound(self, found: Filling) -> float:
-        """What a microbatch may cost: hardly more than the mean, when all that cost more are made cheaper, and than the
-        block before."""
+        """Highest cost of a microbatch: hardly above the mean after lowering, and the level of the block before."""
         costs = [one.beside for one in found.bins]
         natural = mean = found.mean
         bound = math.inf
@@ -532,8 +525,7 @@ class _Block:
 
 
 def slope(step: float, count: int) -> list[float]:
-    """How much more than their mean so many microbatches are to cost: the first ones `step`, those of the second half
-    all the same, in steps of STRATA microbatches between."""
+    """Aims above the mean cost: `step` for the first microbatches, constant for the second half, falling between."""
     down = max(1, count // 2 // STRATA)
     aims = [step * max(-1 / 3, 1 - 4 / 3 * (place // STRATA + 0.5) / down) for place in range(count)]
     mean = math.fsum(aims) / count
