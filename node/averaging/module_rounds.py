@@ -76,11 +76,6 @@ class RoundNews:
         self._accused: list[Caught] = []
         self._began = self._told = 0.0
 
-    @property
-    def settled(self) -> RoundSettled | None:
-        """The latest round with us in it."""
-        return None if self._last is None else self._last[0]
-
     # ---- what happens ------------------------------------------------------------------------------------------------
 
     def restored(self, version: AnchorVersion) -> None:

@@ -51,13 +51,9 @@ class AttemptLog:
         """Names the next attempt."""
         # The number stays, so that pseudo-gradients do, until a version of it turned up or the attempts are too many.
         highest, attempt = self.highest
-        if number > highest:
-            return RoundId(module, number, 0, own)
-        return (
-            RoundId(module, highest, attempt + 1, own)
-            if attempt + 1 < ATTEMPTS
-            else RoundId(module, highest + 1, 0, own)
-        )
+        if number <= highest and attempt + 1 < ATTEMPTS:
+            return RoundId(module, highest, attempt + 1, own)
+        return RoundId(module, max(number, highest + 1), 0, own)
 
     def follow(self, attempt: RoundId) -> None:
         if attempt.number > self.highest[0]:
