@@ -179,10 +179,9 @@ async def swarm(manifest: Manifest, steps: int, model: Path, work: Path) -> dict
                 kit.tell(f"all serve after {time.monotonic() - begun:.0f} s")
                 tokenizer = model / "tokenizer.json"
                 exporting = asyncio.create_task(exported(str(together.link), work / "before", tokenizer))
-            if together.progress.is_over:
+            if together.progress.is_over and exporting is not None:
+                await exporting
                 together.request_stop()
-        assert exporting is not None
-        await exporting
     fetched = {event.module: event.total_bytes for event in seen if isinstance(event, CatchingUp)}
     return {"losses": [event.loss for event in seen if isinstance(event, Step)], "fetched_bytes": fetched}
 
@@ -226,7 +225,7 @@ def measure(options: Any) -> dict[str, Any]:
 
 
 def main() -> None:
-    kit.run(__doc__, measure, {"families": ["llama"], "steps": 3}, families=tuple(OWN), steps=20)
+    kit.run(__doc__, measure, {"families": ["llama"], "steps": 300}, families=tuple(OWN), steps=20)
 
 
 if __name__ == "__main__":
