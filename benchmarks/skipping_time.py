@@ -6,7 +6,7 @@ not equally fast.
 The model, the text and the loop are those of `benchmarks/skipping.py`: 12 stages, trained by the product's own loop
 (`node.solo.trainer`). A path skips a quarter or a third of them or none. `r` is the largest allowed ratio of visits
 between stages (`stages.visit_ratio`): at 1 all are visited equally often, at 1.5 weak ones less, by the shares that a
-data node deals (`swarm.routing.visit_shares`).
+data node deals (`swarm.routing.prices`).
 
 Time is emulated. Each stage after stage 0 has two replicas whose speeds are drawn by seed, log-uniformly from 1 to 4
 visits a second. A swarm whose windows are full launches as many microbatches per second as its first full stage lets
@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import math
 import statistics
@@ -46,8 +47,8 @@ from benchmarks.skipping import STAGES, Task, held_out_loss, manifest_of
 from node.data.feed import held_out_microbatches, open_documents
 from node.solo.trainer import SoloTrainer, WholeModel
 from swarm.routing.path_rules import PathRules
+from swarm.routing.prices import visit_shares
 from swarm.routing.stage_balance import all_stages
-from swarm.routing.visit_shares import VisitShares, best_shares, equal_shares, share_period
 
 REPLICAS: Final = 2
 FASTEST: Final = 4.0
@@ -63,11 +64,23 @@ class Arm:
     visited: int
     ratio: float
 
-    def shares(self, capacities: Sequence[float]) -> VisitShares:
-        """The shares that a data node would deal."""
-        rules = PathRules(STAGES, self.visited - 1, visit_ratio=self.ratio)
-        period = share_period(rules)
-        return equal_shares(rules) if period is None else best_shares(rules, capacities, period).value
+    def shares(self, capacities: Sequence[float]) -> list[float]:
+        """The shares of microbatches that a data node would send to each stage."""
+        return visit_shares(PathRules(STAGES, self.visited - 1, visit_ratio=self.ratio), capacities)
+
+
+def rate_of(shares: Sequence[float], capacities: Sequence[float]) -> float:
+    """Microbatches per second until the first stage is busy all the time."""
+    return min(capacity / share for capacity, share in zip(capacities, shares, strict=True))
+
+
+def stages_at(shares: Sequence[float], turn: int) -> tuple[int, ...]:
+    """The stages of microbatch `turn` by systematic sampling (Madow, 1949): the shares lie end to end on a line, and it
+    visits those in whose intervals its point and all points one further lie."""
+    point = turn * (5**0.5 - 1) / 2 % 1
+    ends = [0.0, *itertools.accumulate(shares)]
+    intervals = enumerate(itertools.pairwise(ends), start=1)
+    return tuple(stage for stage, (begin, end) in intervals if math.ceil(end - point) > math.ceil(begin - point))
 
 
 ARMS: Final = {
@@ -92,14 +105,14 @@ def measure(task: Task, seed: int, arm: Arm, on_step: Callable[[], None]) -> dic
     """
     speeds = capacities(seed)
     shares, full = arm.shares(speeds), ARMS["full"].shares(speeds)
-    rate, seconds = shares.rate(speeds), task.paths / full.rate(speeds)
+    rate, seconds = rate_of(shares, speeds), task.paths / rate_of(full, speeds)
     steps = int(seconds * rate / task.microbatches)
     own = dataclasses.replace(task, steps=steps)
     manifest = manifest_of(own, seed, arm.visited)
     documents = open_documents(manifest)
     texts = list(held_out_microbatches(manifest, task.held_out_microbatches, documents))
     model = WholeModel(manifest, torch.device("cpu"))
-    trainer = SoloTrainer(manifest, model, documents, shares.stages_at)
+    trainer = SoloTrainer(manifest, model, documents, lambda number: stages_at(shares, number))
     measured_at = {round(steps * point / POINTS) for point in range(POINTS + 1)}
     curve, told = [], 0
     for step in range(steps + 1):

@@ -39,19 +39,14 @@ swarm/pipeline: swarm/workload
 swarm/routing: swarm/experts swarm/membership swarm/workload
 node/lab/audit: node/observability
 protocol/identity: protocol/frames
-swarm/routing/plans: swarm/routing
-swarm/routing/negotiation: swarm/routing swarm/routing/plans
 protocol/manifest: protocol/identity
 protocol/transport: protocol/frames protocol/identity protocol/interfaces
-swarm/simulation: swarm/membership swarm/pipeline swarm/routing swarm/routing/negotiation
+swarm/simulation: swarm/membership swarm/pipeline swarm/routing
 node/experts: protocol/manifest swarm/experts
 protocol/nat: protocol/frames protocol/interfaces protocol/libp2p protocol/transport
-swarm/simulation/central: swarm/routing swarm/simulation
 node/data/formats: protocol/manifest
 node/data: node/data/formats node/experts protocol/manifest swarm/experts swarm/workload
 protocol/dht: protocol/identity protocol/interfaces protocol/libp2p protocol/nat protocol/transport
-swarm/simulation/baselines: swarm/routing swarm/routing/plans swarm/simulation swarm/simulation/central
-node/lab/simulation: swarm/routing swarm/simulation swarm/simulation/baselines swarm/simulation/central
 node/model/packed:
 node/model/optimizers: node/model/packed protocol/manifest
 node/model: node/data node/model/optimizers node/model/packed protocol/manifest swarm/membership swarm/pipeline
@@ -80,7 +75,7 @@ node/local_swarm: node/context node/data node/experts node/model node/observabil
     protocol/manifest swarm/pipeline swarm/workload
 node/routing: node/concurrency node/context node/data node/experts node/network node/observability
     node/pipeline protocol/interfaces protocol/manifest swarm/experts swarm/membership swarm/pipeline swarm/routing
-    swarm/routing/negotiation swarm/workload
+    swarm/workload
 node/solo: node/averaging/anchor node/checkpoint node/data node/experts node/model node/network node/observability
     node/pipeline node/start protocol/manifest swarm/experts swarm/routing
 node/averaging/audit: node/averaging/anchor node/averaging/exchange node/concurrency protocol/codecs protocol/identity
@@ -105,8 +100,8 @@ node/lab/chaos: node/averaging node/averaging/anchor node/averaging/exchange nod
     node/lab/emulation node/lab/experiment node/local_swarm node/network node/observability protocol/codecs
     protocol/identity protocol/interfaces protocol/transport swarm/pipeline
 node/lab/commands: node/cli/views node/context node/data node/lab/audit node/lab/chaos node/lab/doctor
-    node/lab/emulation node/lab/experiment node/lab/simulation node/lab/wan node/model node/network protocol/manifest
-    swarm/simulation
+    node/lab/emulation node/lab/experiment node/lab/wan node/model node/network protocol/manifest
+    swarm/routing swarm/simulation
 node: node/cli node/lab/commands
 """
 FOLDERS = {

@@ -16,8 +16,7 @@ from swarm.membership.membership import Membership
 from swarm.vocabulary.averaging_messages import RoundControl, RoundPiece, StateControl
 from swarm.vocabulary.errors import PeerError, Rejected
 from swarm.vocabulary.pipeline_messages import ControlMessage, MicrobatchControl, TensorMessage
-from swarm.vocabulary.routing_messages import LaneControl
-from swarm.vocabulary.types import ModuleId, PeerId
+from swarm.vocabulary.types import PeerId
 
 Answer = Callable[[PeerId, Question], Awaitable[bytes]]
 """Answers a peer's question, as `protocol.interfaces.transport.LinkHandler.answer`."""
@@ -30,7 +29,6 @@ TYPES: Final = {
     Topic.MICROBATCHES: frozenset(get_args(MicrobatchControl)),
     Topic.ROUNDS: frozenset(get_args(RoundControl)),
     Topic.STATE: frozenset(get_args(StateControl)),
-    Topic.LANES: frozenset(get_args(LaneControl)),
 }
 """The types of the small messages about each topic."""
 
@@ -51,8 +49,7 @@ class Dispatcher:
     """The dispatcher of a node's links: `protocol.interfaces.transport.LinkHandler`. What nobody has registered for is
     refused, or left out.
 
-    Only data nodes' word about lanes means anything, and about rounds only that of the other replicas of the own
-    module.
+    Only the other replicas of the own module have a say about rounds.
     """
 
     def __init__(self, own: LocalPeer, membership: Membership) -> None:
@@ -130,8 +127,6 @@ class Dispatcher:
                 return True
             case Topic.ROUNDS:
                 return self._is_replica(sender)
-            case Topic.LANES:
-                return self._membership.hosts(sender, ModuleId(0))
 
     def told(self, sender: PeerId, message: ControlMessage) -> None:
         receive = self._messages.get(type(message))

@@ -24,14 +24,13 @@ from node.experts.block_routers import BlockRouters
 from node.experts.table_learner import TableLearner
 from node.network.session import NetworkSession
 from node.observability.events import Continued, Load, MicrobatchCounts
-from node.observability.status import Account, RouteStatus
+from node.observability.status import Account, PathStatus, RouteStatus, StagePrice
 from node.pipeline.admission import path_rules
 from node.pipeline.data_worker import DataWorker, host_stage_zero
 from node.pipeline.microbatch_runner import MicrobatchRunner
 from node.routing.document_scoring import DocumentScoring
 from node.routing.evaluation import Departures, Evaluator, HeldOut
 from node.routing.launcher import DataNode, Texts, Training
-from node.routing.negotiation_runner import NegotiationRunner
 from node.routing.window_finder import WindowFinder
 from node.runtime.resharding import AgreedRouter, Resharding
 from node.runtime.resume import (
@@ -52,6 +51,7 @@ from swarm.pipeline.in_flight import Counts, FlightRules, Flights
 from swarm.routing.latency_attribution import PathTimes
 from swarm.routing.measured_times import MeasuredTimes
 from swarm.routing.planner import Planner
+from swarm.vocabulary.announcement import MAX_VISITED_STAGES
 from swarm.vocabulary.types import ModuleId, PeerId
 
 LAST_WORDS_S = 3.0
@@ -67,7 +67,8 @@ class DataRole:
         worker: DataWorker,
         runner: MicrobatchRunner,
         data_node: DataNode,
-        negotiation: NegotiationRunner,
+        planner: Planner,
+        times: MeasuredTimes,
         held_out: HeldOut,
         rounds: ModuleRounds,
         *,
@@ -79,7 +80,7 @@ class DataRole:
         self._session = session
         self._worker = worker
         self._data_node = data_node
-        self._negotiation = negotiation
+        self._planner, self._times = planner, times
         self._held_out = held_out
         self._has_experts = has_experts
         self._resharding = resharding
@@ -92,10 +93,9 @@ class DataRole:
 
     async def run(self) -> None:
         dispatcher, answers = self._session.dispatcher, {QuestionAbout.EVALUATE: self._held_out.answer}
-        with self._negotiation.receiving(dispatcher), dispatcher.registered(answers=answers):
+        with dispatcher.registered(answers=answers):
             async with task_scope() as tasks:
                 tasks.create_task(self._data_node.run())
-                tasks.create_task(self._negotiation.run())
                 tasks.create_task(self._wake_on_changes())
                 if self._resharding is not None:
                     tasks.create_task(self._resharding.scoring.run())
@@ -138,7 +138,7 @@ class DataRole:
             routes=_routes(progress.routes) if self._has_experts else None,
             scored=None if self._resharding is None else self._resharding.scoring.status(),
             measured=self._data_node.vouched.peers(),
-            paths=self._negotiation.describe(progress.stage_visits),
+            paths=_paths(self._planner, self._times),
             sizes=self._data_node.sizes.summary() if flights.counts.started else None,
             window=self._data_node.window.describe(),
             moments=moments_status(self._worker.stage.optimizer),
@@ -150,7 +150,6 @@ class DataRole:
         while True:
             await changed.wait()
             changed.clear()
-            self._negotiation.look_soon()
             self._data_node.wake()
 
 
@@ -173,9 +172,10 @@ async def data_role(given: ModuleContext, first: Anchor | None) -> AsyncIterator
     documents = await asyncio.to_thread(open_documents, manifest, given.text.value, given.router)
     membership, times = given.session.membership, MeasuredTimes(own.peer, manifest.microbatch_tokens)
     rules = _flight_rules(given.options, manifest)
-    paths, transport = path_rules(manifest), given.session.transport
-    negotiation = NegotiationRunner(own, membership, times, paths, rules.most_in_flight, transport)
-    planner = Planner(paths, membership, times, lambda: negotiation.lanes, lambda: negotiation.costs)
+    paths = path_rules(manifest)
+    planner = Planner(paths, membership, times)
+    if paths.skippable <= MAX_VISITED_STAGES:
+        own.visits = lambda: tuple(planner.prices.launched)
 
     def live_data_nodes() -> tuple[PeerId, ...]:
         replicas = membership.replicas(ModuleId(0), clock.monotonic())
@@ -218,12 +218,23 @@ async def data_role(given: ModuleContext, first: Anchor | None) -> AsyncIterator
             worker,
             runner,
             data_node,
-            negotiation,
+            planner,
+            times,
             held_out,
             rounds,
             has_experts=paths.has_experts,
             resharding=resharding,
         )
+
+
+def _paths(planner: Planner, times: MeasuredTimes) -> PathStatus:
+    prices = planner.prices
+    figures = zip(prices.launched, prices.shares, prices.excess, planner.stage_prices(), strict=True)
+    stages = {
+        str(stage): StagePrice(launched, round(share, 4), round(ahead, 1), round(price_s, 4))
+        for stage, (launched, share, ahead, price_s) in enumerate(figures, start=1)
+    }
+    return PathStatus(stages, {str(peer): round(seconds, 4) for peer, seconds in sorted(times.waiting_s().items())})
 
 
 def _by_module(counts: Mapping[ModuleId, int]) -> dict[str, int]:

@@ -30,12 +30,11 @@ from swarm.vocabulary.averaging_messages import RoundControl, SignedRoster, Stat
 from swarm.vocabulary.bounds import Detail, Length
 from swarm.vocabulary.errors import ProtocolViolation
 from swarm.vocabulary.pipeline_messages import ControlMessage, MicrobatchControl, TensorMessage
-from swarm.vocabulary.routing_messages import LaneControl
 from swarm.vocabulary.types import PeerId, RunId, VersionRange
 
 MAX_SMALL_FRAME_BYTES: Final = 72 * 1024
-"""Of every frame that is not a chunk: a path of 256 hops takes about 20 KiB, a roster of 256 members about 24 KiB, the
-offer of lanes to all data nodes at most 70 KiB, an answer 68 KiB."""
+"""Of every frame that is not a chunk: a path of 256 hops takes about 20 KiB, a roster of 256 members about 24 KiB, an
+answer 68 KiB."""
 
 MAX_AGE_MS: Final = 2**48
 
@@ -251,7 +250,6 @@ _TOPICS: Final = {
     **dict.fromkeys(get_args(MicrobatchControl), Topic.MICROBATCHES),
     **dict.fromkeys(get_args(RoundControl), Topic.ROUNDS),
     **dict.fromkeys(get_args(StateControl), Topic.STATE),
-    **dict.fromkeys(get_args(LaneControl), Topic.LANES),
 }
 _WITH_TENSOR: Final = get_args(TensorMessage)
 _BY_HAND: Final[dict[type, Converter]] = {
@@ -262,7 +260,6 @@ _BY_HAND: Final[dict[type, Converter]] = {
 }
 _NAMES: Final[dict[str, type]] = {
     **{kind.__name__: kind for kind in (Hello, Ping, Pong, Cancel, Farewell, *_WITH_TENSOR, *_TOPICS)},
-    **{f"Lane{kind.__name__}": kind for kind in get_args(LaneControl)},
     "Roster": SignedRoster,
     "Question": QuestionFrame,
     "Answer": AnswerFrame,

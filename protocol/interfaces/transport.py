@@ -127,7 +127,6 @@ class Topic(enum.Enum):
     MICROBATCHES = "microbatches"
     ROUNDS = "rounds"
     STATE = "state"
-    LANES = "lanes"
 
 
 class LinkHandler(Protocol):

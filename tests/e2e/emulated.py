@@ -23,7 +23,6 @@ from typing import Any
 
 import node.pipeline.stage_worker
 import node.runtime.stage_role
-from benchmarks.rule_planners import OURS
 from node.__main__ import main
 from node.pipeline.codec_selection import LinkCodecs
 from node.pipeline.data_worker import DataWorker
@@ -35,6 +34,7 @@ from protocol.manifest.manifest import Manifest
 from protocol.transport.grpc_streams import AcceptedStream, DialledStream
 from protocol.transport.grpc_transport import GrpcTransport
 from swarm.pipeline.custody_states import Work
+from swarm.simulation.arms import OURS
 from swarm.vocabulary.announcement import Speed
 from swarm.vocabulary.errors import ConfigError
 from swarm.vocabulary.types import Codec, MicrobatchId, PeerId, Reasoned
