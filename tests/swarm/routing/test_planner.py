@@ -51,9 +51,12 @@ def test_a_weak_stage_is_visited_less_where_the_rules_allow_it() -> None:
     peers = [announcement(f"p{stage}", stage, speed=speed) for stage, speed in speeds.items()]
     for ratio in (1.0, 1.5, 2.0):
         planner, _ = planner_with(*peers, rules=PathRules(5, 3, visit_ratio=ratio))
-        for number in range(600):
+        for number in range(1200):
+            if number == 600:  # until then prices rise
+                before = planner.prices.launched.copy()
             planner.plan(number, (), {}, number)
-        weak, others = planner.prices.launched[1], (1800 - planner.prices.launched[1]) / 3
+        visits = [now - then for now, then in zip(planner.prices.launched, before, strict=True)]
+        weak, others = visits[1], (sum(visits) - visits[1]) / 3
         assert others / weak == pytest.approx(ratio, rel=0.2)
 
 
