@@ -37,7 +37,6 @@ from node.pipeline.runner import slot_of
 from swarm.pipeline.compute_queue import ArrivalForecast, ComputeQueue, IdleWork, Priority
 from swarm.pipeline.custody_events import Work
 from swarm.pipeline.in_flight import FlightRules
-from swarm.routing.negotiation.negotiation_events import TalkRules
 from swarm.routing.path_rules import PathRules
 from swarm.simulation.pipeline_peer import Peer
 from swarm.simulation.pipeline_world import Ledger, World
@@ -89,7 +88,6 @@ class EmulatedGround:
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
         self.path_rules = PathRules(setting.stages + 1, setting.stages)
-        self.talk = TalkRules(microbatches=None)
         self.overhead_s = 0.0
         drawn, spread = random.Random(setting.seed), setting.spread
         self._slowness = {stage_peer(at): drawn.uniform(1 - spread, 1 + spread) for at in range(setting.stages + 1)}

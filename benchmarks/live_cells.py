@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.rule_planners import GREEDY, OURS, SWARM
 from node.local_swarm.setup import assign_modules
 from protocol.manifest.manifest import Manifest, manifest_from_table
+from swarm.routing.path_rules import PathRules
 from swarm.routing.stage_balance import ring_stages
+from swarm.simulation.arms import GREEDY, OURS, SWARM
 from swarm.vocabulary.types import ModuleId
 from tests.e2e.emulated import Spec
 from tests.e2e.small_run import small_run
@@ -216,7 +217,7 @@ class Ground:
     def round_trip_s(self, per_path: int) -> float:
         """Mean time without waiting of microbatches that take replicas in proportion to their speed."""
         stages = max(self.stages) + 1
-        sets = [ring_stages(stages, per_path, turn) for turn in range(stages - 1)]
+        sets = [ring_stages(PathRules(stages, per_path), turn) for turn in range(stages - 1)]
         trips = [self._trip_s(data_node, visited) for data_node in self.replicas(0) for visited in sets]
         return statistics.fmean(trips)
 

@@ -1,111 +1,72 @@
-"""Paths planned by the data nodes: what each part of the plan is worth, what planning costs, and what churn leaves of
-it. Pure simulation, on one core.
+"""Path choice in virtual time: the node's planner against other rules, over unlike problems.
 
-    python benchmarks/paths.py [--instances FILE...] [--regions FILE] [--seeds 3] [--sizes 100 1000]
-        [--attempts 1000] [--minutes 5]
+    python benchmarks/paths.py [--problems 22] [--instances FILE...] [--seeds 1] [--seconds 300]
+        [--arms ours swarm greedy] [--kill 0.2]
 
-`arms`: each instance, and one like it whose peers compute up to three times slower, by every contender of
-`benchmarks.paths_arms`: makespan, and the median over 20 worlds with every cost off by up to 5 %. `planning`: CPU time
-of this process. `deaths`: each peer but the data nodes dies in turn. `churn`: that share of all peers dies every
-minute. Without `--instances` and `--regions` it takes the small ones of the tests.
-
-Prints one JSON object; progress goes to stderr.
+Each run is `skipstone simulate`: the node's own machines on the computers and links of a problem, in both regimes
+(staleness 0: steps wait for each other; 1: data nodes launch freely). Prints one JSON object; progress goes to stderr.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import random
 import statistics
 import sys
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.paths_arms import decompose
-from benchmarks.paths_planning import after_each_death, growth_in_replicas, small_swarms, swarm_of_size, whole_plans
-from node.lab.simulation.simulate import read_instance
-from swarm.simulation.churn import run_churn, share_of_ideal
-from swarm.simulation.generate import Regions, regions_from_json
-from swarm.simulation.instance import Instance
+from node.lab.commands.simulate import Simulated, read_instance, simulated
+from swarm.simulation.arms import OURS, RULES
+from swarm.simulation.problems import problem
 
-SMALL_DATA: Final = Path(__file__).resolve().parent.parent / "tests" / "swarm" / "simulation"
-CHURN: Final = (0.1, 0.2, 0.5)
-SLOWEST: Final = 3.0
-UNEVEN_SEED: Final = 1
+REGIMES: Final = (0, 1)
 
 
-def uneven(instance: Instance, seed: int) -> Instance:
-    """The same swarm with peers that compute up to SLOWEST times slower, each by chance."""
-    rng = random.Random(seed)
-    forward = {peer: seconds * rng.uniform(1, SLOWEST) for peer, seconds in instance.costs.forward_s.items()}
-    return replace(instance, name=f"{instance.name}, uneven", costs=replace(instance.costs, forward_s=forward))
+def spread(run: Simulated) -> float:
+    """The most visited stage's visits less the least visited one's, over the mean."""
+    return (run.visits_most - run.visits_least) / max(1e-9, statistics.fmean(run.visits.values()))
 
 
-def churn(instance: Instance, minutes: float, seeds: Iterable[int]) -> dict[str, Any]:
-    """Completed microbatches as a share of what the compute that was alive does without churn; medians over seeds."""
-    seconds = 60 * minutes
-    rows = {}
-    calm = {seed: run_churn(instance, seconds, 0.0, seed) for seed in seeds}
-    for share in CHURN:
-        done = {seed: run_churn(instance, seconds, share, seed) for seed in calm}
-        visits = [max(one.accumulated.values()) / max(1, min(one.accumulated.values())) for one in done.values()]
-        rows[f"{share:.0%} a minute"] = {
-            "share_of_ideal": round(statistics.median(share_of_ideal(done[seed], calm[seed]) for seed in calm), 3),
-            "share_of_ideal_worst": round(min(share_of_ideal(done[seed], calm[seed]) for seed in calm), 3),
-            "alive": round(statistics.median(one.alive_share for one in done.values()), 3),
-            "completed": sum(one.completed for one in done.values()),
-            "abandoned": sum(one.abandoned for one in done.values()),
-            "repaired": sum(one.repaired for one in done.values()),
-            "duplicated": sum(one.duplicated for one in done.values()),
-            "most_over_least_visits": round(statistics.median(visits), 3),
-        }
-    calm_completed = sum(one.completed for one in calm.values())
-    return {"instance": instance.name, "minutes": minutes, "calm_completed": calm_completed, "rows": rows}
-
-
-def planning(
-    instances: Iterable[Instance], regions: Regions, sizes: Iterable[int], seeds: Iterable[int]
-) -> dict[str, Any]:
-    """All CPU times; an instance from a file is planned as often as there are seeds."""
-    report("planning")
-    small = {instance.name: whole_plans([instance for _ in seeds]) for instance in instances}
-    small |= small_swarms(regions, seeds)
-    by_size = []
-    for size in sizes:
-        report(f"planning for {size} peers")
-        by_size.append(swarm_of_size(size, regions, seeds))
-    return {"whole_plans": small, "by_size": by_size, "growth_in_replicas": growth_in_replicas(regions, seeds)}
-
-
-def report(what: str) -> None:
-    print(what, file=sys.stderr, flush=True)
+def compared(runs: Sequence[Simulated]) -> dict[str, Any]:
+    """Our pace over each other arm's: geometric mean and least, by regime; and the mean spread of visits."""
+    found: dict[str, Any] = {}
+    for arm in dict.fromkeys(run.arm for run in runs):
+        for regime in REGIMES:
+            mine = {(r.instance, r.seed): r for r in runs if (r.arm, r.staleness) == (OURS, regime)}
+            theirs = {(r.instance, r.seed): r for r in runs if (r.arm, r.staleness) == (arm, regime)}
+            ratios = [mine[key].completed / max(1, theirs[key].completed) for key in mine.keys() & theirs.keys()]
+            if ratios:
+                found[f"{arm}, staleness {regime}"] = {
+                    "ours_over_it": round(statistics.geometric_mean(max(1e-9, ratio) for ratio in ratios), 4),
+                    "least": round(min(ratios), 4),
+                    "spread": round(statistics.fmean(spread(run) for run in theirs.values()), 4),
+                }
+    return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--instances", type=Path, nargs="+", default=[SMALL_DATA / "twenty_peers.json"])
-    parser.add_argument("--regions", type=Path, default=SMALL_DATA / "four_regions.json")
-    parser.add_argument("--seeds", type=int, default=3, help="how many seeds medians are over")
-    parser.add_argument("--sizes", type=int, nargs="+", default=[100, 1000])
-    parser.add_argument("--attempts", type=int, default=1000, help="changes that the central search tries")
-    parser.add_argument("--minutes", type=float, default=5.0, help="virtual minutes of churn")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--problems", type=int, default=22, help="generated problems: 1 to so many")
+    parser.add_argument("--instances", type=Path, nargs="*", default=[], help="problems as JSON")
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=300.0, help="virtual seconds of each run")
+    parser.add_argument("--arms", nargs="+", default=list(RULES))
+    parser.add_argument("--kill", type=float, default=0.0, help="share of the peers that die each minute")
     options = parser.parse_args()
-    instances = [read_instance(path) for path in options.instances]
-    regions = regions_from_json(json.loads(options.regions.read_text(encoding="utf-8")))
-    seeds = range(1, options.seeds + 1)
-    everyone = [*instances, *(uneven(instance, UNEVEN_SEED) for instance in instances)]
-    result = {
-        "arms": [decompose(instance, options.attempts, report) for instance in everyone],
-        "planning": planning(instances, regions, options.sizes, seeds),
-        "deaths": [after_each_death(instance, seeds) for instance in everyone],
-        "churn": [churn(instance, options.minutes, seeds) for instance in everyone],
-    }
-    print(json.dumps(result))
+    everything = [*map(read_instance, options.instances), *map(problem, range(1, options.problems + 1))]
+    runs = []
+    for one in everything:
+        for seed in range(1, options.seeds + 1):
+            for regime in REGIMES:
+                for arm in options.arms:
+                    runs.append(simulated(one, arm, options.seconds, seed, regime, options.kill))
+                    print(f"{one.name}, {arm}, staleness {regime}: {runs[-1].completed}", file=sys.stderr, flush=True)
+    print(json.dumps({"benchmark": "paths", "compared": compared(runs), "runs": [asdict(run) for run in runs]}))
 
 
 if __name__ == "__main__":

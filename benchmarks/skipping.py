@@ -17,11 +17,13 @@ loss of full paths (null: never). `summary` has medians over the seeds.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any, Final
@@ -38,8 +40,8 @@ from node.pipeline.admission import path_rules
 from node.solo.trainer import ChooseStages, SoloTrainer, WholeModel, planned_stages
 from protocol.manifest.manifest import Manifest
 from swarm.routing.path_rules import PathRules
+from swarm.routing.prices import visit_shares
 from swarm.routing.stage_balance import all_stages, ring_of_subsets, spread_stages
-from swarm.routing.visit_shares import VisitShares, best_shares, equal_shares, share_period
 
 STAGES: Final = 12
 HALF: Final = PathRules(STAGES, STAGES // 2 - 1)
@@ -174,12 +176,24 @@ TIMED_ARMS: Final = {
 """How many stages a path visits, and the largest ratio of visits."""
 
 
-def shares_of(name: str, capacities: Sequence[float]) -> VisitShares:
-    """The shares that a data node would deal."""
+def shares_of(name: str, capacities: Sequence[float]) -> list[float]:
+    """The shares of microbatches that a data node would send to each stage."""
     visited, ratio = TIMED_ARMS[name]
-    rules = PathRules(STAGES, visited - 1, visit_ratio=ratio)
-    period = share_period(rules)
-    return equal_shares(rules) if period is None else best_shares(rules, capacities, period).value
+    return visit_shares(PathRules(STAGES, visited - 1, visit_ratio=ratio), capacities)
+
+
+def rate_of(shares: Sequence[float], capacities: Sequence[float]) -> float:
+    """Microbatches per second until the first stage is busy all the time."""
+    return min(capacity / share for capacity, share in zip(capacities, shares, strict=True))
+
+
+def stages_at(shares: Sequence[float], turn: int) -> tuple[int, ...]:
+    """The stages of microbatch `turn` by systematic sampling (Madow, 1949): the shares lie end to end on a line, and it
+    visits those in whose intervals its point and all points one further lie."""
+    point = turn * (5**0.5 - 1) / 2 % 1
+    ends = [0.0, *itertools.accumulate(shares)]
+    intervals = enumerate(itertools.pairwise(ends), start=1)
+    return tuple(stage for stage, (begin, end) in intervals if math.ceil(end - point) > math.ceil(begin - point))
 
 
 def capacities(seed: int) -> list[float]:
@@ -192,10 +206,10 @@ def at_equal_time(task: Task, seed: int, name: str) -> dict[str, Any]:
     """Trains one arm for as many seconds as full paths need for the task's steps."""
     speeds = capacities(seed)
     shares, full = shares_of(name, speeds), shares_of("full", speeds)
-    rate, seconds = shares.rate(speeds), task.paths / full.rate(speeds)
+    rate, seconds = rate_of(shares, speeds), task.paths / rate_of(full, speeds)
     steps = int(seconds * rate / task.microbatches)
     manifest = manifest_of(dataclasses.replace(task, steps=steps), seed, TIMED_ARMS[name][0])
-    trained = Trained(manifest, shares.stages_at, task.held_out_microbatches)
+    trained = Trained(manifest, partial(stages_at, shares), task.held_out_microbatches)
     measured_at = {round(steps * point / POINTS) for point in range(POINTS + 1)}
     curve = []
     for step in range(steps + 1):
@@ -205,8 +219,8 @@ def at_equal_time(task: Task, seed: int, name: str) -> dict[str, Any]:
             curve.append([round(step * task.microbatches / rate, 2), trained.loss([all_stages(STAGES)])])
     return {
         "microbatches_per_s": rate,
-        "most_visits": max(shares.visits) / shares.of,
-        "least_visits": min(shares.visits) / shares.of,
+        "most_visits": max(shares),
+        "least_visits": min(shares),
         "steps": steps,
         "loss": curve[-1][1],
         "curve": curve,

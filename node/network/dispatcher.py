@@ -14,8 +14,7 @@ from swarm.membership.membership import Membership
 from swarm.vocabulary.averaging_messages import RoundControl, RoundPiece, StateControl
 from swarm.vocabulary.errors import PeerError, Rejected
 from swarm.vocabulary.pipeline_messages import ControlMessage, MicrobatchControl, TensorMessage
-from swarm.vocabulary.routing_messages import LaneControl
-from swarm.vocabulary.types import ModuleId, PeerId
+from swarm.vocabulary.types import PeerId
 
 Answer = Callable[[PeerId, Question], Awaitable[bytes]]
 """Answers a peer's question, as `protocol.interfaces.transport.LinkHandler.answer`."""
@@ -28,7 +27,6 @@ TYPES: Final = {
     Topic.MICROBATCHES: frozenset(get_args(MicrobatchControl)),
     Topic.ROUNDS: frozenset(get_args(RoundControl)),
     Topic.STATE: frozenset(get_args(StateControl)),
-    Topic.LANES: frozenset(get_args(LaneControl)),
 }
 """The types of the small messages about each topic."""
 
@@ -121,8 +119,6 @@ class Dispatcher:
                 return True
             case Topic.ROUNDS:
                 return self._is_replica(sender)
-            case Topic.LANES:
-                return self._membership.hosts(sender, ModuleId(0))
 
     def told(self, sender: PeerId, message: ControlMessage) -> None:
         receive = self._messages.get(type(message))

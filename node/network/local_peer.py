@@ -42,6 +42,8 @@ class LocalPeer:
     """The room that it has for a module (`swarm.membership.room.Room.announced`), of the machine's memory."""
     device_bytes: int = 0
     """Of its compute device's own."""
+    visits: Callable[[], tuple[int, ...]] = tuple
+    """Launched visits by stage, of a data node."""
     incarnation: int = field(init=False)
     """When this life began, for others to tell it from the one before."""
     _sequence: int = field(default=0, init=False)
@@ -55,7 +57,7 @@ class LocalPeer:
     def take(self, module: ModuleId) -> None:
         """Takes a module; what is known of its replica here is still to come."""
         self.state, self.module = PeerState.JOINING, module
-        self.slots, self.used_slots = 0, lambda: 0
+        self.slots, self.used_slots, self.visits = 0, lambda: 0, tuple
         self.speed, self.steps, self.anchor = NO_SPEED, 0, None
 
     def announcement(self) -> Announcement:
@@ -85,6 +87,7 @@ class LocalPeer:
             relay=self.relay,
             memory_bytes=self.memory_bytes,
             device_bytes=self.device_bytes,
+            visits=self.visits(),
         )
 
 

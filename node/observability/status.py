@@ -113,38 +113,27 @@ class CodecStatus:
 
 
 @dataclass(frozen=True, slots=True)
-class LaneStatus:
-    """A path that a data node uses in turn with others."""
+class StagePrice:
+    """A stage as a data node's planner sees it."""
 
-    stages: tuple[int, ...]
-    skipped: tuple[int, ...] = ()
-    peers: tuple[str, ...] = ()
-    """One for each of `stages`."""
-    round_trip_s: float | None = None
-    """When nobody waits; None when it is not known."""
-
-
-@dataclass(frozen=True, slots=True)
-class ShareStatus:
-    """The shares of a data node's microbatches that visit each stage, by stage."""
-
-    wanted: dict[str, float] = field(default_factory=dict)
-    made: dict[str, float] = field(default_factory=dict)
-    """Of those completed since the start: after a change, and where lanes were traded, not what is wanted now."""
-    reason: str = ""
-    """Of what is wanted."""
+    launched: int = 0
+    """Visits of this data node's microbatches."""
+    share: float = 0.0
+    """Share of the microbatches that should visit the stage."""
+    ahead: float = 0.0
+    """Visits beyond its share that it has had from all data nodes, as far as this one knows."""
+    price_s: float = 0.0
+    """What a visit costs beyond links and computing."""
 
 
 @dataclass(frozen=True, slots=True)
 class PathStatus:
-    """The paths of a data node's microbatches."""
+    """The choice of a data node's paths."""
 
-    talk: str = ""
-    lanes: tuple[LaneStatus, ...] = ()
+    stages: dict[str, StagePrice] = field(default_factory=dict)
+    """By stage after stage 0."""
     waiting_s: dict[str, float] = field(default_factory=dict)
     """By peer: how long a microbatch waits there before it is computed."""
-    shares: ShareStatus | None = field(default=None, metadata=LEFT_OUT)
-    """None before the first lanes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,20 +16,13 @@ from swarm.vocabulary.errors import ProtocolViolation
 from swarm.vocabulary.pipeline_messages import Backward, Forward, MicrobatchTensor, Purpose
 from swarm.vocabulary.types import Codec, ModuleId, PeerId, short
 
-STEPS_BACK = 2
-"""That a path may take under `reordering = "adjacent"`, each to the stage just before the highest visited; as in
-SkipPipe's schedules (arXiv 2502.19913)."""
-
 
 def path_rules(manifest: Manifest) -> PathRules:
     """The run's rules for paths."""
     stages = manifest.stages
-    back = STEPS_BACK if stages.reordering == "adjacent" else 0
     return PathRules(
         stages.count,
         stages.visited_per_path,
-        max_back_stops=back,
-        max_back_distance=back,
         visit_ratio=stages.visit_ratio,
         experts=stages.experts_of_each if stages.has_experts else (),
     )

@@ -19,13 +19,12 @@ from node.context.options import NodeOptions
 from node.data.feed import START, Prefetcher, ReadingPosition, TrainingFeed, open_documents
 from node.network.session import NetworkSession
 from node.observability.events import Continued, Load, MicrobatchCounts
-from node.observability.status import Account, RouteStatus
+from node.observability.status import Account, PathStatus, RouteStatus, StagePrice
 from node.pipeline.admission import path_rules
 from node.pipeline.runner import MicrobatchRunner
 from node.pipeline.worker import DataWorker, host_stage_zero
 from node.routing.evaluation import Departures, Evaluator, HeldOut
 from node.routing.launcher import DataNode, Training
-from node.routing.negotiation_runner import NegotiationRunner
 from node.routing.window_finder import WindowFinder
 from node.runtime.resume import (
     NUMBERS,
@@ -45,6 +44,7 @@ from swarm.pipeline.in_flight import Counts, FlightRules, Flights
 from swarm.routing.latency_attribution import PathTimes
 from swarm.routing.measured_times import MeasuredTimes
 from swarm.routing.planner import Planner
+from swarm.vocabulary.announcement import MAX_VISITED_STAGES
 from swarm.vocabulary.types import ModuleId, PeerId
 
 LAST_WORDS_S = 3.0
@@ -60,7 +60,8 @@ class DataRole:
         worker: DataWorker,
         runner: MicrobatchRunner,
         data_node: DataNode,
-        negotiation: NegotiationRunner,
+        planner: Planner,
+        times: MeasuredTimes,
         held_out: HeldOut,
         rounds: ModuleRounds,
         *,
@@ -71,7 +72,7 @@ class DataRole:
         self._session = session
         self._worker = worker
         self._data_node = data_node
-        self._negotiation = negotiation
+        self._planner, self._times = planner, times
         self._held_out = held_out
         self._has_experts = has_experts
 
@@ -81,10 +82,9 @@ class DataRole:
 
     async def run(self) -> None:
         dispatcher, answers = self._session.dispatcher, {QuestionAbout.EVALUATE: self._held_out.answer}
-        with self._negotiation.receiving(dispatcher), dispatcher.registered(answers=answers):
+        with dispatcher.registered(answers=answers):
             async with task_scope() as tasks:
                 tasks.create_task(self._data_node.run())
-                tasks.create_task(self._negotiation.run())
                 tasks.create_task(self._wake_on_changes())
 
     async def drain(self, patience_s: float) -> None:
@@ -124,7 +124,7 @@ class DataRole:
             rerouted=_by_module(progress.routes.rerouted) if self._has_experts else None,
             routes=_routes(progress.routes) if self._has_experts else None,
             measured=self._data_node.vouched.peers(),
-            paths=self._negotiation.describe(progress.stage_visits),
+            paths=_paths(self._planner, self._times),
             sizes=self._data_node.sizes.summary() if flights.counts.started else None,
             window=self._data_node.window.describe(),
             moments=moments_status(self._worker.stage.optimizer),
@@ -136,7 +136,6 @@ class DataRole:
         while True:
             await changed.wait()
             changed.clear()
-            self._negotiation.look_soon()
             self._data_node.wake()
 
 
@@ -159,9 +158,10 @@ async def data_role(given: ModuleContext, first: Anchor | None) -> AsyncIterator
     documents = await asyncio.to_thread(open_documents, manifest, given.text.value, given.router)
     membership, times = given.session.membership, MeasuredTimes(own.peer, manifest.microbatch_tokens)
     rules = _flight_rules(given.options, manifest)
-    paths, transport = path_rules(manifest), given.session.transport
-    negotiation = NegotiationRunner(own, membership, times, paths, rules.most_in_flight, transport)
-    planner = Planner(paths, membership, times, lambda: negotiation.lanes, lambda: negotiation.costs)
+    paths = path_rules(manifest)
+    planner = Planner(paths, membership, times)
+    if paths.skippable <= MAX_VISITED_STAGES:
+        own.visits = lambda: tuple(planner.prices.launched)
 
     def live_data_nodes() -> tuple[PeerId, ...]:
         replicas = membership.replicas(ModuleId(0), clock.monotonic())
@@ -194,11 +194,22 @@ async def data_role(given: ModuleContext, first: Anchor | None) -> AsyncIterator
             worker,
             runner,
             data_node,
-            negotiation,
+            planner,
+            times,
             held_out,
             rounds,
             has_experts=paths.has_experts,
         )
+
+
+def _paths(planner: Planner, times: MeasuredTimes) -> PathStatus:
+    prices = planner.prices
+    figures = zip(prices.launched, prices.shares, prices.excess, planner.stage_prices(), strict=True)
+    stages = {
+        str(stage): StagePrice(launched, round(share, 4), round(ahead, 1), round(price_s, 4))
+        for stage, (launched, share, ahead, price_s) in enumerate(figures, start=1)
+    }
+    return PathStatus(stages, {str(peer): round(seconds, 4) for peer, seconds in sorted(times.waiting_s().items())})
 
 
 def _by_module(counts: Mapping[ModuleId, int]) -> dict[str, int]:

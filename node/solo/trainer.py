@@ -41,7 +41,7 @@ from node.solo.solo_checkpoint import CheckpointPlan, Hosted, SoloReplica, load_
 from node.start.cut_model import CutModel
 from protocol.manifest.manifest import Manifest
 from swarm.experts.routes import module_at
-from swarm.routing.planner import visited_stages
+from swarm.routing.stage_balance import ring_stages
 from swarm.vocabulary.errors import ConfigError, ResourceExhausted, StateError
 from swarm.vocabulary.statistics import Ewma
 from swarm.vocabulary.types import MicrobatchId, ModuleId, PeerId, Route
@@ -230,7 +230,7 @@ ChooseStages = Callable[[int], Sequence[int]]
 def planned_stages(manifest: Manifest) -> ChooseStages:
     """The stages of a path, as the planner of a data node chooses them."""
     rules = path_rules(manifest)
-    return lambda number: visited_stages(rules, number)
+    return lambda number: ring_stages(rules, number)
 
 
 class SoloTrainer:

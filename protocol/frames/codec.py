@@ -10,7 +10,7 @@ asked for its `fault`, if it has such a method. All of this is worked out once f
 | float `x_s` | a double; or a whole number, `x_ms` or `x_us` |
 | str | a text for people: cut to its length when it is written, made printable when it is read |
 | an enum | its value |
-| PeerId | a text; or a number, its place in the field `peers`, where the message around names each peer once |
+| PeerId | a text |
 | a dataclass | a message, without what it inherits from the message around; LinkRate is a number |
 | a tuple | a repeated field |
 | a frozenset | a repeated field in rising order, so that nothing comes twice |
@@ -35,12 +35,10 @@ from protocol.generated import link_pb2 as wire
 from swarm.vocabulary.averaging_messages import LinkRate
 from swarm.vocabulary.bounds import Distinct, Inherits, Length, Range, Rising
 from swarm.vocabulary.errors import ProtocolViolation
-from swarm.vocabulary.routing_messages import MAX_PEERS
 from swarm.vocabulary.types import AnchorVersion, PeerId
 
 Around = Any
-"""Values that the surrounding message gives to all its parts, or its peers: a dict while writing, a sequence while
-reading."""
+"""Values that the surrounding message gives to all its parts, by name."""
 MessageType = Any
 """The descriptor of a message of link.proto."""
 Convert = Callable[[Any, Around], Any]
@@ -68,9 +66,7 @@ def converter(kind: Any, message: MessageType, inherited: tuple[str, ...] = ()) 
     whole = _field_by_field(kind, fields, parts, maybe, inherited)
     bounds = [bound for hint in hints.values() for bound in getattr(hint, "__metadata__", ())]
     once = {name: parts[name].read for bound in bounds if isinstance(bound, Inherits) for name in bound.fields}
-    if once:
-        return _saying_once(whole, once)
-    return _with_peers(whole, message.fields_by_name["peers"]) if "peers" in message.fields_by_name else whole
+    return _saying_once(whole, once) if once else whole
 
 
 def _field_by_field(
@@ -169,16 +165,6 @@ def _saying_once(fields: Converter, once: dict[str, Convert]) -> Converter:
     )
 
 
-def _with_peers(fields: Converter, field: Any) -> Converter:
-    named = field_converter(Annotated[tuple[PeerId, ...], Length(0, MAX_PEERS), Distinct()], field, "peers")
-
-    def write(value: Any, _: Around) -> dict[str, Any]:
-        places: dict[PeerId, int] = {}
-        return {**fields.write(value, places), "peers": places}
-
-    return Converter(write, lambda said, _: fields.read(said, named.read(said.peers, None)))
-
-
 # ---- one field ------------------------------------------------------------------------------------------------------
 
 
@@ -245,7 +231,7 @@ def _measured() -> Converter:
 def _scalar(kind: Any, bounds: Sequence[Any], field: Any, where: str) -> Converter:
     check = _bounded(bounds, where)
     if kind is PeerId:
-        return _PLACE if field.type == field.TYPE_UINT32 else Converter(_as_is, lambda text, _: checked_peer(text))
+        return Converter(_as_is, lambda text, _: checked_peer(text))
     if isinstance(kind, enum.EnumMeta):
         return _enum(kind, where)
     if kind is str:
@@ -290,15 +276,6 @@ def _bounded(bounds: Sequence[Any], where: str) -> Convert:
         raise ProtocolViolation(f"{where} has a length of {len(value)}; {least} to {most} are allowed")
 
     return in_range if isinstance(bound, Range) else of_length
-
-
-def _peer_at(place: int, peers: Sequence[PeerId]) -> PeerId:
-    if place >= len(peers):
-        raise ProtocolViolation(f"peer {place} of {len(peers)} is nobody")
-    return peers[place]
-
-
-_PLACE: Final = Converter(lambda peer, places: places.setdefault(peer, len(places)), _peer_at)
 
 
 _LARGEST: Final = 2**32 - 1

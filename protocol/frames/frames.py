@@ -37,7 +37,6 @@ from swarm.vocabulary.pipeline_messages import (
     Settled,
     TensorMessage,
 )
-from swarm.vocabulary.routing_messages import LaneControl
 from swarm.vocabulary.types import MAX_HOPS, Hop, MicrobatchId, ModuleId, Path, PeerId, RunId, SignedRoute, VersionRange
 
 MAX_LIFETIME_MS: Final = 3_600_000
@@ -131,8 +130,8 @@ _ALONG_A_PATH: Final[dict[type, Converter]] = {
 
 
 MAX_SMALL_FRAME_BYTES: Final = 72 * 1024
-"""Of every frame that is not a chunk: a path of 256 hops takes about 20 KiB, a roster of 256 members about 24 KiB, the
-offer of lanes to all data nodes at most 70 KiB, an answer 68 KiB."""
+"""Of every frame that is not a chunk: a path of 256 hops takes about 20 KiB, a roster of 256 members about 24 KiB, an
+answer 68 KiB."""
 
 MAX_AGE_MS: Final = 2**48
 
@@ -339,7 +338,6 @@ _TOPICS: Final = {
     **dict.fromkeys(get_args(MicrobatchControl), Topic.MICROBATCHES),
     **dict.fromkeys(get_args(RoundControl), Topic.ROUNDS),
     **dict.fromkeys(get_args(StateControl), Topic.STATE),
-    **dict.fromkeys(get_args(LaneControl), Topic.LANES),
 }
 _WITH_TENSOR: Final = get_args(TensorMessage)
 _BY_HAND: Final[dict[type, Converter]] = {
@@ -350,7 +348,6 @@ _BY_HAND: Final[dict[type, Converter]] = {
 }
 _NAMES: Final[dict[str, type]] = {
     **{kind.__name__: kind for kind in (Hello, Ping, Pong, Cancel, Farewell, *_WITH_TENSOR, *_TOPICS)},
-    **{f"Lane{kind.__name__}": kind for kind in get_args(LaneControl)},
     "Roster": SignedRoster,
     "Question": QuestionFrame,
     "Answer": AnswerFrame,

@@ -56,7 +56,7 @@ FORWARD: Direction
 BACKWARD: Direction
 
 class Frame(_message.Message):
-    __slots__ = ("hello", "chunk", "ping", "pong", "cancel", "farewell", "forward", "backward", "receipt", "stranded", "close", "question", "answer", "announcement", "progress", "invitation", "accepting", "entry", "declined", "roster", "contribution", "reduced", "pulse", "prepared", "commit", "dissolved", "state_request", "state_chunk", "state_refused", "recall", "settled", "unsettled", "lane_told", "lane_heard", "lane_offer", "lane_accept", "lane_decline", "lane_abandon", "audit_request", "evidence", "audit_refused", "accusation")
+    __slots__ = ("hello", "chunk", "ping", "pong", "cancel", "farewell", "forward", "backward", "receipt", "stranded", "close", "question", "answer", "announcement", "progress", "invitation", "accepting", "entry", "declined", "roster", "contribution", "reduced", "pulse", "prepared", "commit", "dissolved", "state_request", "state_chunk", "state_refused", "recall", "settled", "unsettled", "audit_request", "evidence", "audit_refused", "accusation")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
     PING_FIELD_NUMBER: _ClassVar[int]
@@ -89,12 +89,6 @@ class Frame(_message.Message):
     RECALL_FIELD_NUMBER: _ClassVar[int]
     SETTLED_FIELD_NUMBER: _ClassVar[int]
     UNSETTLED_FIELD_NUMBER: _ClassVar[int]
-    LANE_TOLD_FIELD_NUMBER: _ClassVar[int]
-    LANE_HEARD_FIELD_NUMBER: _ClassVar[int]
-    LANE_OFFER_FIELD_NUMBER: _ClassVar[int]
-    LANE_ACCEPT_FIELD_NUMBER: _ClassVar[int]
-    LANE_DECLINE_FIELD_NUMBER: _ClassVar[int]
-    LANE_ABANDON_FIELD_NUMBER: _ClassVar[int]
     AUDIT_REQUEST_FIELD_NUMBER: _ClassVar[int]
     EVIDENCE_FIELD_NUMBER: _ClassVar[int]
     AUDIT_REFUSED_FIELD_NUMBER: _ClassVar[int]
@@ -131,17 +125,11 @@ class Frame(_message.Message):
     recall: Recall
     settled: Settled
     unsettled: Unsettled
-    lane_told: LaneTold
-    lane_heard: LaneHeard
-    lane_offer: LaneOffer
-    lane_accept: LaneAccept
-    lane_decline: LaneDecline
-    lane_abandon: LaneAbandon
     audit_request: AuditRequest
     evidence: Evidence
     audit_refused: AuditRefused
     accusation: Accusation
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., farewell: _Optional[_Union[Farewell, _Mapping]] = ..., forward: _Optional[_Union[Forward, _Mapping]] = ..., backward: _Optional[_Union[Backward, _Mapping]] = ..., receipt: _Optional[_Union[Receipt, _Mapping]] = ..., stranded: _Optional[_Union[Stranded, _Mapping]] = ..., close: _Optional[_Union[Close, _Mapping]] = ..., question: _Optional[_Union[Question, _Mapping]] = ..., answer: _Optional[_Union[Answer, _Mapping]] = ..., announcement: _Optional[bytes] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., invitation: _Optional[_Union[Invitation, _Mapping]] = ..., accepting: _Optional[_Union[Accepting, _Mapping]] = ..., entry: _Optional[_Union[Entry, _Mapping]] = ..., declined: _Optional[_Union[Declined, _Mapping]] = ..., roster: _Optional[_Union[Roster, _Mapping]] = ..., contribution: _Optional[_Union[Contribution, _Mapping]] = ..., reduced: _Optional[_Union[Reduced, _Mapping]] = ..., pulse: _Optional[_Union[Pulse, _Mapping]] = ..., prepared: _Optional[_Union[Prepared, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., dissolved: _Optional[_Union[Dissolved, _Mapping]] = ..., state_request: _Optional[_Union[StateRequest, _Mapping]] = ..., state_chunk: _Optional[_Union[StateChunk, _Mapping]] = ..., state_refused: _Optional[_Union[StateRefused, _Mapping]] = ..., recall: _Optional[_Union[Recall, _Mapping]] = ..., settled: _Optional[_Union[Settled, _Mapping]] = ..., unsettled: _Optional[_Union[Unsettled, _Mapping]] = ..., lane_told: _Optional[_Union[LaneTold, _Mapping]] = ..., lane_heard: _Optional[_Union[LaneHeard, _Mapping]] = ..., lane_offer: _Optional[_Union[LaneOffer, _Mapping]] = ..., lane_accept: _Optional[_Union[LaneAccept, _Mapping]] = ..., lane_decline: _Optional[_Union[LaneDecline, _Mapping]] = ..., lane_abandon: _Optional[_Union[LaneAbandon, _Mapping]] = ..., audit_request: _Optional[_Union[AuditRequest, _Mapping]] = ..., evidence: _Optional[_Union[Evidence, _Mapping]] = ..., audit_refused: _Optional[_Union[AuditRefused, _Mapping]] = ..., accusation: _Optional[_Union[Accusation, _Mapping]] = ...) -> None: ...
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., farewell: _Optional[_Union[Farewell, _Mapping]] = ..., forward: _Optional[_Union[Forward, _Mapping]] = ..., backward: _Optional[_Union[Backward, _Mapping]] = ..., receipt: _Optional[_Union[Receipt, _Mapping]] = ..., stranded: _Optional[_Union[Stranded, _Mapping]] = ..., close: _Optional[_Union[Close, _Mapping]] = ..., question: _Optional[_Union[Question, _Mapping]] = ..., answer: _Optional[_Union[Answer, _Mapping]] = ..., announcement: _Optional[bytes] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., invitation: _Optional[_Union[Invitation, _Mapping]] = ..., accepting: _Optional[_Union[Accepting, _Mapping]] = ..., entry: _Optional[_Union[Entry, _Mapping]] = ..., declined: _Optional[_Union[Declined, _Mapping]] = ..., roster: _Optional[_Union[Roster, _Mapping]] = ..., contribution: _Optional[_Union[Contribution, _Mapping]] = ..., reduced: _Optional[_Union[Reduced, _Mapping]] = ..., pulse: _Optional[_Union[Pulse, _Mapping]] = ..., prepared: _Optional[_Union[Prepared, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., dissolved: _Optional[_Union[Dissolved, _Mapping]] = ..., state_request: _Optional[_Union[StateRequest, _Mapping]] = ..., state_chunk: _Optional[_Union[StateChunk, _Mapping]] = ..., state_refused: _Optional[_Union[StateRefused, _Mapping]] = ..., recall: _Optional[_Union[Recall, _Mapping]] = ..., settled: _Optional[_Union[Settled, _Mapping]] = ..., unsettled: _Optional[_Union[Unsettled, _Mapping]] = ..., audit_request: _Optional[_Union[AuditRequest, _Mapping]] = ..., evidence: _Optional[_Union[Evidence, _Mapping]] = ..., audit_refused: _Optional[_Union[AuditRefused, _Mapping]] = ..., accusation: _Optional[_Union[Accusation, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("peer", "run", "lowest_version", "highest_version", "announcement", "incarnation", "age_ms")
@@ -648,90 +636,6 @@ class StateRefused(_message.Message):
     chunks: _containers.RepeatedScalarFieldContainer[int]
     reason: StateRefused.Reason
     def __init__(self, module: _Optional[_Union[ModuleId, _Mapping]] = ..., digest: _Optional[bytes] = ..., chunks: _Optional[_Iterable[int]] = ..., reason: _Optional[_Union[StateRefused.Reason, str]] = ...) -> None: ...
-
-class Lane(_message.Message):
-    __slots__ = ("route", "stages", "alone_s")
-    ROUTE_FIELD_NUMBER: _ClassVar[int]
-    STAGES_FIELD_NUMBER: _ClassVar[int]
-    ALONE_S_FIELD_NUMBER: _ClassVar[int]
-    route: _containers.RepeatedScalarFieldContainer[int]
-    stages: _containers.RepeatedScalarFieldContainer[int]
-    alone_s: float
-    def __init__(self, route: _Optional[_Iterable[int]] = ..., stages: _Optional[_Iterable[int]] = ..., alone_s: _Optional[float] = ...) -> None: ...
-
-class LaneStanding(_message.Message):
-    __slots__ = ("peer", "version", "lanes")
-    PEER_FIELD_NUMBER: _ClassVar[int]
-    VERSION_FIELD_NUMBER: _ClassVar[int]
-    LANES_FIELD_NUMBER: _ClassVar[int]
-    peer: str
-    version: int
-    lanes: _containers.RepeatedCompositeFieldContainer[Lane]
-    def __init__(self, peer: _Optional[str] = ..., version: _Optional[int] = ..., lanes: _Optional[_Iterable[_Union[Lane, _Mapping]]] = ...) -> None: ...
-
-class LaneTold(_message.Message):
-    __slots__ = ("epoch", "peers", "sender", "number", "heard")
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
-    PEERS_FIELD_NUMBER: _ClassVar[int]
-    SENDER_FIELD_NUMBER: _ClassVar[int]
-    NUMBER_FIELD_NUMBER: _ClassVar[int]
-    HEARD_FIELD_NUMBER: _ClassVar[int]
-    epoch: bytes
-    peers: _containers.RepeatedScalarFieldContainer[str]
-    sender: LaneStanding
-    number: int
-    heard: int
-    def __init__(self, epoch: _Optional[bytes] = ..., peers: _Optional[_Iterable[str]] = ..., sender: _Optional[_Union[LaneStanding, _Mapping]] = ..., number: _Optional[int] = ..., heard: _Optional[int] = ...) -> None: ...
-
-class LaneHeard(_message.Message):
-    __slots__ = ("epoch", "version")
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
-    VERSION_FIELD_NUMBER: _ClassVar[int]
-    epoch: bytes
-    version: int
-    def __init__(self, epoch: _Optional[bytes] = ..., version: _Optional[int] = ...) -> None: ...
-
-class LaneOffer(_message.Message):
-    __slots__ = ("epoch", "peers", "number", "standings")
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
-    PEERS_FIELD_NUMBER: _ClassVar[int]
-    NUMBER_FIELD_NUMBER: _ClassVar[int]
-    STANDINGS_FIELD_NUMBER: _ClassVar[int]
-    epoch: bytes
-    peers: _containers.RepeatedScalarFieldContainer[str]
-    number: int
-    standings: _containers.RepeatedCompositeFieldContainer[LaneStanding]
-    def __init__(self, epoch: _Optional[bytes] = ..., peers: _Optional[_Iterable[str]] = ..., number: _Optional[int] = ..., standings: _Optional[_Iterable[_Union[LaneStanding, _Mapping]]] = ...) -> None: ...
-
-class LaneAccept(_message.Message):
-    __slots__ = ("epoch", "number")
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
-    NUMBER_FIELD_NUMBER: _ClassVar[int]
-    epoch: bytes
-    number: int
-    def __init__(self, epoch: _Optional[bytes] = ..., number: _Optional[int] = ...) -> None: ...
-
-class LaneDecline(_message.Message):
-    __slots__ = ("epoch", "peers", "number", "busy", "sender")
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
-    PEERS_FIELD_NUMBER: _ClassVar[int]
-    NUMBER_FIELD_NUMBER: _ClassVar[int]
-    BUSY_FIELD_NUMBER: _ClassVar[int]
-    SENDER_FIELD_NUMBER: _ClassVar[int]
-    epoch: bytes
-    peers: _containers.RepeatedScalarFieldContainer[str]
-    number: int
-    busy: bool
-    sender: LaneStanding
-    def __init__(self, epoch: _Optional[bytes] = ..., peers: _Optional[_Iterable[str]] = ..., number: _Optional[int] = ..., busy: _Optional[bool] = ..., sender: _Optional[_Union[LaneStanding, _Mapping]] = ...) -> None: ...
-
-class LaneAbandon(_message.Message):
-    __slots__ = ("epoch", "number")
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
-    NUMBER_FIELD_NUMBER: _ClassVar[int]
-    epoch: bytes
-    number: int
-    def __init__(self, epoch: _Optional[bytes] = ..., number: _Optional[int] = ...) -> None: ...
 
 class Question(_message.Message):
     __slots__ = ("id", "manifest", "status", "evaluate", "state", "dial_back", "call", "called", "router", "tokenizer")

@@ -18,7 +18,7 @@ from protocol.frames.codec import checked_peer, checked_version
 from protocol.generated import records_pb2
 from protocol.identity.certificates import peer_of_certificate
 from protocol.identity.keys import Identity, peer_id_of, verify
-from swarm.vocabulary.announcement import Announcement
+from swarm.vocabulary.announcement import MAX_VISITED_STAGES, Announcement
 from swarm.vocabulary.errors import ProtocolViolation
 from swarm.vocabulary.types import MAX_COUNT, AnchorVersion, ModuleId, PeerId, PeerState, RunId, VersionRange
 
@@ -154,6 +154,7 @@ def _body_of(announcement: Announcement) -> bytes:
         quadratic_share=announcement.quadratic_share,
         memory_bytes=announcement.memory_bytes,
         device_bytes=announcement.device_bytes,
+        visits=announcement.visits,
     ).SerializeToString(deterministic=True)
     return encoded
 
@@ -187,6 +188,7 @@ def _announcement_of(body: records_pb2.Announcement) -> Announcement:
         quadratic_share=body.quadratic_share,
         memory_bytes=body.memory_bytes,
         device_bytes=body.device_bytes,
+        visits=tuple(body.visits),
     )
 
 
@@ -257,6 +259,11 @@ def _check_figures(announcement: Announcement) -> None:
             raise ProtocolViolation(f"record: {size} bytes of memory make no sense")
     if not 0 <= announcement.steps <= MAX_COUNT:
         raise ProtocolViolation(f"record: step {announcement.steps} is out of range")
+    visits = announcement.visits
+    if len(visits) > MAX_VISITED_STAGES or not all(0 <= count <= MAX_COUNT for count in visits):
+        raise ProtocolViolation(f"record: visits of more than {MAX_VISITED_STAGES} stages, or too many of one")
+    if visits and announcement.module != ModuleId(0):
+        raise ProtocolViolation("record: only a data node launches visits")
     if not 1 <= announcement.incarnation <= MAX_INCARNATION:
         raise ProtocolViolation(f"record: incarnation {announcement.incarnation} is not from 1 to {MAX_INCARNATION}")
     if announcement.anchor is not None:

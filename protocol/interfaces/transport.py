@@ -114,7 +114,6 @@ class Topic(enum.Enum):
     MICROBATCHES = "microbatches"
     ROUNDS = "rounds"
     STATE = "state"
-    LANES = "lanes"
 
 
 class LinkHandler(Protocol):

@@ -61,8 +61,8 @@ class StagesSection(Section):
     which is 1. A document is routed to one of them at each stage."""
     per_path: Annotated[int, Field(ge=0, le=MAX_STAGES)] | None = None
     """Stages besides stage 0 that one path visits; all of them when absent."""
-    reordering: Literal["none", "adjacent"] = "none"
-    """`adjacent` lets a path visit two neighbouring stages in the other order (SkipPipe's rule)."""
+    reordering: Literal["none"] = "none"
+    """Stages are visited in ascending order. The key stays, because the ids of runs follow from it."""
     visit_ratio: Annotated[float, Field(ge=1, le=MAX_VISIT_RATIO, allow_inf_nan=False)] = 1.0
     """How many times as often as another one a stage after stage 0 may be visited, where paths skip some: above 1, weak
     stages are visited less and hold up the others less. 1 keeps visits equal."""
@@ -91,6 +91,13 @@ class StagesSection(Section):
     def experts_of_each(self) -> tuple[int, ...]:
         """The modules of each stage, stage 0's first."""
         return tuple(self.experts_at(stage) for stage in range(self.count))
+
+    @field_validator("reordering", mode="before")
+    @classmethod
+    def _in_order(cls, value: object) -> object:
+        if value == "adjacent":
+            raise ValueError('paths with steps back ("adjacent") exist no more; this run needs an older Skipstone')
+        return value
 
     @model_validator(mode="after")
     def _experts_fit(self) -> Self:

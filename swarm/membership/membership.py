@@ -151,6 +151,17 @@ class Membership:
         harmful = self._harmful.excluded(now)
         return [known for known in found if known.peer not in harmful] or found
 
+    def all_replicas(self, now: float) -> dict[ModuleId, list[Announcement]]:
+        """`replicas` of every module that has any."""
+        harmful, found = self._harmful.excluded(now), dict[ModuleId, list[Announcement]]()
+        for member in self._members.values():
+            module = member.announcement.module
+            if module is not None and member.suspect_until <= now and _serves(member, now):
+                found.setdefault(module, []).append(member.announcement)
+        if not harmful:
+            return found
+        return {module: [a for a in known if a.peer not in harmful] or known for module, known in found.items()}
+
     def with_state(self, module: ModuleId) -> list[Announcement]:
         """The module's replicas that have told on which agreed state they stand, and have not been given up."""
         return [

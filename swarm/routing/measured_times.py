@@ -161,20 +161,17 @@ class MeasuredTimes:
         both = [back[peer] / seconds for peer, seconds in out.items() if peer in back and seconds > 0]
         return median(both) if both else ASSUMED_BACKWARD_FACTOR
 
-    def costs(self, stages: Sequence[Sequence[Announcement]], in_flight: int) -> Costs:
+    def costs(self, stages: Sequence[Sequence[Announcement]]) -> Costs:
         """The swarm as this data node takes it to be: own measurements where there are some, announcements elsewhere.
 
         Args:
-            stages: the live replicas of each stage, the data nodes (ourselves included) first.
-            in_flight: microbatches that a data node has under way at most.
+            stages: the live replicas of each stage after stage 0.
         """
-        factor = self.backward_factor
+        factor, own = self.backward_factor, self._forward.get(self._own)
         forward_s = {a.peer: self._forward_s(a, factor) for announced in stages for a in announced}
-        own_s = forward_s.get(self._own, 0.0)
-        forward_s |= {announcement.peer: own_s for announcement in stages[0]}
-        slots = {a.peer: max(1, a.slots) for announced in stages for a in announced}
-        slots |= {announcement.peer: in_flight for announcement in stages[0]}
-        peers = tuple(tuple(a.peer for a in announced) for announced in stages)
+        forward_s[self._own] = 0.0 if own is None else own.mean
+        slots = {a.peer: max(1, a.slots) for announced in stages for a in announced} | {self._own: 1}
+        peers = ((self._own,), *(tuple(a.peer for a in announced) for announced in stages))
         return Costs(peers, forward_s, self._ways(tuple(forward_s)), slots, factor)
 
     def _forward_s(self, announced: Announcement, factor: float) -> float:

@@ -7,20 +7,14 @@ is the data node itself, stands at both ends and is never skipped.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import Union
 
 from swarm.vocabulary.errors import ManifestError
 from swarm.vocabulary.types import MAX_VISIT_RATIO, ModuleId
 
 FAR = 1024
 """A forward jump to any later stage."""
-
-OrderTree = tuple[tuple[int, Union["OrderTree", tuple[()]]], ...]
-"""All legal orders as a tree that shares beginnings: (stage, what may follow). Nothing follows the last stage of a
-path."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +28,7 @@ class PathRules:
         max_back_stops: how many steps back a path may take.
         max_back_distance: how far all its steps back may go together.
         visit_ratio: how many times as often as another one a stage after stage 0 may be visited; 1 for equal visits
-            (`swarm.routing.visit_shares`).
+            (`swarm.routing.prices`).
         experts: modules of each stage, stage 0 included; empty where each has one.
 
     Raises:
@@ -116,36 +110,3 @@ def _after(rules: PathRules, step: _Step, stage: int) -> _Step | None:
     if stage != step.frontier - 1 or stops > rules.max_back_stops or distance > rules.max_back_distance:
         return None
     return _Step(step.frontier, stops, distance)
-
-
-@lru_cache(maxsize=1024)
-def order_tree(rules: PathRules, required: frozenset[int], optional: frozenset[int] = frozenset()) -> OrderTree:
-    """The legal orders that visit every required stage, filled up with optional ones.
-
-    Its size grows with the binomial of the optional stages: callers keep those few
-    (`swarm.routing.lane_book.MAX_OPTIONAL`).
-    """
-    return _grown(rules, _Step(0, 0, 0), required, optional - required, rules.per_path)
-
-
-def _grown(rules: PathRules, step: _Step, required: frozenset[int], optional: frozenset[int], left: int) -> OrderTree:
-    if min(required, default=step.frontier) < step.frontier - 1:
-        return ()  # no step back goes there any more; without this the search takes twice as long for each stage
-    branches = []
-    for stage in sorted(required | optional):
-        following = _after(rules, step, stage)
-        if following is None or (stage in optional and len(required) >= left):
-            continue
-        rest = _grown(rules, following, required - {stage}, optional - {stage}, left - 1) if left > 1 else ()
-        if rest or left == 1:
-            branches.append((stage, rest))
-    return tuple(branches)
-
-
-def orders(tree: OrderTree) -> Iterator[tuple[int, ...]]:
-    """Every order in the tree."""
-    for stage, rest in tree:
-        if not rest:
-            yield (stage,)
-        for following in orders(rest):
-            yield (stage, *following)

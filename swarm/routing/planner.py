@@ -1,24 +1,16 @@
-"""Path choice, microbatch by microbatch: the stages of the lane whose turn it is, in its order, by the replicas that
-bring it home soonest.
+"""Path choice, microbatch by microbatch: of all sets of stages and replicas the cheapest.
 
-Pure: everything comes in as arguments. Lanes are agreed among the data nodes (`swarm.routing.negotiation`). Which
-stages a data node visits is worth agreeing on; which replicas, it chooses best itself when a microbatch sets out: the
-links there and back, a replica's service time, half of it again for each of our own under way through it (of those
-about half will be met there), and half of what microbatches of ours have waited there, by its own measurements
-(`_home_soonest`). Others show in that waiting; their announcements are old, and data nodes that believed them moved all
-at once. Where lanes may step back they are walked as they were told, for else microbatches could wait for each other in
-a circle (`swarm.routing.deadlock`); then a peer is only left that is gone, crowded, or whose turn it is to be compared.
+A route costs its links there and back, the service time of each replica, half of that again for each of our own
+microbatches in flight through it (about half of those will be met there), half of the time that microbatches of ours
+have waited there, and the price of each stage (`swarm.routing.prices`). All times are this data node's own
+measurements, announcements only where it has none. Other data nodes show in the waiting: their announcements are old,
+and data nodes that believed them moved all at once.
 
-Until there are lanes, and wherever one is left, the replica that should finish first is taken. Its expected finish is
-its service time (measured here, else announced) times the microbatches that it has to work off before this one's turn
-and this one: those of ours that are on their way through it, or, where there is no lane, the slots it announces as
-taken if that is more.
+A stage that nobody serves any more is left out where the rules allow a path without it; at the beginning it is waited
+for. A module that nobody serves, of a stage where another expert is served, is never left out: its documents go to that
+one (`swarm.experts.routes`), and the stage is visited.
 
-A stage that nobody serves any more is left out where the rules allow a path without it, as repair does under way; at
-the beginning it is waited for. A module that nobody serves, of a stage where another expert is served, is never left
-out: its documents go to that one (`swarm.experts.routes`), and the stage is visited.
-
-In a run with experts there are no lanes: documents come by routes, and the first to finish is as good.
+Repair and evaluation, which know their stages, take the replica that should finish first (`Planner.replica`).
 """
 
 from __future__ import annotations
@@ -26,27 +18,30 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import compress
 
 from swarm.experts.routes import module_at
 from swarm.membership.membership import Membership
 from swarm.routing.cost_model import Costs
 from swarm.routing.measured_times import MeasuredTimes
 from swarm.routing.path_rules import PathRules
-from swarm.routing.route_search import cheapest_in_order
-from swarm.routing.stage_balance import Lanes
-from swarm.routing.visit_shares import LEAST_SERVICE_S, VisitShares, equal_shares, reconsidered, share_period
+from swarm.routing.prices import LEAST_SERVICE_S, StagePrices, visit_shares
+from swarm.routing.route_search import Priced, cheapest_route
 from swarm.vocabulary.announcement import NO_SPEED, Announcement, Speed
 from swarm.vocabulary.types import Hop, ModuleId, Path, PeerId, Reasoned, Route, short
 
 GATHER_S = 60.0
 """A module that nobody has served yet is waited for so long in a run with experts. What is routed to others meanwhile
 is no longer the run that its manifest describes, so it is longer than a swarm needs to start."""
-RECONSIDER_S = 5.0
-"""Between two looks at how often stages are to be visited, while there are no lanes."""
-LEAVE_FACTOR = 1.5
-"""A peer of the lane that should finish so many times later than another one is left out: small errors must not make
-paths flutter. Less and more was worse in simulated swarms."""
+FULL_ROUTES = 5.0
+"""Price of a replica whose slots are always taken, in times that one of its slots is held. Above 1, because those that
+wait for a slot are not announced."""
+FULL_POWER = 4
+"""Half-full replicas cost next to nothing: 1/16 of that."""
+FULL_GAIN = 0.1
+"""Weight of one look in a replica's mean share of taken slots: about 20 s. Data nodes that go by the last announcement
+move all at once."""
+LOOK_S = 2.0
+"""Interval between two looks at costs and at other data nodes' visits, in seconds."""
 MET = 0.5
 """Of our own microbatches under way through a replica, those that one more will find there."""
 BY_OTHERS = 0.5
@@ -58,18 +53,11 @@ AT_PEERS = 0.9
 ways that should take as long the shorter one leaves the links to others. With 1 as fast, and 6 % more hops between
 regions where the swarm is full; with 0.8 slower behind long links (docs/BENCHMARKS.md, "What bounds the cells")."""
 TRY_EVERY = 67
-"""Every so many microbatches one hop goes to the replica that was not measured for longest: who was slow once may be
-fast now. A prime number above that of lanes, so that every lane has its turn."""
+"""Microbatches after which one hop goes to the replica that was not measured for longest: who was slow once may be fast
+now. A prime number, so that all hops have their turn."""
 
-
-def no_lanes() -> Lanes:
-    """Of who has not agreed on any."""
-    return ()
-
-
-def no_costs() -> Costs | None:
-    """Of who does not plan ahead."""
-    return None
+Live = Mapping[ModuleId, Sequence[Announcement]]
+"""The replicas of each module that may be given work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,45 +67,24 @@ class NoReplica:
     modules: tuple[ModuleId, ...]
 
 
-def visited_stages(rules: PathRules, number: int, shares: VisitShares | None = None) -> tuple[int, ...]:
-    """The stages that microbatch `number` of a data node visits while there are no lanes, in order.
-
-    With equal shares (None) the skipped ones move on like a ring, so that over any stages - 1 microbatches in a row
-    every stage is visited equally often: then every stage's gradient is a mean over equally many microbatches
-    (SkipPipe's balance rule, held without a search).
-    """
-    return (shares or equal_shares(rules)).stages_at(number)
-
-
-def hop_to_try(lanes: Lanes, number: int) -> int | None:
-    """At which hop of its lane microbatch `number` tries somebody else; each hop of each lane has its turn, and the
-    next try is at another hop, so that newcomers of no stage wait until all lanes have had theirs."""
-    lane, (turn, rest) = lanes[number % len(lanes)], divmod(number, TRY_EVERY)
-    return None if rest or not lane else sum(divmod(turn, len(lanes))) % len(lane)
-
-
 class Planner:
     """Chooses paths from a membership view.
 
     Args:
         times: the data node's book.
-        lanes: the lanes as they are agreed now.
-        costs: what they were agreed by.
     """
 
-    def __init__(
-        self,
-        rules: PathRules,
-        membership: Membership,
-        times: MeasuredTimes,
-        lanes: Callable[[], Lanes] = no_lanes,
-        costs: Callable[[], Costs | None] = no_costs,
-    ) -> None:
+    def __init__(self, rules: PathRules, membership: Membership, times: MeasuredTimes) -> None:
         self.rules = rules
+        self.prices = StagePrices(rules)
         self._membership = membership
         self._times = times
-        self._lanes, self._costs = lanes, costs
-        self._shares, self._reconsider_at = equal_shares(rules), -math.inf
+        self._costs: Costs | None = None
+        self._look_at = -math.inf
+        self._taken: dict[PeerId, float] = {}
+        """Mean share of each replica's slots that is taken, as announced."""
+        self._route_s = 0.0
+        """What the cheapest route cost at the last look, without the prices of stages."""
         self._visited: set[ModuleId] = set()
         """On some path so far: who serves them now may have gone, but is not yet to come."""
         self._has_gathered = not rules.has_experts
@@ -126,35 +93,46 @@ class Planner:
     def plan(
         self, number: int, route: Route, in_flight: Mapping[PeerId, int], now: float
     ) -> Reasoned[Path | NoReplica]:
-        """A path for a microbatch, or the modules that keep it from one.
+        """A path for a microbatch that is launched now, or the modules that keep it from one.
 
         Args:
-            number: of the microbatch; in a run with experts among those of its route, so that whichever routes
-                alternate, each visits all stages equally often.
+            number: of the microbatch.
             route: its experts, as they are served.
             in_flight: for each peer, how many of our microbatches are on a path through it.
         """
-        lanes = self._lanes()
-        if lanes:
-            lane, tried = lanes[number % len(lanes)], hop_to_try(lanes, number)
-            modules = [hop.module for hop in lane]
-            chosen = self._home_soonest(lane, tried, in_flight, now) or [
-                self._on_lane(hop, in_flight, now, try_another=place == tried) for place, hop in enumerate(lane)
-            ]
-        else:
-            shares = self._shares_at(now)
-            modules = [module_at(route, stage) for stage in visited_stages(self.rules, number, shares)]
-            chosen = [self.replica(module, frozenset(), in_flight, now) for module in modules]
-        kept = [
-            choice.value is not None or not self.leaves_out(module, now)
-            for module, choice in zip(modules, chosen, strict=True)
+        live = self._membership.all_replicas(now)
+        modules = [module_at(route, stage) for stage in range(1, self.rules.stages)]
+        lost = [module for module in modules if module not in live]
+        left_out = [module for module in lost if self.leaves_out(module, now)]
+        waited_for = [
+            module for module in lost if module not in left_out and not self._membership.is_served(module, now)
         ]
-        if sum(kept) < self.rules.fewest:
-            return self._joined(modules, chosen)
-        plan = self._joined(list(compress(modules, kept)), list(compress(chosen, kept)))
-        if isinstance(plan.value, Path):
-            self._visited.update(hop.module for hop in plan.value.hops)
-        return plan
+        if waited_for:
+            return Reasoned(
+                NoReplica(tuple(waited_for)), "; ".join(f"module {module} has no peer left" for module in waited_for)
+            )
+        costs = self._look(live, modules, in_flight, now)
+        among = self._among(modules, live, in_flight)
+        found = self._cheapest(costs, among, route, in_flight, self.rules.per_path)
+        if found is None and left_out:
+            found = self._cheapest(costs, among, route, in_flight, self.rules.fewest)
+        if found is None:
+            return Reasoned(NoReplica(tuple(lost)), f"too few stages have a replica in reach: not {len(lost)}")
+        stage_of = {peer: stage for stage, peers in enumerate(among) for peer in peers}
+        stages = [stage_of[peer] for peer in found.route]
+        why = f"the cheapest of {len(modules) - len(lost)} stages, {found.price:.3f} s"
+        turn, rest = divmod(number, TRY_EVERY)
+        if not rest and stages:
+            tried = stages[turn % len(stages)]
+            oldest = self._times.longest_unmeasured(sorted(a.peer for a in live[modules[tried - 1]]))
+            same: list[Sequence[PeerId]] = [among[stage] if stage in stages else () for stage in range(len(among))]
+            same[tried] = [oldest]
+            found = self._cheapest(costs, same, route, in_flight, len(stages)) or found
+            why = f"{short(oldest)} of stage {tried} to measure it again; {why}"
+        hops = tuple(Hop(modules[stage - 1], peer) for stage, peer in zip(stages, found.route, strict=True))
+        self.prices.launch(stages, route, [stage for stage in range(1, len(among)) if among[stage]])
+        self._visited.update(hop.module for hop in hops)
+        return Reasoned(Path(self._membership.own, hops), why)
 
     def plan_through(
         self, stages: Sequence[int], route: Route, in_flight: Mapping[PeerId, int], now: float
@@ -162,6 +140,10 @@ class Planner:
         """A path through the route's modules at these stages in this order, whatever the lanes."""
         modules = [module_at(route, stage) for stage in stages]
         return self._joined(modules, [self.replica(module, frozenset(), in_flight, now) for module in modules])
+
+    def stage_prices(self) -> list[float]:
+        """Seconds that a visit to each stage after stage 0 costs beyond links and computing."""
+        return self.prices.prices((), self._route_s)
 
     def leave_out(self, peer: PeerId, now: float) -> float:
         """No path goes through the peer for so many seconds as are returned (see `Membership.leave_out`)."""
@@ -247,26 +229,84 @@ class Planner:
 
     # ---- steps ---------------------------------------------------------------------------------------------------
 
-    def _shares_at(self, now: float) -> VisitShares:
-        """How often stages are visited without lanes: where visits may be unequal, by what their replicas take."""
-        period = share_period(self.rules)
-        if period is not None and now >= self._reconsider_at:
-            self._reconsider_at = now + RECONSIDER_S
-            capacities = [self._stage_capacity(stage, now) for stage in range(1, self.rules.stages)]
-            self._shares = reconsidered(self.rules, self._shares, capacities, period).value
-        return self._shares
+    def _look(self, live: Live, modules: Sequence[ModuleId], in_flight: Mapping[PeerId, int], now: float) -> Costs:
+        """Costs as they are known, at most LOOK_S old and with all peers that may be chosen."""
+        costs = self._costs
+        known = costs is not None and all(a.peer in costs.forward_s for module in modules for a in live.get(module, ()))
+        if costs is not None and known and now < self._look_at:
+            return costs
+        self._look_at = now + LOOK_S
+        stages = range(1, self.rules.stages)
+        by_stage = [[a for module in self.rules.modules_at(stage) for a in live.get(module, ())] for stage in stages]
+        self._costs = costs = self._times.costs(by_stage)
+        if self.rules.visit_ratio > 1:
+            self.prices.shares = visit_shares(self.rules, [self._stage_capacity(stage, live) for stage in stages])
+        served = [stage for stage in stages if by_stage[stage - 1]]
+        self._taken = {a.peer: self._mean_taken(a, in_flight) for announced in by_stage for a in announced}
+        self.prices.look(live.get(ModuleId(0), ()), served, now)
+        among = self._among(modules, live, in_flight)
+        cheapest = self._cheapest(costs, among, None, in_flight, min(self.rules.per_path, len(served)))
+        self._route_s = 0.0 if cheapest is None else cheapest.price
+        return costs
 
-    def _stage_capacity(self, stage: int, now: float) -> float:
+    def _among(
+        self, modules: Sequence[ModuleId], live: Live, in_flight: Mapping[PeerId, int]
+    ) -> list[Sequence[PeerId]]:
+        """By stage, the replicas that may be chosen."""
+        among: list[Sequence[PeerId]] = [()]
+        for module in modules:
+            peers = [a.peer for a in live.get(module, ())]
+            on_trial = self._on_trial(peers, in_flight)
+            among.append([peer for peer in peers if peer not in on_trial] or peers)
+        return among
+
+    def _cheapest(
+        self,
+        costs: Costs,
+        among: Sequence[Sequence[PeerId]],
+        route: Route | None,
+        in_flight: Mapping[PeerId, int],
+        length: int,
+    ) -> Priced | None:
+        """The cheapest route; `route` None leaves the prices of stages out."""
+        if not length:
+            return Priced(0.0, ())
+        if route is None:
+            price = {peer: self._stay_s(costs, peer, in_flight) for peers in among for peer in peers}
+        else:
+            extra = [0.0, *self.prices.prices(route, self._route_s)]
+            price = {
+                peer: extra[stage] + self._stay_s(costs, peer, in_flight) + self._slot_s(costs, peer, in_flight)
+                for stage, peers in enumerate(among)
+                for peer in peers
+            }
+        return cheapest_route(costs, self._membership.own, price, among, length, self.rules.max_forward_jump)
+
+    def _stay_s(self, costs: Costs, peer: PeerId, in_flight: Mapping[PeerId, int]) -> float:
+        """At a replica, out and back: its service, and what is waited for there, as they count beside links."""
+        queue = 1 + MET * in_flight.get(peer, 0)
+        return AT_PEERS * (costs.service_s(peer) * queue + BY_OTHERS * 2 * self._times.wait_s(peer))
+
+    def _slot_s(self, costs: Costs, peer: PeerId, in_flight: Mapping[PeerId, int]) -> float:
+        """The wait for a slot at a replica: each is held for about a route's time."""
+        slots = costs.slots[peer]
+        taken = self._taken.get(peer, 0.0) + in_flight.get(peer, 0) / slots
+        return FULL_ROUTES * self._route_s / slots * taken**FULL_POWER
+
+    def _mean_taken(self, announced: Announcement, in_flight: Mapping[PeerId, int]) -> float:
+        """By others: a data node keeps to replicas that are full of its own, and others go elsewhere."""
+        others = announced.slots - announced.free_slots - in_flight.get(announced.peer, 0)
+        now, before = max(0, others) / max(1, announced.slots), self._taken.get(announced.peer, 0.0)
+        return before + FULL_GAIN * (now - before)
+
+    def _stage_capacity(self, stage: int, live: Live) -> float:
         """Visits per second of all experts that are served, which get equally many."""
-        capacities = [self._capacity(module, now) for module in self.rules.modules_at(stage)]
-        served = [capacity for capacity in capacities if capacity]
-        return min(served, default=0.0) * len(served)
+        capacities = [self._capacity(live[module]) for module in self.rules.modules_at(stage) if module in live]
+        return min(capacities, default=0.0) * len(capacities)
 
-    def _capacity(self, module: ModuleId, now: float) -> float:
+    def _capacity(self, replicas: Sequence[Announcement]) -> float:
         """Visits per second."""
-        replicas = self._membership.replicas(module, now)
-        visits_s = (self._times.visit_s(a.peer, a.speed).value for a in replicas)
-        return sum(1 / max(LEAST_SERVICE_S, seconds) for seconds in visits_s)
+        return sum(1 / max(LEAST_SERVICE_S, self._times.visit_s(a.peer, a.speed).value) for a in replicas)
 
     def _first_to_finish(
         self,
@@ -284,59 +324,6 @@ class Planner:
         return Reasoned(
             best, f"{module} by {short(best)}: {figure.value * 1e3:.0f} ms, {figure.reason}, of {len(candidates)}"
         )
-
-    def _home_soonest(
-        self, lane: Sequence[Hop], tried: int | None, in_flight: Mapping[PeerId, int], now: float
-    ) -> list[Reasoned[PeerId | None]]:
-        """The replicas by whom a microbatch that visits the lane's stages should be home first; nothing where lanes are
-        walked as they were told, or a stage has nobody whose costs are known."""
-        costs = self._costs()
-        if costs is None or not lane or self.rules.max_back_stops:
-            return []
-        among: list[Sequence[PeerId]] = [()] * self.rules.stages
-        for place, hop in enumerate(lane):
-            live = [a.peer for a in self._membership.replicas(hop.module, now) if a.peer in costs.forward_s]
-            if not live:
-                return []
-            on_trial = self._on_trial(live, in_flight)
-            asked = [peer for peer in live if peer not in on_trial] or live
-            among[hop.module.stage] = [self._times.longest_unmeasured(sorted(live))] if place == tried else asked
-        stay_s = {peer: self._stay_s(costs, peer, in_flight) for peers in among for peer in peers}
-        found = cheapest_in_order(costs, self._membership.own, [hop.module.stage for hop in lane], stay_s, among)
-        reasons = ("to measure it again" if place == tried else "home soonest" for place in range(len(lane)))
-        return [
-            Reasoned(peer, f"{hop.module} by {short(peer)}, {why}")
-            for hop, peer, why in zip(lane, found.route, reasons, strict=True)
-        ]
-
-    def _stay_s(self, costs: Costs, peer: PeerId, in_flight: Mapping[PeerId, int]) -> float:
-        """At a replica, out and back: its service, and what is waited for there, as they count beside links."""
-        queue = 1 + MET * in_flight.get(peer, 0)
-        return AT_PEERS * (costs.service_s(peer) * queue + BY_OTHERS * 2 * self._times.wait_s(peer))
-
-    def _on_lane(
-        self, hop: Hop, in_flight: Mapping[PeerId, int], now: float, *, try_another: bool
-    ) -> Reasoned[PeerId | None]:
-        """Who serves a hop of the lane this time."""
-        live = {a.peer: a for a in self._membership.replicas(hop.module, now)}
-
-        def finish(announcement: Announcement) -> Reasoned[float]:
-            return self._after(announcement, in_flight.get(announcement.peer, 0))
-
-        best = self._first_to_finish(hop.module, tuple(live.values()), in_flight, finish)
-        if hop.peer not in live or best.value is None:
-            return Reasoned(best.value, f"{short(hop.peer)} of the lane is not there; {best.reason}")
-        if try_another:
-            oldest = self._times.longest_unmeasured(sorted(live))
-            return Reasoned(oldest, f"{hop.module} by {short(oldest)}, to measure it again")
-        if hop.peer in self._on_trial(list(live), in_flight) and best.value != hop.peer:
-            return Reasoned(
-                best.value, f"{short(hop.peer)} of the lane has not brought anything back yet; {best.reason}"
-            )
-        usual, fastest = finish(live[hop.peer]), finish(live[best.value])
-        if usual.value > LEAVE_FACTOR * fastest.value:
-            return Reasoned(best.value, f"{short(hop.peer)} of the lane is crowded; {best.reason}")
-        return Reasoned(hop.peer, f"{hop.module} by {short(hop.peer)}, its lane")
 
     def _on_trial(self, replicas: Sequence[PeerId], in_flight: Mapping[PeerId, int]) -> frozenset[PeerId]:
         """Of a module's replicas those that have a microbatch of ours and have never brought one back, if others have.

@@ -1,9 +1,8 @@
-"""The cheapest route through an order tree when every peer has a price: what a lane costs, with the others' lanes taken
-into account.
+"""The cheapest route when every peer has a price.
 
-Dynamic programming over the tree: for each beginning of an order only the cheapest way to each peer of its last stage
-is kept. With k candidates for a stage a step costs k squared; k is bounded (`NEAREST`), so that the time to choose
-grows with the peers of a stage only by the one look at each of them.
+Dynamic programming over stages: for each stage and each number of stages visited so far only the cheapest way to each
+peer is kept. With k candidates for a stage a step costs k squared; k is bounded (`NEAREST`), so the time to choose
+grows with the peers of a stage only by the one look at each of them, and with the stages only by their square.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from swarm.routing.cost_model import Costs, PeerRoute
-from swarm.routing.path_rules import OrderTree
 from swarm.vocabulary.types import PeerId
 
 NEAREST = 6
@@ -31,96 +29,61 @@ class Priced:
     route: PeerRoute
 
 
-def candidates(
-    costs: Costs, data_node: PeerId, price: Mapping[PeerId, float], nearest: int = NEAREST
-) -> tuple[Sequence[PeerId], ...]:
-    """The replicas of each stage worth weighing."""
-    data_nodes, *others = costs.stages
-    return data_nodes, *(_nearest(costs, data_node, price, peers, nearest) for peers in others)
-
-
-def _nearest(
-    costs: Costs, data_node: PeerId, price: Mapping[PeerId, float], peers: Sequence[PeerId], count: int
-) -> Sequence[PeerId]:
-    message = costs.message_s[data_node]
-    return peers if len(peers) <= count else heapq.nsmallest(count, peers, key=lambda p: 2 * message[p] + price[p])
-
-
-def cheapest_in_order(
+def cheapest_route(
     costs: Costs,
     data_node: PeerId,
-    stages: Sequence[int],
     price: Mapping[PeerId, float],
     among: Sequence[Sequence[PeerId]],
-) -> Priced:
-    """The cheapest route through these stages in this order.
+    length: int,
+    max_jump: int,
+) -> Priced | None:
+    """The cheapest route through `length` stages in ascending order; None where there is none.
 
     Args:
-        price: see `cheapest_by_set`.
-        among: by stage, the replicas that may be on it: of each of `stages` one at least. Of many those are weighed
-            that are cheapest as a detour.
+        price: seconds for a visit to each peer; links come on top, twice.
+        among: by stage, the replicas that may be on it; none for a stage that is not visited. Entry 0 is not read.
+        max_jump: stages that one step may go on at most.
     """
-    tree: OrderTree = ()
-    for stage in reversed(stages):
-        tree = ((stage, tree),)
-    near = [_nearest(costs, data_node, price, peers, NEAREST) for peers in among]
-    return cheapest_by_set(costs, data_node, price, tree, among=near)[frozenset(stages)]
+    message, home = costs.message_s, costs.message_s[data_node]
+    fronts: list[list[_Front]] = [[[(0.0, data_node, ())]]]
+    """By stage, by the number of stages visited so far, the cheapest way to each of the stage's peers."""
+    best: Priced | None = None
+    for stage in range(1, len(among)):
+        near = _nearest(home, price, among[stage])
+        here: list[_Front] = [[]]
+        for visited in range(1, length + 1):
+            before = [
+                way
+                for front in fronts[max(0, stage - max_jump) : stage]
+                if len(front) >= visited
+                for way in front[visited - 1]
+            ]
+            here.append(_reached(message, price, before, near) if before else [])
+        for cost, peer, route in here[length]:
+            total = cost + 2 * home[peer]
+            if best is None or total < best.price:
+                best = Priced(total, route)
+        fronts.append(here)
+    return best
 
 
-def cheapest_by_set(
-    costs: Costs,
-    data_node: PeerId,
+def _nearest(home: Mapping[PeerId, float], price: Mapping[PeerId, float], peers: Sequence[PeerId]) -> Sequence[PeerId]:
+    return peers if len(peers) <= NEAREST else heapq.nsmallest(NEAREST, peers, key=lambda p: 2 * home[p] + price[p])
+
+
+def _reached(
+    message: Mapping[PeerId, Mapping[PeerId, float]],
     price: Mapping[PeerId, float],
-    *trees: OrderTree,
-    nearest: int = NEAREST,
-    among: Sequence[Sequence[PeerId]] | None = None,
-) -> dict[frozenset[int], Priced]:
-    """The cheapest route for every set of stages in the trees; sets that no live replica serves are missing.
-
-    Args:
-        price: seconds for a visit to each peer, waiting and what it costs others included; links come on top, twice.
-        among: the replicas of each stage that may be on it; the `nearest` ones where not given.
-    """
-    peers = candidates(costs, data_node, price, nearest) if among is None else tuple(among)
-    walk = _Walk(costs, price, peers, data_node)
-    for tree in trees:
-        walk.down(tree, frozenset(), [(0.0, data_node, ())])
-    return walk.best
-
-
-class _Walk:
-    def __init__(
-        self, costs: Costs, price: Mapping[PeerId, float], peers: tuple[Sequence[PeerId], ...], data_node: PeerId
-    ) -> None:
-        self._message, self._price, self._peers = costs.message_s, price, peers
-        self._home = costs.message_s[data_node]
-        self.best: dict[frozenset[int], Priced] = {}
-
-    def down(self, tree: OrderTree, visited: frozenset[int], front: _Front) -> None:
-        for stage, rest in tree:
-            reached = self._step(stage, front)
-            if not reached:
-                continue
-            if rest:
-                self.down(rest, visited | {stage}, reached)
-            else:
-                self._keep(visited | {stage}, reached)
-
-    def _step(self, stage: int, front: _Front) -> _Front:
-        reached: _Front = []
-        for peer in self._peers[stage]:
-            way: PeerRoute = ()
-            ways, least = self._message[peer], math.inf
-            for cost, last, route in front:
-                total = cost + 2 * ways[last]
-                if total < least:
-                    least, way = total, route
-            reached.append((least + self._price[peer], peer, (*way, peer)))
-        return reached
-
-    def _keep(self, stages: frozenset[int], reached: _Front) -> None:
-        for cost, peer, route in reached:
-            total = cost + 2 * self._home[peer]
-            known = self.best.get(stages)
-            if known is None or total < known.price:
-                self.best[stages] = Priced(total, route)
+    before: _Front,
+    peers: Sequence[PeerId],
+) -> _Front:
+    reached: _Front = []
+    for peer in peers:
+        way: PeerRoute = ()
+        ways, least = message[peer], math.inf
+        for cost, last, route in before:
+            total = cost + 2 * ways[last]
+            if total < least:
+                least, way = total, route
+        reached.append((least + price[peer], peer, (*way, peer)))
+    return reached

@@ -1,7 +1,7 @@
 """Training under churn in virtual time: peers die and come back while microbatches are under way.
 
 Peers are the node's own machines (`swarm.simulation.pipeline_world`); computers and links are as an instance says.
-Data nodes launch as fast as each can, and talk about lanes by messages. A death is noticed after `NOTICED_AFTER_S`;
+Data nodes launch as fast as each can, or wait for their steps. A death is noticed after `NOTICED_AFTER_S`;
 from then on whoever holds a microbatch that was at the dead peer, or on its way there, repairs its path as nodes do. A
 data node that dies takes its microbatches with it; they are abandoned, and count nowhere.
 """
@@ -15,11 +15,12 @@ from random import Random
 from swarm.pipeline.custody import LONGEST_LIFETIME_S, SHORTEST_LIFETIME_S
 from swarm.pipeline.custody_events import Work
 from swarm.pipeline.in_flight import FlightRules
-from swarm.routing.negotiation.negotiation_events import TalkRules
+from swarm.routing.planner import Planner
+from swarm.simulation.arms import PlannerOf
 from swarm.simulation.instance import Instance
-from swarm.simulation.negotiation_world import Network
 from swarm.simulation.pipeline_peer import Peer
 from swarm.simulation.pipeline_world import Ledger, World
+from swarm.simulation.virtual_network import CONTROL_S
 from swarm.vocabulary.types import PeerId
 
 NOTICED_AFTER_S = 3.0
@@ -27,8 +28,6 @@ NOTICED_AFTER_S = 3.0
 AWAY_S = 30.0
 """How long a peer is away; then it, or another like it, serves the same stage."""
 LIFETIME_IN_PATHS = 20
-USUAL = Network()
-AS_FAST_AS_THEY_CAN = TalkRules(microbatches=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +39,7 @@ class Throughput:
         repaired: hops of completed microbatches at which another peer stood in.
         accumulated: for each stage, how many completed microbatches it was part of.
         duplicated: contributions beyond one of a microbatch to a stage.
+        planning_cpu_s: of all data nodes together.
     """
 
     launched: int
@@ -50,6 +50,7 @@ class Throughput:
     alive_share: float
     accumulated: dict[int, int]
     duplicated: int
+    planning_cpu_s: float
 
 
 def lifetime_of(path_s: float) -> float:
@@ -67,31 +68,30 @@ def run_churn(
     seconds: float,
     share_a_minute: float,
     seed: int,
-    network: Network = USUAL,
-    talk: TalkRules = AS_FAST_AS_THEY_CAN,
     staleness: int = 1,
+    planner_of: PlannerOf = Planner,
 ) -> Throughput:
     """Trains for so many virtual seconds while that share of the peers dies every minute.
 
     Args:
         share_a_minute: 0 for none; 0.5 for half of the peers a minute.
-        network: how long small messages take; none is lost, for links lose none while they stand.
         staleness: with 0 a data node's steps, of as many microbatches as the instance says, wait for each other; with 1
             only its slots hold it back.
+        planner_of: see `swarm.simulation.arms`.
     """
     random = Random(seed)  # noqa: S311 - a repeatable world, not a secret
-    ground = InstanceGround(instance, network, talk, staleness, random)
-    deaths = _Deaths(World(ground, instance.costs.stages, random, Ledger()), instance, share_a_minute / 60)
-    return deaths.run(seconds)
+    ground = InstanceGround(instance, staleness, random)
+    world = World(ground, instance.costs.stages, random, Ledger(), planner_of)
+    return _Deaths(world, instance, share_a_minute / 60).run(seconds)
 
 
 class InstanceGround:
     """Machines and links as an instance says, everybody known to be as fast as it is."""
 
-    def __init__(self, instance: Instance, network: Network, talk: TalkRules, staleness: int, random: Random) -> None:
+    def __init__(self, instance: Instance, staleness: int, random: Random) -> None:
         self._instance, self._costs, self._staleness = instance, instance.costs, staleness
-        self._network, self._random = network, random
-        self.path_rules, self.talk = instance.rules, talk
+        self._random = random
+        self.path_rules = instance.rules
         self.overhead_s = self._costs.task_overhead_s
         backward = self._costs.backward_factor
         self._factors = {
@@ -115,13 +115,11 @@ class InstanceGround:
 
     def message_s(self, here: PeerId, there: PeerId) -> float:
         """None takes longer than a tensor does on the same way."""
-        usual = self._random.uniform(self._network.shortest_s, self._network.longest_s)
-        return min(usual, self._costs.message_s[here][there])
+        return min(self._random.uniform(CONTROL_S / 2, CONTROL_S), self._costs.message_s[here][there])
 
     def body_s(self, here: PeerId, there: PeerId) -> float:
         """So that header and body together take what the instance says, on average."""
-        usual = (self._network.shortest_s + self._network.longest_s) / 2
-        return max(0.0, self._costs.message_s[here][there] - usual)
+        return max(0.0, self._costs.message_s[here][there] - CONTROL_S * 3 / 4)
 
     def silence_s(self) -> float:
         return NOTICED_AFTER_S
@@ -174,4 +172,5 @@ class _Deaths:
             alive_share=1 - self._away_s / seconds,
             accumulated=dict(sorted(per_stage.items())),
             duplicated=sum(count - 1 for count in ledger.counted.values()),
+            planning_cpu_s=ledger.planning_cpu_s,
         )

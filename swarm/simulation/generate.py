@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from swarm.routing.cost_model import Costs
@@ -100,21 +100,6 @@ def generate(shape: Shape, regions: Regions, seed: int) -> Instance:
         shape.stages, shape.per_path, shape.max_forward_jump, shape.max_back_stops, shape.max_back_distance
     )
     return Instance(f"generated-{shape.peers}-{seed}", costs, rules, shape.microbatches)
-
-
-def jittered(costs: Costs, sigma: float, rng: random.Random) -> Costs:
-    """The world as it turns out: every link and every peer off by a lognormal factor that no planner has seen."""
-
-    def off(seconds: float) -> float:
-        return seconds * rng.lognormvariate(0.0, sigma)
-
-    return replace(
-        costs,
-        forward_s={peer: off(seconds) for peer, seconds in costs.forward_s.items()},
-        message_s={
-            here: {there: off(seconds) for there, seconds in row.items()} for here, row in costs.message_s.items()
-        },
-    )
 
 
 def _message_s(regions: Regions, shape: Shape, here: int, there: int) -> float:

@@ -4,8 +4,6 @@ The JSON form has the keys `name`, `nodes`, `stages` (peers of each stage, stage
 `backward_factor`, `head_factor`, `task_overhead_seconds`, `message_seconds[p][q]`, `slots[p]`, `stages_per_path`,
 `microbatches_per_data_node` and `order` (`max_forward_jump`, `max_back_stops`, `max_back_distance`), and may have
 `visit_ratio` (1 without it: equal visits); other keys are ignored.
-
-A plan of one iteration: the routes of every data node's microbatches, in launch order.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from swarm.routing.cost_model import Costs, PeerRoute
+from swarm.routing.cost_model import Costs
 from swarm.routing.path_rules import PathRules
 from swarm.vocabulary.errors import ConfigError, ManifestError
 from swarm.vocabulary.types import PeerId
@@ -58,7 +56,9 @@ def from_json(data: Mapping[str, Any]) -> Instance:
     try:
         instance = _read(data)
     except KeyError as error:
-        raise ConfigError(f"the instance has no key {error}", hint="See the table of keys in docs/PATHS.md.") from error
+        raise ConfigError(
+            f"the instance has no key {error}", hint="The keys are in swarm/simulation/instance.py."
+        ) from error
     except (TypeError, ValueError, IndexError, ManifestError) as error:
         raise ConfigError(f"the instance has a value that cannot be: {error}") from error
     fault = _fault(instance)
@@ -108,17 +108,3 @@ def _fault(instance: Instance) -> str | None:
     if not all(math.isfinite(figure) and figure >= 0 for figure in figures):
         return "a cost is negative or not finite"
     return None
-
-
-Plan = Mapping[PeerId, tuple[PeerRoute, ...]]
-
-
-def launched(lanes: tuple[PeerRoute, ...], microbatches: int) -> tuple[PeerRoute, ...]:
-    """The routes of so many microbatches that take the lanes in turn.
-
-    Raises:
-        ValueError: there is no lane: a stage has nobody.
-    """
-    if not lanes:
-        raise ValueError("a data node has no lane, because a stage has no peer")
-    return tuple(lanes[number % len(lanes)] for number in range(microbatches))

@@ -45,7 +45,6 @@ from swarm.vocabulary.pipeline_messages import (
     ReceiptStatus,
     Stranded,
 )
-from swarm.vocabulary.routing_messages import LaneControl
 from swarm.vocabulary.types import ModuleId, PeerId, PeerState, Reasoned, RunId, VersionRange
 
 if TYPE_CHECKING:
@@ -117,22 +116,15 @@ class Peer:
             )
         self.membership.fail(peer, now)
         self.handle(PeerLost(peer, detail))
-        self._look_around()
 
     def _probe(self, peer: PeerId) -> None:
         if self.world.peers[peer].cut_off:
             self.membership.give_up(peer, self.world.time.now)
-            self._look_around()
 
     def regain(self, peer: PeerId) -> None:
         """There is a link to it again."""
         self.membership.recover(peer)
         self.handle(PeerBack(peer))
-        self._look_around()
-
-    def _look_around(self) -> None:
-        if self.data_node is not None:
-            self.data_node.look_around()
 
     def announcement(self) -> Announcement:
         """What it says of itself now."""
@@ -141,6 +133,7 @@ class Peer:
             RUN, self.id, PeerState.SERVING, self.module, (), b"", VersionRange(2, 2),
             TOKENS / self.world.ground.service_s(self.id), slots, slots - self.custody.used_slots, 0, None,
             self.incarnation, int(now * 1000) + self.incarnation, now + RECORD_LIFETIME_S,
+            visits=() if self.data_node is None else tuple(self.data_node.planner.prices.launched),
         )  # fmt: skip
 
     # ---- swarm.pipeline.custody.Replicas --------------------------------------------------------------------------
@@ -190,7 +183,7 @@ class Peer:
         """The rest of an admitted tensor will not come."""
         self.handle(BrokenOff(message))
 
-    def told(self, sender: PeerId, message: MicrobatchControl | LaneControl) -> None:
+    def told(self, sender: PeerId, message: MicrobatchControl) -> None:
         """A small message."""
         match message:
             case Receipt():
@@ -200,9 +193,6 @@ class Peer:
             case Stranded():
                 if self.data_node is not None:
                     self.data_node.stranded(message)
-            case _ if isinstance(message, LaneControl):
-                if self.data_node is not None:
-                    self.data_node.told(sender, message)
             case _:
                 self.handle(Arrived(sender, message))
 

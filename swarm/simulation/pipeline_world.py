@@ -1,5 +1,4 @@
-"""A swarm in virtual time that is made of the machines of the node: custody, planner, negotiator, membership,
-measurements.
+"""A swarm in virtual time that is made of the machines of the node: custody, planner, membership, measurements.
 
 Peers carry out what the machines decide as the node does (`swarm.simulation.pipeline_peer`); what a node would compute
 or send is here only a delay. Everything follows from a seed. The tests have a world of this kind with worse faults, and
@@ -17,12 +16,12 @@ from typing import Protocol
 
 from swarm.pipeline.custody_events import Work
 from swarm.pipeline.in_flight import FlightRules, Flights
-from swarm.routing.negotiation.negotiation_events import TalkRules
 from swarm.routing.path_rules import PathRules
+from swarm.routing.planner import Planner
+from swarm.simulation.arms import PlannerOf
 from swarm.simulation.pipeline_peer import Peer
 from swarm.simulation.virtual_network import Links, Thunk, Transfer, VirtualTime
 from swarm.vocabulary.pipeline_messages import MicrobatchControl, MicrobatchTensor
-from swarm.vocabulary.routing_messages import LaneControl
 from swarm.vocabulary.types import MicrobatchId, ModuleId, Path, PeerId
 
 TICK_S = 0.2
@@ -35,7 +34,6 @@ class Ground(Protocol):
     """What machines and lines are like. Seconds."""
 
     path_rules: PathRules
-    talk: TalkRules
     overhead_s: float
     """A peer is blocked so long after each task."""
 
@@ -71,6 +69,7 @@ class Ledger:
     """Of the completed ones, how often another peer stood in at each position."""
     counted: Counter[tuple[MicrobatchId, int]] = field(default_factory=Counter)
     """How many peers of each stage count a microbatch's gradient."""
+    planning_cpu_s: float = 0.0
 
 
 class World:
@@ -78,10 +77,18 @@ class World:
 
     Args:
         stages: the peers of each stage, data nodes first.
+        planner_of: makes a data node's planner (`swarm.simulation.arms`).
     """
 
-    def __init__(self, ground: Ground, stages: Sequence[Sequence[PeerId]], random: Random, ledger: Ledger) -> None:
-        self.ground, self.random, self.ledger = ground, random, ledger
+    def __init__(
+        self,
+        ground: Ground,
+        stages: Sequence[Sequence[PeerId]],
+        random: Random,
+        ledger: Ledger,
+        planner_of: PlannerOf = Planner,
+    ) -> None:
+        self.ground, self.random, self.ledger, self.planner_of = ground, random, ledger, planner_of
         self.time = VirtualTime()
         self.links = Links(self.time, ground.message_s)
         self.peers: dict[PeerId, Peer] = {}
@@ -106,7 +113,7 @@ class World:
 
     # ---- the network ---------------------------------------------------------------------------------------------
 
-    def tell(self, sender: Peer, to: PeerId, message: MicrobatchControl | LaneControl) -> None:
+    def tell(self, sender: Peer, to: PeerId, message: MicrobatchControl) -> None:
         """A small message; nobody learns that it is lost."""
         receiver = self.peers[to]
         if to == sender.id:
@@ -114,7 +121,7 @@ class World:
         elif not receiver.cut_off:
             self.links.deliver(sender.id, to, lambda: receiver.do(lambda: self._told(sender.id, receiver, message)))
 
-    def _told(self, sender: PeerId, receiver: Peer, message: MicrobatchControl | LaneControl) -> None:
+    def _told(self, sender: PeerId, receiver: Peer, message: MicrobatchControl) -> None:
         receiver.membership.recover(sender)
         receiver.told(sender, message)
 
@@ -190,8 +197,6 @@ class World:
         peer = self.peers[own] = self.new_peer(own, module, self._incarnations[own])
         self.every(TICK_S, peer, peer.tick)
         self.every(ANNOUNCE_S, peer, lambda: self.announce(peer))
-        if peer.data_node is not None:
-            peer.data_node.begin()
         return peer
 
     def every(self, seconds: float, peer: Peer, what: Thunk) -> None:

@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 
 from swarm.routing.cost_model import Costs
 from swarm.routing.path_rules import PathRules
-from swarm.routing.stage_balance import fair_sets, lanes_for
 from swarm.simulation.generate import HANDLING_S
 from swarm.simulation.instance import Instance, peer_of
 from swarm.vocabulary.types import PeerId
@@ -109,16 +108,8 @@ def _placed(peers: Sequence[PeerId], stages: int, per_path: int, rng: random.Ran
 
 
 def _visits_can_be_equal(instance: Instance) -> bool:
-    """Within one iteration, by single microbatches and by the lanes that data nodes deal out at first."""
-    rules, count = instance.rules, len(instance.costs.data_nodes)
-    if instance.total * rules.per_path % rules.skippable:
-        return False
-    try:
-        fair_sets(rules, instance.total)
-        fair_sets(rules, count * lanes_for(rules, count, instance.microbatches))
-    except ValueError:
-        return False
-    return True
+    """Within one iteration."""
+    return instance.total * instance.rules.per_path % instance.rules.skippable == 0
 
 
 def _log_uniform(rng: random.Random, between: Range) -> float:

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from swarm.simulation.pipeline_peer import Peer
 
 Thunk = Callable[[], None]
+CONTROL_S = 0.3
+"""One way for a small message, when not measured: over the longest way round the earth, on a loaded link."""
 
 
 def never() -> bool:

@@ -7,6 +7,9 @@ from typing import Final
 
 from swarm.vocabulary.types import AnchorVersion, ModuleId, PeerId, PeerState, RunId, VersionRange
 
+MAX_VISITED_STAGES: Final = 64
+"""Stages whose visits an announcement may count, so that it fits into a record."""
+
 
 @dataclass(frozen=True, slots=True)
 class Speed:
@@ -66,6 +69,9 @@ class Announcement:
     """Memory for a module, in bytes; 0 if every module fits, or if unknown."""
     device_bytes: int = 0
     """The memory that its compute device has for a module; 0 where that is the machine's, or when it does not say."""
+    visits: tuple[int, ...] = ()
+    """Of a data node: visits to each stage after stage 0 by the microbatches that it launched in this life. Empty in a
+    run with more than MAX_VISITED_STAGES of them, where each data node balances its own."""
 
     @property
     def speed(self) -> Speed:

@@ -8,7 +8,6 @@ from typing import Annotated
 
 from swarm.vocabulary.averaging_messages import RoundControl, RoundPiece, StateChunk, StateControl
 from swarm.vocabulary.bounds import Detail, Length, Range
-from swarm.vocabulary.routing_messages import LaneControl
 from swarm.vocabulary.types import (
     MAX_DOCUMENT_TOKENS,
     MAX_DOCUMENTS,
@@ -155,5 +154,5 @@ MicrobatchControl = Receipt | Stranded | Close | Recall | Settled | Unsettled
 
 TensorMessage = MicrobatchTensor | RoundPiece | StateChunk
 """Every message that a tensor goes with."""
-ControlMessage = MicrobatchControl | RoundControl | StateControl | LaneControl
+ControlMessage = MicrobatchControl | RoundControl | StateControl
 """Every other message that peers exchange about work, rounds, state and lanes."""

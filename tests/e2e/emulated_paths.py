@@ -14,7 +14,6 @@ from typing import Any, Protocol
 
 import node.runtime.data_role
 import node.runtime.serving
-from benchmarks.rule_planners import OURS, RulePlanner, SwarmPlanner, planner_by
 from node.averaging.anchor.anchor import Anchor
 from node.context.module_context import ModuleContext
 from node.runtime.data_role import DataRole, data_role
@@ -23,6 +22,7 @@ from swarm.pipeline.custody_events import Event, Started
 from swarm.routing.measured_times import MeasuredTimes
 from swarm.routing.path_rules import PathRules
 from swarm.routing.planner import Planner
+from swarm.simulation.arms import OURS, RulePlanner, SwarmPlanner, planner_of
 from swarm.vocabulary.pipeline_messages import Purpose, Receipt
 from swarm.vocabulary.types import MicrobatchId, PeerId
 from swarm.vocabulary.types import Path as HopPath
@@ -105,13 +105,12 @@ def emulate_data_node(rule: str, seed: int, flights: str | None) -> None:
 
     @asynccontextmanager
     async def emulated_role(given: ModuleContext, first: Anchor | None) -> AsyncIterator[DataRole]:
-        tokens, own, made = given.manifest.microbatch_tokens, given.session.own.announcement, list[RulePlanner]()
+        tokens, made = given.manifest.microbatch_tokens, list[RulePlanner]()
 
-        def by_rule(rules: PathRules, membership: Membership, times: MeasuredTimes, *lanes_and_costs: Any) -> Planner:
-            planner = planner_by(rule, rules, membership, times, own=own, tokens=tokens, seed=seed)
-            if planner is None:
-                return Planner(rules, membership, times, *lanes_and_costs)
-            made.append(planner)
+        def by_rule(rules: PathRules, membership: Membership, times: MeasuredTimes) -> Planner:
+            planner = planner_of(rule, seed, tokens, None)(rules, membership, times)
+            if isinstance(planner, RulePlanner):
+                made.append(planner)
             return planner
 
         node.runtime.data_role.Planner = by_rule  # type: ignore[assignment, misc]

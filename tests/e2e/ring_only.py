@@ -1,18 +1,25 @@
-"""A node that never has lanes: `python -m tests.e2e.ring_only join ...`, the rest as `skipstone` has it.
+"""A node whose paths follow the ring: `python -m tests.e2e.ring_only join ...`, the rest as `skipstone` has it.
 
-Its paths follow the ring by the microbatch's number, and its numbers begin at 0, as one process without a swarm has
-them, so that the two can be compared.
+Its stages follow from the microbatch's number, and its numbers begin at 0, as one process without a swarm has them, so
+that the two can be compared.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from node.__main__ import main
-from node.routing.negotiation_runner import NegotiationRunner
 from node.runtime import data_role as data_role
+from swarm.routing.planner import NoReplica, Planner
+from swarm.routing.stage_balance import ring_stages
+from swarm.vocabulary.types import Path, PeerId, Reasoned, Route
 
 
-def sees_nobody(self: NegotiationRunner) -> None:
-    """In place of a look at the swarm: a data node that never saw one agrees on no lanes."""
+def by_the_ring(
+    self: Planner, number: int, route: Route, in_flight: Mapping[PeerId, int], now: float
+) -> Reasoned[Path | NoReplica]:
+    """In place of the choice by prices."""
+    return self.plan_through(ring_stages(self.rules, number), route, in_flight, now)
 
 
 def zero(below: int) -> int:
@@ -21,6 +28,6 @@ def zero(below: int) -> int:
 
 
 if __name__ == "__main__":
-    NegotiationRunner._look = sees_nobody  # type: ignore[method-assign]
+    Planner.plan = by_the_ring  # type: ignore[method-assign]
     data_role.randbelow = zero  # type: ignore[attr-defined]
     main()

@@ -16,7 +16,7 @@ from node.model.shapes import demand_of
 from node.observability.events import NodeSummary
 from node.pipeline.admission import path_rules
 from protocol.manifest.manifest import Manifest
-from swarm.routing.planner import visited_stages
+from swarm.routing.stage_balance import ring_stages
 from swarm.vocabulary.types import PeerId
 from tests.e2e.run_of_experts import run_of_experts
 from tests.e2e.small_run import Watch, small_run, write_conversations, write_documents, write_text
@@ -73,7 +73,7 @@ async def test_a_swarm_that_skips_equals_one_process(tmp_path: Path) -> None:
     and takes no lanes.
     """
     manifest = small_run(write_text(tmp_path / "text"), blocks=(0, 1, 1, 1, 1), per_path=2, inner_steps=4)
-    visited = [visited_stages(path_rules(manifest), number) for number in range(manifest.microbatches_per_step)]
+    visited = [ring_stages(path_rules(manifest), number) for number in range(manifest.microbatches_per_step)]
     assert all(sum(stage in stages for stages in visited) == 2 for stage in range(1, 5))
     ring_only = Place(command=(sys.executable, "-P", "-m", "tests.e2e.ring_only"))
     await _compare(manifest, tmp_path, lambda index: ring_only)

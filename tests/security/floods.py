@@ -18,8 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from protocol.frames.frames import AnnouncementFrame, Frame, Ping, QuestionFrame, encode
-from protocol.generated import link_pb2 as wire
-from protocol.identity.keys import Identity
 from protocol.interfaces.directory import Contact
 from protocol.interfaces.transport import Question, QuestionAbout
 from swarm.vocabulary.errors import PeerError
@@ -65,28 +63,15 @@ def recalls(targets: Targets, own: PeerId, number: int) -> Frame:
     return Recall(MicrobatchId(own, number), path, 0)
 
 
-def lanes(targets: Targets, own: PeerId, number: int) -> bytes:
-    """The longest and dearest frame there is: an offer of the lanes of many data nodes. Only data nodes are minded."""
-    if not _LANES:
-        peers = [str(Identity.generate().peer) for _ in range(1024)]
-        made = [wire.Lane(route=range(8 * n, 8 * n + 8), stages=range(1, 9), alone_s=1.0) for n in range(64)]
-        some = [wire.LaneStanding(peer=peer, version=1, lanes=made) for peer in peers[:4]]
-        offer = wire.LaneOffer(epoch=bytes(8), peers=peers, number=3, standings=some)
-        _LANES.append(wire.Frame(lane_offer=offer).SerializeToString())
-    return _LANES[0]
-
-
 FLOODS: dict[str, tuple[Flood, ModuleId]] = {
     "pings": (pings, ModuleId(1)),
     "questions": (questions, ModuleId(1)),
     "forged records": (forged_records, ModuleId(0)),
     "unsettled": (unsettled, ModuleId(0)),
     "recalls": (recalls, ModuleId(1)),
-    "lanes": (lanes, ModuleId(0)),
 }
 """What is said, and whom it is said to."""
 _RECORDS: dict[str, bytes] = {}
-_LANES: list[bytes] = []
 PREPARED = 1000
 """Frames that are made once, and said again and again."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 from rich.console import RenderableType
@@ -13,9 +13,8 @@ from rich.text import Text
 
 from node.cli.views.live import download_bar
 from node.cli.views.text import count, harmless, loss_text, megabytes, peer_name, plain_table, round_text, sizes_text
-from node.observability.status import LaneStatus, PeerStatus, RoundStatus, ShareStatus, Status, SwarmStatus
+from node.observability.status import PathStatus, PeerStatus, RoundStatus, SwarmStatus
 from swarm.compression.microbatch_codecs import NO_CHOICE
-from swarm.vocabulary.routing_messages import MAX_LANES
 
 MOST_ACCUSED: Final = 16
 """Lines about replicas that are accused."""
@@ -133,8 +132,7 @@ def route_tables(status: SwarmStatus) -> Iterator[RenderableType]:
     """The table of a run's routes, and how often each module was visited; nothing in a run without experts."""
     if status.modules is None:
         return
-    said = next((peer.said.paths.talk for peer in status.peers if peer.said.paths is not None and peer.hosts(0)), "")
-    yield Text(f"\n{harmless(said, 160)}", style="dim")
+    yield Text("\nroutes of the documents", style="dim")
     table = plain_table("route", right=("share", "completed", "rerouted", "loss"))
     for route in (status.routes or ())[:MOST_ROWS]:
         path = " ".join(f"{stage}.{expert}" for stage, expert in enumerate(route.experts, start=1)) or "others"
@@ -156,7 +154,7 @@ def route_tables(status: SwarmStatus) -> Iterator[RenderableType]:
 
 
 def path_tables(status: SwarmStatus) -> Iterator[RenderableType]:
-    """The lane tables: for each data node its window, and if it has lanes a line and a table."""
+    """For each data node its window, and the table of what stages cost it."""
     for peer in status.peers:
         paths, sizes = peer.said.paths, peer.said.sizes
         if sizes is not None and sizes.documents and peer.hosts(0):
@@ -167,46 +165,17 @@ def path_tables(status: SwarmStatus) -> Iterator[RenderableType]:
             yield Text(
                 f"window of {peer_name(peer.peer)}: {count(window.microbatches)}; {harmless(window.reason, 240)}"
             )
-        lanes = [lane for lane in paths.lanes[:MAX_LANES] if len(lane.stages) == len(lane.peers)]
-        if lanes:
-            line = Text("\npaths of ", style="dim").append(peer_name(peer.peer), style="not dim")
-            yield line.append(f"  {_trips(lanes)}; {harmless(paths.talk, 120)}")
-            if paths.shares is not None:
-                yield Text(f"visit shares: {harmless(paths.shares.reason, 160)}")
-            yield _path_table(lanes, peer.said, status.stages)
+        if paths.stages:
+            yield Text("\npaths of ", style="dim").append(peer_name(peer.peer), style="not dim")
+            yield _price_table(paths)
 
 
-def _path_table(lanes: list[LaneStatus], said: Status, stages: int) -> Table:
-    shares, waiting_s = (said.paths.shares, said.paths.waiting_s) if said.paths is not None else (None, {})
-    table = plain_table("stage")
-    table.add_column(f"its lanes in turn: {VISITED} visited, {SKIPPED} skipped", no_wrap=True, overflow="crop")
-    for heading in ("visits", *(("share (wanted)",) if shares is not None else ()), "waiting"):
-        table.add_column(heading, justify="right")
-    for stage in range(1, stages):
-        drawn = "".join(VISITED if stage in lane.stages else SKIPPED for lane in lanes)
-        cells = [str(stage), drawn, count(said.visits.get(str(stage), 0))]
-        cells += [_share(stage, shares)] if shares is not None else []
-        table.add_row(*map(Text, (*cells, _waits(stage, lanes, waiting_s))))
+def _price_table(paths: PathStatus) -> Table:
+    table = plain_table("stage", right=("launched", "share", "ahead", "price"))
+    for stage, price in list(paths.stages.items())[:MOST_ROWS]:
+        figures = (f"{price.share:.0%}", f"{price.ahead:+.1f}", f"{price.price_s:+.3f} s")
+        table.add_row(*map(Text, (harmless(stage, 12), count(price.launched), *figures)))
     return table
-
-
-def _share(stage: int, shares: ShareStatus) -> str:
-    """Of the microbatches that have visited a stage, and of those that are to."""
-    made, wanted = (f"{each[key]:.0%}" if (key := str(stage)) in each else "-" for each in (shares.made, shares.wanted))
-    return f"{made} ({wanted})"
-
-
-def _trips(lanes: list[LaneStatus]) -> str:
-    trips = sorted(lane.round_trip_s or 0.0 for lane in lanes)
-    lanes_text = "1 lane" if len(lanes) == 1 else f"{len(lanes)} lanes"
-    return f"{lanes_text}, {trips[0]:.2f} to {trips[-1]:.2f} s when nobody waits" if trips[-1] > 0 else lanes_text
-
-
-def _waits(stage: int, lanes: list[LaneStatus], waiting_s: Mapping[str, float]) -> str:
-    """Before a computation at the stage's peers, on average over its lanes."""
-    peers = [peer for lane in lanes for at, peer in zip(lane.stages, lane.peers, strict=True) if at == stage]
-    known = [waiting_s[peer] for peer in peers if peer in waiting_s]
-    return f"{count(1e3 * sum(known) / len(known))} ms" if known else "-"
 
 
 # ---- computing -------------------------------------------------------------------------------------------------------

@@ -1,129 +1,165 @@
-"""`skipstone simulate`: how long would an iteration take on such a swarm, and which paths would its data nodes
-choose?"""
+"""`skipstone simulate`: how many microbatches would such a swarm complete, and which stages would they visit?"""
 
 from __future__ import annotations
 
+import json as json_module
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from node.cli.views.output import announce, print_json
-from node.cli.views.text import harmless
 from swarm.vocabulary.errors import ConfigError
 
 if TYPE_CHECKING:
-    from node.lab.simulation.simulate import Simulated
+    from swarm.routing.cost_model import PeerRoute
+    from swarm.simulation.instance import Instance
+    from swarm.vocabulary.types import PeerId
+
+MAX_FILE_BYTES = 2**31
+REPLAY = "replay:"
 
 
 def simulate(
-    instance: Annotated[Path | None, typer.Option(help="A problem: fixed peers, stages and costs, as JSON.")] = None,
-    regions: Annotated[Path | None, typer.Option(help="Make up a swarm over the regions in this JSON table.")] = None,
-    peers: Annotated[int, typer.Option(min=2, help="Of a made-up swarm.")] = 20,
-    stages: Annotated[int, typer.Option(min=2, help="Of a made-up swarm, stage 0 included.")] = 6,
-    per_path: Annotated[int, typer.Option("--per-path", min=1, help="Stages besides stage 0 that a path visits.")] = 3,
-    spread: Annotated[float, typer.Option(min=1, help="Slowest compute time over fastest, of a made-up swarm.")] = 3.0,
-    jitter: Annotated[float, typer.Option(min=0, max=2, help="Lognormal spread of all costs, unknown to all.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="Of everything made up.")] = 0,
-    talk_seconds: Annotated[
-        float, typer.Option(min=0, max=86400, help="How long the data nodes have talked before the first iteration.")
-    ] = 30.0,
-    message_seconds: Annotated[
-        float, typer.Option(min=0, max=10, help="A small message takes half to all of this.")
-    ] = 0.3,
-    lost: Annotated[float, typer.Option(min=0, max=0.9, help="Share of small messages that never arrive.")] = 0.0,
-    iterations: Annotated[int, typer.Option(min=1, max=1000, help="One after another; the talk goes on.")] = 1,
-    cold: Annotated[bool, typer.Option("--cold", help="No talk at all: nobody has heard of anybody's plans.")] = False,
-    central: Annotated[bool, typer.Option("--central", help="One planner that knows all, for comparison.")] = False,
-    churn: Annotated[
-        float, typer.Option(min=0, max=5, help="Share of the peers that die each minute, and return.")
-    ] = 0.0,
-    minutes: Annotated[float, typer.Option(min=0.1, max=1440, help="How long to train under churn.")] = 10.0,
-    dies: Annotated[
-        int | None, typer.Option(min=0, help="This peer dies when the talk has settled: what is lost?")
-    ] = None,
-    search: Annotated[
-        float, typer.Option(min=0, max=86400, help="CPU seconds of a long central search, for comparison.")
-    ] = 0.0,
-    plot: Annotated[
-        Path | None, typer.Option(help="Draw the timetable into this picture, and the searched one.")
-    ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Times and paths as one JSON object.")] = False,
+    instance: Annotated[Path, typer.Option(help="The problem as JSON: fixed peers, stages and costs.")],
+    arm: Annotated[
+        str, typer.Option(help="How paths are chosen: `ours`, `swarm`, `greedy`, or `replay:FILE` for a schedule.")
+    ] = "ours",
+    seconds: Annotated[float, typer.Option(min=1, max=86400, help="Virtual seconds.")] = 600.0,
+    seed: Annotated[int, typer.Option(help="Seed of message delays and deaths.")] = 1,
+    staleness: Annotated[
+        int,
+        typer.Option(min=0, max=1, help="0: a data node's steps wait for each other. 1: they do not."),
+    ] = 1,
+    kill: Annotated[float, typer.Option(min=0, max=5, help="Share of peers that die each minute and return.")] = 0.0,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Plan and play one iteration of a swarm in virtual time, or minutes of training under churn."""
+    """Train in virtual time on a swarm that a file describes, and count what it completes."""
     announce("skipstone simulate: virtual time", as_json=json)
-    if cold and central:
-        raise ConfigError("simulate cannot be --cold and --central at once", hint="Name one of them, or none.")
-    if search > 0 and (churn > 0 or dies is not None):
-        raise ConfigError("simulate cannot --search for a plan under --churn or --dies", hint="Leave one of them out.")
-    if (instance is None) == (regions is None):
-        raise ConfigError("simulate needs exactly one of --instance and --regions", hint="Name one file.")
-    from node.lab.simulation.search_comparison import compare
-    from node.lab.simulation.simulate import World, make_instance, read_instance, simulate_churn, simulate_death
-    from node.lab.simulation.simulate import simulate as run
-    from swarm.simulation.generate import Shape
-    from swarm.simulation.iteration import Conduct
-    from swarm.simulation.negotiation_world import Network
-
-    if instance is not None:
-        problem = read_instance(instance)
-    else:
-        assert regions is not None
-        problem = make_instance(regions, Shape(peers=peers, stages=stages, per_path=per_path, spread=spread), seed)
-    network = Network(message_seconds, message_seconds / 2, lost)
-    if churn > 0:
-        _print_report(simulate_churn(problem, churn, minutes, network, seed), as_json=json)
-        return
-    conduct = Conduct(cold, talk_seconds, iterations, network)
-    if dies is not None:
-        _print_report(simulate_death(problem, dies, conduct, seed), as_json=json)
-        return
-    world = World(jitter, seed)
-    simulated = run(problem, conduct, world, central=central)
-    beside = compare(simulated, world, search) if search > 0 else None
-    if plot is not None:
-        from node.lab.simulation.timetable_picture import draw
-
-        searched = {"searched": beside.searched} if beside else {}
-        draw(simulated.instance, {"planned": simulated.last, **searched}, plot)
+    report = asdict(simulated(read_instance(instance), arm, seconds, seed, staleness, kill))
     if json:
-        print_json({**simulated.as_json(), **(beside.as_json() if beside else {})})
-        return
-    _show(simulated)
-    if beside:
-        typer.echo(beside.sentence())
-
-
-def _print_report(report: dict[str, Any], *, as_json: bool) -> None:
-    if as_json:
         print_json(report)
         return
     for what, value in report.items():
-        typer.echo(
-            f"{what.replace('_', ' ')}: {value:.3f}"
-            if isinstance(value, float)
-            else f"{what.replace('_', ' ')}: {value}"
-        )
+        typer.echo(f"{what.replace('_', ' ')}: {f'{value:.3f}' if isinstance(value, float) else value}")
 
 
-def _show(simulated: Simulated) -> None:
-    from rich.console import Console
-    from rich.table import Table
+@dataclass(frozen=True, slots=True)
+class Simulated:
+    """What a swarm did.
 
-    instance, iteration = simulated.instance, simulated.last
-    played, talk = iteration.played, iteration.talk
-    table = Table("what", "seconds or number")
-    table.add_row("makespan", f"{played.makespan_s:.2f} s")
-    table.add_row("lower bound", f"{iteration.bound_s:.2f} s")
-    table.add_row("waiting per microbatch", f"{played.waiting_s() / instance.total:.2f} s")
-    table.add_row("planning, all data nodes together", f"{iteration.planning_cpu_s * 1e3:.1f} ms CPU")
-    table.add_row("talk: messages, offers, trades", f"{talk.messages}, {talk.offers}, {talk.trades}")
-    table.add_row("talk: last change of a lane after", f"{talk.settled_s:.1f} s")
-    if len(simulated.iterations) > 1:
-        makespans = ", ".join(f"{each.played.makespan_s:.2f}" for each in simulated.iterations)
-        table.add_row("makespans of all iterations", f"{makespans} s")
-    visits = ", ".join(f"{stage}: {count}" for stage, count in sorted(iteration.visits.items()))
-    table.add_row("visits per stage", visits)
-    console = Console(highlight=False, markup=False)
-    console.print(harmless(instance.name))
-    console.print(table)
+    Args:
+        pace: completed microbatches per second.
+        visits: completed visits by stage after stage 0; the least and the most visited stage beside it.
+        planning_cpu_seconds: per data node.
+        alive_share: mean share of the swarm's compute that was alive.
+    """
+
+    instance: str
+    arm: str
+    seconds: float
+    seed: int
+    staleness: int
+    kill: float
+    completed: int
+    pace: float
+    visits: dict[str, int]
+    visits_least: int
+    visits_most: int
+    launched: int
+    abandoned: int
+    repaired: int
+    duplicated: int
+    alive_share: float
+    planning_cpu_seconds: float
+    planning_cpu_ms_per_launch: float
+
+
+def simulated(
+    problem: Instance, arm: str, seconds: float, seed: int, staleness: int = 1, kill: float = 0.0
+) -> Simulated:
+    """Runs a swarm in virtual time.
+
+    Raises:
+        ConfigError: there is no such arm, or the schedule cannot be replayed.
+    """
+    from swarm.simulation.arms import RULES, planner_of
+    from swarm.simulation.churn import run_churn
+    from swarm.simulation.pipeline_data_node import TOKENS
+
+    schedule = read_schedule(Path(arm.removeprefix(REPLAY)), problem) if arm.startswith(REPLAY) else None
+    if schedule is None and arm not in RULES:
+        raise ConfigError(f"simulate knows no arm {arm!r}", hint=f"Name {', '.join(RULES)} or {REPLAY}FILE.")
+    done = run_churn(problem, seconds, kill, seed, staleness, planner_of(arm, seed, TOKENS, schedule))
+    visits = {str(stage): done.accumulated.get(stage, 0) for stage in range(1, problem.rules.stages)}
+    return Simulated(
+        instance=problem.name,
+        arm=arm,
+        seconds=seconds,
+        seed=seed,
+        staleness=staleness,
+        kill=kill,
+        completed=done.completed,
+        pace=done.completed / seconds,
+        visits=visits,
+        visits_least=min(visits.values(), default=0),
+        visits_most=max(visits.values(), default=0),
+        launched=done.launched,
+        abandoned=done.abandoned,
+        repaired=done.repaired,
+        duplicated=done.duplicated,
+        alive_share=done.alive_share,
+        planning_cpu_seconds=done.planning_cpu_s / len(problem.costs.data_nodes),
+        planning_cpu_ms_per_launch=1e3 * done.planning_cpu_s / max(1, done.launched),
+    )
+
+
+def read_instance(path: Path) -> Instance:
+    """The instance in a JSON file.
+
+    Raises:
+        ConfigError: it cannot be read, or is no instance.
+    """
+    from swarm.simulation.instance import from_json
+
+    return from_json(_read_json(path))
+
+
+def read_schedule(path: Path, problem: Instance) -> dict[PeerId, list[PeerRoute]]:
+    """The routes of each data node in launch order, from `{"paths": [{"data_node": p, "peers": [q, ...]}, ...]}`.
+
+    Raises:
+        ConfigError: it cannot be read, or a path of it is not legal in this problem.
+    """
+    from swarm.simulation.instance import peer_of
+
+    stage_of = problem.costs.stage_of()
+    routes: dict[PeerId, list[PeerRoute]] = {peer: [] for peer in problem.costs.data_nodes}
+    try:
+        for path_of_one in _read_json(path)["paths"]:
+            data_node, peers = peer_of(int(path_of_one["data_node"])), path_of_one["peers"]
+            route = tuple(peer_of(int(peer)) for peer in peers)
+            fault = problem.rules.fault([stage_of[peer] for peer in route])
+            if fault is not None:
+                raise ConfigError(f"{path} has a path that is not legal: {fault}")
+            routes[data_node].append(route)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{path} is no schedule of {problem.name}: {error!r}") from error
+    if not all(routes.values()):
+        raise ConfigError(f"{path} has no path for some data node of {problem.name}")
+    return routes
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise ConfigError(f"{path} is larger than {MAX_FILE_BYTES} bytes")
+        value = json_module.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} holds no JSON object")
+    return value

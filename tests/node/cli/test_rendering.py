@@ -128,34 +128,12 @@ def status_of(answered: object) -> str:
     return console.export_text()
 
 
-LANES = [
-    {"stages": [1, 2], "skipped": [3], "peers": ["p1", "p2"], "round_trip_s": 0.25},
-    {"stages": [3, 2], "skipped": [1], "peers": ["p3", "p2"], "round_trip_s": 0.5},
-]
-
-
-def test_status_draws_which_stages_the_lanes_skip() -> None:
-    said = {"visits": {"1": 1200}, "paths": {"talk": "settled", "lanes": LANES, "waiting_s": {"p1": 0.012, "p2": 0.02}}}
-    rows = [line.split() for line in paths_of(said).splitlines()]
-    assert ["1", "█·", "1,200", "12", "ms"] in rows
-    assert ["2", "██", "0", "20", "ms"] in rows
-    assert ["3", "·█", "0", "-"] in rows
-    assert "2 lanes, 0.25 to 0.50 s when nobody waits; settled" in paths_of(said)
+def test_status_shows_what_stages_cost_a_data_node() -> None:
+    prices = {"1": {"launched": 1200, "share": 0.5, "ahead": 3.0, "price_s": 0.25}, "2": {"ahead": -3.0}}
+    rows = [line.split() for line in paths_of({"paths": {"stages": prices, "waiting_s": {"p1": 0.012}}}).splitlines()]
+    assert ["1", "1,200", "50%", "+3.0", "+0.250", "s"] in rows
     assert paths_of({"paths": None}) == paths_of(None) == ""
-    odd = {"talk": HOSTILE, "lanes": [1, {"stages": HOSTILE}, {**LANES[0], "round_trip_s": HOSTILE}], "waiting_s": 1}
-    assert "\x1b" not in paths_of({"visits": [], "paths": odd})
-    assert "1 lane;" in paths_of({"visits": [], "paths": odd})
-
-
-def test_status_shows_how_often_stages_are_visited_and_should_be() -> None:
-    shares = {"wanted": {"1": 0.5, "2": 1.0}, "made": {"1": 0.625}, "reason": "stage 1 is full first"}
-    said = {"visits": {"1": 1200}, "paths": {"talk": "settled", "lanes": LANES, "shares": shares}}
-    rows = [line.split() for line in paths_of(said).splitlines()]
-    assert ["1", "█·", "1,200", "62%", "(50%)", "-"] in rows
-    assert ["2", "██", "0", "-", "(100%)", "-"] in rows
-    assert ["3", "·█", "0", "-", "(-)", "-"] in rows
-    assert "visit shares: stage 1 is full first" in paths_of(said)
-    odd = {"talk": "", "lanes": LANES, "shares": {"wanted": HOSTILE, "made": {"1": HOSTILE}, "reason": HOSTILE}}
+    odd = {"stages": {HOSTILE: {"launched": 1, "share": HOSTILE}}, "waiting_s": 1}
     assert "\x1b" not in paths_of({"paths": odd})
 
 
@@ -398,15 +376,14 @@ def routes_of(answered: object) -> str:
 def test_status_shows_routes_experts_and_who_is_missing() -> None:
     routes = [{"experts": [0], "visits": 3, "loss": 2.5}, {"experts": [1], "visits": 1, "rerouted": 1}]
     said = {"routes": routes, "module_visits": {"1.0": 4, "9.9": 7}, "rerouted": {"1.1": 1}}
-    rows = [line.split() for line in routes_of({**said, "paths": {"talk": "no lanes"}}).splitlines()]
+    rows = [line.split() for line in routes_of(said).splitlines()]
     assert ["1.0", "75%", "3", "0", "2.5000"] in rows
     assert ["1.1", "25%", "1", "1", "-"] in rows
     assert ["1.0", "4", "0"] in rows
     assert ["1.1", "0", "1"] in rows
     assert ["1", "1.1", "none"] in rows, "the stage has a peer, this expert has none"
-    assert ["no", "lanes"] in rows
     assert "2 peers for 3 modules" in routes_of(said)
-    odd = {"routes": [{"experts": HOSTILE}, 1], "module_visits": {HOSTILE: 1}, "paths": {"talk": HOSTILE}}
+    odd = {"routes": [{"experts": HOSTILE}, 1], "module_visits": {HOSTILE: 1}}
     assert "\x1b" not in routes_of(odd)
 
 

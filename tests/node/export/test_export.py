@@ -115,7 +115,7 @@ def test_whoever_may_read_one_file_may_read_all(folder: Path) -> None:
 
 
 def test_the_folder_says_where_it_comes_from(tmp_path: Path) -> None:
-    manifest = small_manifest(stages__per_path=1, stages__reordering="adjacent")
+    manifest = small_manifest(stages__per_path=1)
     checkpoint = save_checkpoint(tmp_path / "checkpoint", manifest)
     done = exported(checkpoint, tmp_path / "folder")
     origin = json.loads((tmp_path / "folder" / "skipstone.json").read_text())
@@ -124,7 +124,6 @@ def test_the_folder_says_where_it_comes_from(tmp_path: Path) -> None:
         "blocks": [1, 2, 1],
         "visited_per_path": 1,
         "trained_with_skipping": True,
-        "reordering": "adjacent",
     }
     assert (tmp_path / "folder" / "manifest.toml").read_bytes() == (checkpoint / "manifest.toml").read_bytes()
 

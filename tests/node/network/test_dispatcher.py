@@ -36,7 +36,6 @@ from swarm.vocabulary.pipeline_messages import (
     Purpose,
     TensorMessage,
 )
-from swarm.vocabulary.routing_messages import Heard, LaneControl
 from swarm.vocabulary.types import AnchorVersion, Hop, MicrobatchId, ModuleId, Path, PeerId
 
 A, B = PeerId("a"), PeerId("b")
@@ -45,7 +44,6 @@ MICROBATCH = MicrobatchId(A, 1)
 PATH = Path(A, (Hop(MODULE, B),))
 ROUND = RoundId(MODULE, 1, 0, A)
 DIGEST = bytes(32)
-LANE_WORD = Heard(bytes(8), 1)
 TENSOR = TensorSpec((4,), DType.FLOAT32)
 BUFFER = memoryview(bytearray(16))
 ERROR = Unreachable("gone")
@@ -152,19 +150,6 @@ def test_small_messages_go_to_whom_they_concern() -> None:
     assert rounds.calls == [("receive", (A, word)) for word in ROUND_WORDS]
 
 
-def test_messages_about_lanes_go_to_who_registered_for_lanes() -> None:
-    receives, lanes = dispatcher(), Noted()
-    with at_work(receives) as (microbatches, rounds):
-        receives.told(A, LANE_WORD)
-        with receives.registered(messages={LaneControl: lanes.receive}):
-            receives.told(A, LANE_WORD)
-            receives.told(A, Close(MICROBATCH, "over"))
-        receives.told(A, LANE_WORD)
-    assert lanes.calls == [("receive", (A, LANE_WORD))]
-    assert [name for name, _ in microbatches.calls] == ["receive"]
-    assert not rounds.calls
-
-
 def test_nobody_takes_what_another_takes_already() -> None:
     receives = dispatcher()
     with at_work(receives), pytest.raises(AssertionError), receives.registered(tensors={Forward: Noted()}):
@@ -216,8 +201,5 @@ def test_whose_word_about_what_means_anything() -> None:
     with at_work(receives):
         assert minded(receives, A) == {Topic.MICROBATCHES, Topic.STATE, Topic.ROUNDS}
         assert minded(receives, B) == minded(receives, stranger) == {Topic.MICROBATCHES, Topic.STATE}
-        with receives.registered(messages={LaneControl: Noted().receive}):
-            assert Topic.LANES in minded(receives, B)
-            assert Topic.LANES not in minded(receives, A) | minded(receives, stranger)
     assert minded(receives, A) == set()
     assert [receives.serves(peer) for peer in (A, B, stranger)] == [True, True, False]

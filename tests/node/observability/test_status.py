@@ -17,7 +17,6 @@ from node.observability.status import (
     CodecChoice,
     CodecStatus,
     DownloadStatus,
-    LaneStatus,
     LinkStatus,
     PathStatus,
     PeerStatus,
@@ -25,7 +24,7 @@ from node.observability.status import (
     RelayStatus,
     RoundStatus,
     RouteStatus,
-    ShareStatus,
+    StagePrice,
     Status,
     SwarmStatus,
     parse_status,
@@ -79,10 +78,8 @@ RECORDED: dict[str, Any] = {
     "visits": {"1": 24, "2": 24},
     "measured": ["12D3KooWb"],
     "paths": {
-        "talk": "settled",
-        "lanes": [{"stages": [2], "skipped": [1], "peers": ["12D3KooWb"], "round_trip_s": 0.25}],
+        "stages": {"1": {"launched": 50, "share": 0.5, "ahead": -1.5, "price_s": -0.25}},
         "waiting_s": {"12D3KooWb": 0.0125},
-        "shares": {"wanted": {"1": 0.5, "2": 0.75}, "made": {"2": 0.7}, "reason": "stage 1 is full first"},
     },
     "sizes": {
         "microbatches": 64,
@@ -131,12 +128,7 @@ TYPED = Status(
     waiting_for=("2.0",),
     visits={"1": 24, "2": 24},
     measured=("12D3KooWb",),
-    paths=PathStatus(
-        "settled",
-        (LaneStatus((2,), (1,), ("12D3KooWb",), 0.25),),
-        {"12D3KooWb": 0.0125},
-        ShareStatus({"1": 0.5, "2": 0.75}, {"2": 0.7}, "stage 1 is full first"),
-    ),
+    paths=PathStatus({"1": StagePrice(50, 0.5, -1.5, -0.25)}, {"12D3KooWb": 0.0125}),
     sizes=SizeSummary(64, 8190.5, 0.012, 12_300.25, 0.004, 17.5, 0.013),
 )
 JSON = st.recursive(

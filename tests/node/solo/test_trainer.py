@@ -22,7 +22,6 @@ from node.observability.event_json import event_to_json
 from node.solo.solo_checkpoint import CheckpointPlan, solo_peer
 from node.solo.trainer import SOLO, SoloTrainer, WholeModel, evaluate, train_solo
 from protocol.manifest.manifest import Manifest
-from swarm.routing.visit_shares import VisitShares
 from swarm.vocabulary.errors import ConfigError, CorruptSnapshot, StateError
 from swarm.vocabulary.types import ModuleId
 from tests.node.checkpoint.saved_states import SteppedStorage, folder_at
@@ -201,7 +200,10 @@ def test_a_stage_that_is_visited_less_steps_less_often_over_as_many_tokens(manif
     skipping = small_manifest(data__source=manifest.data.source, stages__per_path=1)
     folder = folder_at(tmp_path / "checkpoint", manifest=skipping)
     trainer = SoloTrainer(
-        skipping, WholeModel(skipping, CPU), open_documents(skipping), VisitShares((3, 5), 8).stages_at
+        skipping,
+        WholeModel(skipping, CPU),
+        open_documents(skipping),
+        lambda number: (1 if number % 8 in (0, 3, 6) else 2,),
     )
     for _ in range(8):
         trainer.step(lambda: False)

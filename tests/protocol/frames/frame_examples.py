@@ -50,7 +50,6 @@ from swarm.vocabulary.pipeline_messages import (
     Stranded,
     Unsettled,
 )
-from swarm.vocabulary.routing_messages import Abandon, Accept, Decline, Heard, Lane, Offer, Standing, Told
 from swarm.vocabulary.types import (
     AnchorVersion,
     Codec,
@@ -86,10 +85,6 @@ BASE, INITIAL = AnchorVersion(299, 70_000, 2**45, 5, HASH), AnchorVersion(0, 0, 
 ENTRY = Entry(B, ROUND, BASE, 32, 65_536, 1.75, (LinkRate(0xABCDEF, 12), LinkRate(0, 1)), INITIAL, SIGNATURE)
 EMPTY_ENTRY = Entry(C, ROUND, BASE, 0, 0, 0.0, (), None, SIGNATURE)
 SIGNED = (SignedHash(A, HASH, SIGNATURE), SignedHash(A, bytes(32), bytes(64)), SignedHash(C, HASH, SIGNATURE))
-EPOCH = b"\x01\x00epoch\xff"
-STANDING = Standing(
-    A, 17, (Lane((C, B), frozenset({300, 2}), 1.5), Lane((), frozenset({1}), 0.0), Lane((D, B), frozenset(), 0.25))
-)
 
 EXAMPLES: Final[dict[str, SmallFrame]] = {
     "hello": Hello(A, RunId("ab" * 32), VersionRange(1, 7), b"record", 2**63 + 1, 123_456),
@@ -156,16 +151,6 @@ EXAMPLES: Final[dict[str, SmallFrame]] = {
     "state_chunk": TensorFrame(StateChunk(ModuleId(3, 1), HASH, 2**20 - 1), PLANES, 17, 1),
     "state_chunk first": TensorFrame(StateChunk(ModuleId(0), HASH, 0), FLOATS, 17, 1),
     "state_refused": StateRefused(ModuleId(3, 1), HASH, (1, 2), StateRefusal.GONE),
-    "lane_told": Told(EPOCH, STANDING),
-    "lane_told decision": Told(EPOCH, Standing(B, 0, ()), 2**48 - 1),
-    "lane_told and heard": Told(EPOCH, STANDING, heard=2**48 - 1),
-    "lane_heard": Heard(EPOCH, 17),
-    "lane_heard of nothing": Heard(EPOCH, 0),
-    "lane_offer": Offer(EPOCH, 5, (STANDING, Standing(B, 2**48 - 1, (Lane((D, A, C), frozenset({9, 3, 1023}), 2.5),)))),
-    "lane_accept": Accept(EPOCH, 7),
-    "lane_decline": Decline(EPOCH, 8, True, STANDING),
-    "lane_decline at rest": Decline(EPOCH, 8, False, Standing(A, 0, ())),
-    "lane_abandon": Abandon(EPOCH, 1),
     "audit_request": AuditRequest(ROUND, 5, 9),
     "audit_request first": AuditRequest(ROUND, 0, 1),
     "evidence": Evidence(ROUND, 7, 300, SIGNED),

@@ -366,18 +366,24 @@ TOPICS = {
     **dict.fromkeys(["prepared", "commit", "dissolved"], Topic.ROUNDS),
     **dict.fromkeys(["audit_request", "evidence", "audit_refused", "accusation"], Topic.ROUNDS),
     **dict.fromkeys(["state_request", "state_refused"], Topic.STATE),
-    **dict.fromkeys(
-        ["lane_told", "lane_heard", "lane_offer", "lane_accept", "lane_decline", "lane_abandon"], Topic.LANES
-    ),
 }
 
-PING, HEARD = encode(Ping(1)), wire.Frame(lane_heard=wire.LaneHeard(epoch=bytes(8), version=1)).SerializeToString()
+PING, ASKED = encode(Ping(1)), encode(Unsettled(MicrobatchId(PEERS[0], 1)))
 
 
 @pytest.mark.parametrize(
     "frame",
-    [PING + HEARD, HEARD + PING, PING + PING, PING[:-1], PING + b"\0", HEARD[:1], b"\x80\x80\x80\x01", b"\xff" * 9],
-    ids=["a ping, then a lane", "a lane, then a ping", "twice", "cut", "more", "half a tag", "long tag", "no tag"],
+    [PING + ASKED, ASKED + PING, PING + PING, PING[:-1], PING + b"\0", ASKED[:1], b"\x80\x80\x80\x01", b"\xff" * 9],
+    ids=[
+        "a ping, then a question",
+        "a question, then a ping",
+        "twice",
+        "cut",
+        "more",
+        "half a tag",
+        "long tag",
+        "no tag",
+    ],
 )
 def test_a_frame_is_one_field_and_nothing_else(frame: bytes) -> None:
     """protobuf would merge them and believe the last: the first bytes would not tell what it is."""

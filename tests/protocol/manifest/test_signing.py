@@ -269,6 +269,7 @@ def test_each_key_counts() -> None:
             unchangeable.add(".".join(keys))
     assert unchangeable <= {
         "protocol",
+        "stages.reordering",
         "model.family",
         "model.rope_scaling.kind",
         "training.inner.name",
@@ -602,3 +603,8 @@ def test_a_schedule_by_tokens_comes_back_from_its_text() -> None:
 def test_a_schedule_by_tokens_that_makes_no_sense(schedule: dict[str, int], why: str) -> None:
     with pytest.raises(ManifestError, match=why):
         manifest_from_table(changed(SMALL, ("training", "schedule"), schedule))
+
+
+def test_a_run_whose_paths_step_back_is_refused_with_a_sentence() -> None:
+    with pytest.raises(ManifestError, match="exist no more"):
+        manifest_from_table(changed(SMALL, ("stages", "reordering"), "adjacent"))

@@ -310,7 +310,7 @@ async def test_who_says_more_than_its_due_is_read_later_and_loses_nothing() -> N
 async def test_what_nobody_minds_is_left_out_unread_and_the_link_stays() -> None:
     async with server_and_honest() as (server, _), attack(server) as (hostile, stream):
         server.handler.minded = (Topic.MICROBATCHES,)
-        for kind in ("lane_told", "roster", "state_refused"):
+        for kind in ("prepared", "roster", "state_refused"):
             number = wire.Frame.DESCRIPTOR.fields_by_name[kind].number
             tag = number << 3 | 2
             await stream.say(bytes((tag & 0x7F | 0x80, tag >> 7, 9)) + b"\xff" * 9)  # no protobuf at all
@@ -318,7 +318,7 @@ async def test_what_nobody_minds_is_left_out_unread_and_the_link_stays() -> None
         await server.handler.until(lambda: server.handler.messages)
         assert server.handler.downs == []
         server.handler.minded = tuple(Topic)
-        await stream.say(bytes((34 << 3 & 0x7F | 0x82, 34 << 3 >> 7, 9)) + b"\xff" * 9)
+        await stream.say(bytes((30 << 3 & 0x7F | 0x82, 30 << 3 >> 7, 9)) + b"\xff" * 9)
         assert (await stream.farewell()).reason is FarewellReason.VIOLATION
 
 
@@ -339,8 +339,8 @@ async def test_long_frames_of_who_serves_nothing_are_read_later() -> None:
 
 
 def long_frame(size: int) -> bytes:
-    """Of lanes; nobody looks at what is in it."""
-    return wire.Frame(lane_told=wire.LaneTold(epoch=bytes(size))).SerializeToString()
+    """Nobody looks at what is in it."""
+    return wire.Frame(state_request=wire.StateRequest(digest=bytes(size))).SerializeToString()
 
 
 async def test_a_peer_that_does_not_read_makes_senders_wait_and_holds_no_memory() -> None:

@@ -12,7 +12,6 @@ from random import Random
 
 from swarm.pipeline.custody_events import Key, Phase, Work
 from swarm.pipeline.in_flight import FlightRules
-from swarm.routing.negotiation.negotiation_events import TalkRules
 from swarm.routing.path_rules import PathRules
 from swarm.simulation.pipeline_data_node import NUMBERS_A_LIFE
 from swarm.simulation.pipeline_world import TICK_S, Ledger, World
@@ -56,7 +55,6 @@ class ChanceGround:
 
     def __init__(self, shape: Shape, random: Random) -> None:
         self._shape, self._random = shape, random
-        self.talk = TalkRules(shape.rules.per_step)  # few lanes; what data nodes say of them is tested elsewhere
         self.path_rules = PathRules(len(shape.replicas) + 1, shape.per_path)
         self._speed_s = {peer: random.uniform(0.02, 0.3) for stage in shape.stages for peer in stage}
         self._delay_s: dict[frozenset[PeerId], float] = {}

@@ -187,8 +187,8 @@ def claimed(direction: Direction, position: int, waited_s: float, computed_s: fl
 
 
 def forward_s(travel: Travel, peer: PeerId) -> float:
-    stages = ([announcement(DATA, 0)], *([announcement(each, k)] for k, each in enumerate((A, B, C), start=1)))
-    return travel.book.costs(stages, 4).forward_s[peer]
+    stages = [[announcement(each, k)] for k, each in enumerate((A, B, C), start=1)]
+    return travel.book.costs(stages).forward_s[peer]
 
 
 def test_waiting_computing_and_sending_are_told_apart() -> None:
@@ -224,8 +224,7 @@ def test_what_came_home_tells_how_much_of_sending_was_the_way() -> None:
         now += 3.0 if peer != DATA else 2.0
         travel.times.passed(peer, claimed(BACK, position, 0.0, 1.0, 2.0), now)
     travel.times.completed(MICROBATCH, now - 4.0)
-    stages = ([announcement(DATA, 0)], [announcement(A, 1)])
-    assert travel.book.costs(stages, 4).message_s[DATA][A] == pytest.approx(2.0 * (16.0 - 4.0) / 16.0)
+    assert travel.book.costs([[announcement(A, 1)]]).message_s[DATA][A] == pytest.approx(2.0 * (16.0 - 4.0) / 16.0)
 
 
 def test_journeys_that_never_end_are_forgotten() -> None:

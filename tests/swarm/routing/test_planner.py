@@ -1,18 +1,17 @@
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
+import itertools
 from dataclasses import replace
 
 import pytest
 
 from swarm.membership.membership import Membership
-from swarm.routing.cost_model import Costs
 from swarm.routing.measured_times import MeasuredTimes
 from swarm.routing.path_rules import PathRules
-from swarm.routing.planner import TRY_EVERY, NoReplica, Planner, hop_to_try, in_flight_by_peer, visited_stages
-from swarm.routing.stage_balance import Lanes
+from swarm.routing.planner import TRY_EVERY, NoReplica, Planner, in_flight_by_peer
+from swarm.routing.prices import StagePrices
 from swarm.vocabulary.announcement import Announcement
+from swarm.vocabulary.pipeline_messages import Direction
 from swarm.vocabulary.types import Hop, ModuleId, Path, PeerId
 from tests.swarm.membership.announcements import RUN, announcement
 
@@ -36,25 +35,29 @@ def chosen(planner: Planner, in_flight: dict[PeerId, int] | None = None) -> Peer
 # ---- which stages ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("stages", "per_path"), [(2, 1), (5, 4), (5, 3), (5, 2), (5, 1), (8, 5), (9, 6), (13, 7), (4, 0)]
-)
-def test_every_stage_is_visited_equally_often_over_any_window(stages: int, per_path: int) -> None:
-    skippable = stages - 1
-    for first in range(3 * skippable):
-        window = [visited_stages(PathRules(stages, per_path), first + n) for n in range(skippable)]
-        assert all(len(visited) == per_path and list(visited) == sorted(set(visited)) for visited in window)
-        visits = Counter(stage for visited in window for stage in visited)
-        assert visits == {stage: per_path for stage in range(1, stages) if per_path}
+@pytest.mark.parametrize(("stages", "per_path"), [(2, 1), (5, 4), (5, 3), (5, 1), (8, 5), (13, 7), (21, 13), (4, 0)])
+def test_alike_stages_are_visited_equally_often(stages: int, per_path: int) -> None:
+    peers = [announcement(f"p{stage}", stage) for stage in range(1, stages)]
+    planner, _ = planner_with(*peers, rules=PathRules(stages, per_path))
+    paths = [planner.plan(number, (), {}, number / 10).value for number in range(400)]
+    assert all(isinstance(path, Path) and len(path.hops) == per_path for path in paths)
+    visits = planner.prices.launched
+    assert sum(visits) == 400 * per_path
+    assert max(visits, default=0) - min(visits, default=0) <= 20
 
 
-def test_without_lanes_a_weak_stage_is_visited_less_where_the_rules_allow_it() -> None:
+def test_a_weak_stage_is_visited_less_where_the_rules_allow_it() -> None:
     speeds = {1: 400.0, 2: 100.0, 3: 400.0, 4: 400.0}
     peers = [announcement(f"p{stage}", stage, speed=speed) for stage, speed in speeds.items()]
-    for ratio, expected in ((1.0, {1: 21, 2: 21, 3: 21, 4: 21}), (2.0, {1: 24, 2: 12, 3: 24, 4: 24})):
+    for ratio in (1.0, 1.5, 2.0):
         planner, _ = planner_with(*peers, rules=PathRules(5, 3, visit_ratio=ratio))
-        paths = [planner.plan(number, (), {}, 0.0).value for number in range(28)]
-        assert Counter(hop.module.stage for path in paths if isinstance(path, Path) for hop in path.hops) == expected
+        for number in range(1200):
+            if number == 600:  # until then prices rise
+                before = planner.prices.launched.copy()
+            planner.plan(number, (), {}, number)
+        visits = [now - then for now, then in zip(planner.prices.launched, before, strict=True)]
+        weak, others = visits[1], (sum(visits) - visits[1]) / 3
+        assert others / weak == pytest.approx(ratio, rel=0.2)
 
 
 def test_a_path_goes_through_its_stages_in_order() -> None:
@@ -70,32 +73,28 @@ def test_a_path_can_be_had_through_any_stages() -> None:
     assert planner.plan_through((2, 4), (), {}, 0.0).value == NoReplica((ModuleId(4),))
 
 
-@pytest.mark.parametrize("with_lanes", [False, True])
-def test_a_stage_that_has_lost_its_last_peer_is_left_out_until_one_serves_it(*, with_lanes: bool) -> None:
+def test_a_stage_that_has_lost_its_last_peer_is_left_out_until_one_serves_it() -> None:
     members, rules = Membership(RUN, OWN), PathRules(stages=4, per_path=2)
     for stage in (1, 2, 3):
         members.observe(announcement(f"p{stage}", stage), now=0, wall=0)
-    sets = [visited_stages(rules, number) for number in range(3)]
-    lanes: Lanes = tuple(tuple(Hop(ModuleId(stage), PeerId(f"p{stage}")) for stage in stages) for stages in sets)
-    planner = Planner(rules, members, MeasuredTimes(OWN, TOKENS), lambda: lanes if with_lanes else ())
+    planner = Planner(rules, members, MeasuredTimes(OWN, TOKENS))
 
     def stages_of(number: int) -> list[int] | NoReplica:
         path = planner.plan(number, (), {}, NOW).value
         return path if isinstance(path, NoReplica) else [hop.module.stage for hop in path.hops]
 
-    whole = [stages_of(number) for number in range(3)]
-    assert whole == [list(stages) for stages in sets]
+    assert {str(stages_of(number)) for number in range(9)} == {"[1, 2]", "[1, 3]", "[2, 3]"}
     members.give_up(PeerId("p2"), NOW)
-    assert [stages_of(number) for number in range(3)] == [[stage for stage in stages if stage != 2] for stages in sets]
+    assert [stages_of(number) for number in range(3)] == [[1, 3]] * 3
     assert planner.unserved(NOW) == (ModuleId(2),)
     assert [planner.goes_round(ModuleId(stage), NOW) for stage in (1, 2, 3)] == [False, True, False]
-    members.give_up(PeerId("p3"), NOW)  # two are more than a path may miss
-    assert {str(stages_of(number)) for number in range(3) if 1 not in sets[number]} == {
-        str(NoReplica((ModuleId(2), ModuleId(3))))
-    }
-    members.recover(PeerId("p2"))
-    members.recover(PeerId("p3"))
-    assert [stages_of(number) for number in range(3)] == whole
+    members.give_up(PeerId("p3"), NOW)
+    assert stages_of(1) == [1], "one less than usual"
+    members.give_up(PeerId("p1"), NOW)
+    assert stages_of(1) == NoReplica((ModuleId(1), ModuleId(2), ModuleId(3)))
+    for peer in ("p1", "p2", "p3"):
+        members.recover(PeerId(peer))
+    assert {str(stages_of(number)) for number in range(40)} == {"[1, 2]", "[1, 3]", "[2, 3]"}
 
 
 def test_whoever_reaches_nobody_goes_round_nobody() -> None:
@@ -112,11 +111,10 @@ def test_whoever_reaches_nobody_goes_round_nobody() -> None:
 
 def test_a_stage_that_nobody_has_served_yet_is_waited_for() -> None:
     planner, _ = planner_with(announcement("p1", 1), announcement("p2", 2), rules=PathRules(stages=4, per_path=2))
-    plans = [planner.plan(number, (), {}, NOW).value for number in range(3)]
-    assert plans.count(NoReplica((ModuleId(3),))) == 2
+    assert planner.plan(0, (), {}, NOW).value == NoReplica((ModuleId(3),))
 
 
-def test_a_stage_whose_peer_is_out_of_reach_for_a_moment_is_waited_for() -> None:
+def test_a_stage_whose_peer_is_out_of_reach_for_a_moment_is_not_visited_meanwhile() -> None:
     members = Membership(RUN, OWN)
     for stage in (1, 2, 3):
         members.observe(announcement(f"p{stage}", stage), now=0, wall=0)
@@ -124,7 +122,9 @@ def test_a_stage_whose_peer_is_out_of_reach_for_a_moment_is_waited_for() -> None
     for number in range(3):
         planner.plan(number, (), {}, NOW)
     members.fail(PeerId("p2"), NOW)
-    assert [planner.plan(number, (), {}, NOW).value for number in range(3)].count(NoReplica((ModuleId(2),))) == 2
+    path = planner.plan(3, (), {}, NOW).value
+    assert isinstance(path, Path)
+    assert [hop.module.stage for hop in path.hops] == [1, 3]
 
 
 def test_a_path_may_visit_nobody() -> None:
@@ -137,14 +137,6 @@ def test_all_missing_modules_are_named() -> None:
     plan = planner.plan(0, (), {}, 0.0)
     assert plan.value == NoReplica((ModuleId(1), ModuleId(3), ModuleId(4)))
     assert all(f"module {stage}.0 has no peer left" in plan.reason for stage in (1, 3, 4))
-
-
-def test_a_skipped_stage_needs_no_peer() -> None:
-    rules = PathRules(4, 2)
-    planner, _ = planner_with(*(announcement(f"p{stage}", stage) for stage in (1, 2)), rules=rules)
-    found = [isinstance(planner.plan(n, (), {}, 0.0).value, Path) for n in range(3)]
-    assert found == [3 not in visited_stages(rules, n) for n in range(3)]
-    assert any(found)
 
 
 # ---- which peer ------------------------------------------------------------------------------------------------------
@@ -208,17 +200,6 @@ def test_who_has_brought_nothing_back_gets_one_at_a_time_where_others_have() -> 
     assert chosen(planner, {LIAR: 1}) == LIAR, "it was no lie"
 
 
-def test_a_lane_is_left_while_its_peer_has_one_and_has_brought_nothing_back() -> None:
-    members, times = Membership(RUN, OWN), MeasuredTimes(OWN, TOKENS)
-    for one in (announcement("liar", speed=100_000), announcement("fast", speed=1000)):
-        members.observe(one, now=0, wall=0)
-    lane = (Hop(ModuleId(1), LIAR),)
-    planner = Planner(ONE_STAGE, members, times, lambda: (lane,))
-    times.visited(FAST, 1.0)
-    assert planner.plan(1, (), {}, NOW).value == Path(OWN, lane)
-    assert planner.plan(1, (), {LIAR: 1}, NOW).value == Path(OWN, (Hop(ModuleId(1), FAST),))
-
-
 def test_failing_never_looks_like_speed() -> None:
     planner, times = planner_with(announcement("slow", speed=900), announcement("fast", speed=1000))
     times.visited(FAST, 30.0)
@@ -230,23 +211,22 @@ def test_hops_are_counted_by_peer() -> None:
     assert in_flight_by_peer([Path(OWN, (one, two)), Path(OWN, (one,))]) == {FAST: 2, SLOW: 1}
 
 
-# ---- lanes -----------------------------------------------------------------------------------------------------------
+# ---- by prices -------------------------------------------------------------------------------------------------------
 
 
-class OnLanes:
-    """Two stages with two replicas each, and two lanes."""
+class TwoStages:
+    """Two stages with two replicas each, a second for each visit."""
 
-    def __init__(self) -> None:
-        first, second = ModuleId(1), ModuleId(2)
-        self.lanes: Lanes = (
-            (Hop(first, PeerId("a1")), Hop(second, PeerId("b1"))),
-            (Hop(second, PeerId("b2")), Hop(first, PeerId("a2"))),
-        )
-        self.members = Membership(RUN, OWN)
+    def __init__(self, **ways_s: float) -> None:
+        self.members, self.times = Membership(RUN, OWN), MeasuredTimes(OWN, TOKENS)
         for peer, stage in (("a1", 1), ("a2", 1), ("b1", 2), ("b2", 2)):
-            self.members.observe(announcement(peer, stage), now=NOW, wall=0.0)
-        self.times = MeasuredTimes(OWN, TOKENS)
-        self.planner = Planner(PathRules(3, 2), self.members, self.times, lambda: self.lanes)
+            self.members.observe(announcement(peer, stage, slots=64), now=NOW, wall=0.0)
+            self.times.visited(PeerId(peer), 1.0)
+            self.times.computed(PeerId(peer), Direction.FORWARD, 0.4)
+            self.times.computed(PeerId(peer), Direction.BACKWARD, 0.6)
+        for one, other in itertools.combinations(("own", "a1", "a2", "b1", "b2"), 2):
+            self.times.sent(PeerId(one), PeerId(other), 2 * ways_s.get(one + other, 0.1))
+        self.planner = Planner(PathRules(3, 2), self.members, self.times)
 
     def path(self, number: int, **in_flight: int) -> list[str]:
         plan = self.planner.plan(number, (), {PeerId(peer): count for peer, count in in_flight.items()}, NOW)
@@ -254,125 +234,64 @@ class OnLanes:
         return [hop.peer for hop in plan.value.hops]
 
 
-def test_lanes_are_taken_in_turn_in_their_own_order() -> None:
-    on = OnLanes()
-    assert [on.path(number) for number in (1, 2, 3)] == [["b2", "a2"], ["a1", "b1"], ["b2", "a2"]]
+def test_the_whole_way_counts() -> None:
+    assert TwoStages().path(2) == ["a1", "b1"]
+    assert TwoStages(owna1=0.3).path(2) == ["a2", "b1"]
+    assert TwoStages(a1b1=0.4, a2b1=0.3).path(2) == ["a1", "b2"]
 
 
-def test_a_peer_of_the_lane_that_is_gone_or_crowded_is_replaced_and_the_stages_stay() -> None:
-    on = OnLanes()
-    assert on.path(2, a1=2, a2=1) == ["a1", "b1"], "half as long again is not much longer"
-    assert on.path(2, a1=3) == ["a2", "b1"]
-    on.members.give_up(PeerId("b1"), NOW)
-    assert on.path(2) == ["a1", "b2"]
-
-
-def test_what_peers_announce_of_their_queues_does_not_move_anybody_off_a_lane() -> None:
-    """All data nodes hear it at once, and it is over when they come."""
-    on = OnLanes()
-    on.members.observe(announcement("a1", 1, slots=16, free_slots=0, sequence=2), now=NOW, wall=0.0)
-    assert on.path(2) == ["a1", "b1"]
-    on.lanes = ()
-    assert on.planner.replica(ModuleId(1), frozenset(), {}, NOW).value == "a2", (
-        "but without a lane it is all that is known"
-    )
-
-
-class ByCosts(OnLanes):
-    """The same, and what it takes to be anywhere is known: a second for each visit, and the ways given."""
-
-    def __init__(self, *, back_stops: int = 0, **ways_s: float) -> None:
-        super().__init__()
-        self.costs = self._costs(ways_s)
-        rules = PathRules(3, 2, max_back_stops=back_stops, max_back_distance=back_stops)
-        self.planner = Planner(rules, self.members, self.times, lambda: self.lanes, lambda: self.costs)
-        for peer in ("a1", "a2", "b1", "b2"):
-            self.times.visited(PeerId(peer), 1.0)
-
-    @staticmethod
-    def _costs(ways_s: Mapping[str, float]) -> Costs:
-        """Ways by the two ends' names, one after the other; 0.1 s where none is given."""
-        peers = [OWN, *map(PeerId, ("a1", "a2", "b1", "b2"))]
-        way = {
-            p: {q: ways_s.get(f"{p}{q}", ways_s.get(f"{q}{p}", 0.1)) if p != q else 0.0 for q in peers} for p in peers
-        }
-        stages = ((OWN,), tuple(peers[1:3]), tuple(peers[3:]))
-        return Costs(stages, dict.fromkeys(peers, 0.4), way, dict.fromkeys(peers, 4))
-
-
-def test_a_lane_s_stages_are_visited_by_those_that_bring_it_home_soonest() -> None:
-    assert ByCosts().path(2) == ["a1", "b1"]
-    assert ByCosts(owna1=0.3).path(2) == ["a2", "b1"]
-    assert ByCosts(a1b1=0.4, a2b1=0.3).path(2) == ["a1", "b2"], "the whole way counts"
-    assert ByCosts(owna2=0.3).path(1) == ["b1", "a1"], "in the lane's own order"
-
-
-def test_our_own_under_way_count_by_half_and_what_was_waited_by_half() -> None:
-    on = ByCosts(owna2=0.3)  # there and back: 0.4 s
+def test_our_own_in_flight_count_by_half_and_what_was_waited_by_half() -> None:
+    on = TwoStages(owna2=0.3)  # there and back: 0.4 s
     assert on.path(2, b2=9) == ["a1", "b1"]
     assert on.path(2, a1=1, b2=9) == ["a2", "b1"], "half a second"
     on.times.waited(PeerId("a2"), 0.2)  # each way: 0.2 s of them are others'
     assert on.path(2, a1=1, b2=9) == ["a1", "b1"]
 
 
-def test_whoever_is_gone_new_or_on_trial_is_left_out() -> None:
-    on = ByCosts()
+def test_whoever_is_gone_or_on_trial_is_left_out() -> None:
+    on = TwoStages()
     on.members.give_up(PeerId("a1"), NOW)
     assert on.path(2) == ["a2", "b1"]
     on.members.observe(announcement("a0", 1, speed=1e9), now=NOW, wall=0.0)
-    assert on.path(2) == ["a2", "b1"], "at the next look there will be costs of it"
-    on.costs = replace(on.costs, stages=(*on.costs.stages[:1], (PeerId("a0"), PeerId("a2")), on.costs.stages[2]))
-    near = dict.fromkeys([*on.costs.message_s, PeerId("a0")], 0.01)
-    ways = {peer: {**ways, PeerId("a0"): 0.01} for peer, ways in on.costs.message_s.items()} | {PeerId("a0"): near}
-    on.costs = replace(on.costs, forward_s={**on.costs.forward_s, PeerId("a0"): 0.01}, message_s=ways)
-    assert on.path(2) == ["a0", "b1"]
-    assert on.path(2, a0=1) == ["a2", "b1"], "it has brought nothing back yet"
+    assert on.path(2, a0=1, a2=1) == ["a2", "b1"], "it has brought nothing back yet"
     on.members.give_up(PeerId("b1"), NOW)
     on.members.give_up(PeerId("b2"), NOW)
     assert isinstance(on.planner.plan(2, (), {}, NOW).value, NoReplica)
 
 
-def test_one_hop_is_tried_elsewhere_and_the_others_go_along() -> None:
-    on = ByCosts(a1b1=0.9, a1b2=0.3)
-    assert on.path(2) == ["a2", "b1"]
-    assert on.path(0) == ["a1", "b2"]
-    assert "to measure it again" in on.planner.plan(0, (), {}, NOW).reason
-
-
-def test_lanes_that_may_step_back_are_walked_as_they_were_told() -> None:
-    assert ByCosts(back_stops=1, owna1=0.3).path(2) == ["a1", "b1"]
+def test_a_replica_that_is_always_full_of_others_is_left_to_them() -> None:
+    on = TwoStages()
+    for look in range(60):
+        full = announcement("a1", 1, slots=2, free_slots=0, sequence=2 + look)
+        on.members.observe(full, now=NOW, wall=0.0)
+        path = on.planner.plan(1, (), {}, 3.0 * look).value
+    assert isinstance(path, Path)
+    assert path.hops[0].peer == "a2"
 
 
 def test_every_now_and_then_one_hop_goes_to_who_was_not_measured_for_longest() -> None:
-    on = OnLanes()
-    for peer in ("a2", "a1", "b2"):
-        on.times.visited(PeerId(peer), 1.0)
+    on = TwoStages()
+    on.times.visited(PeerId("a1"), 1.0)
+    on.times.visited(PeerId("b1"), 1.0)
     assert on.path(0) == ["a2", "b1"]
-    assert on.path(2) == ["a1", "b1"]
-    on.lanes = on.lanes[:1]
-    assert on.path(0) == ["a2", "b1"]
-    tried = {place: number for number in range(3 * TRY_EVERY) if (place := hop_to_try(on.lanes, number)) is not None}
-    assert set(tried) == {0, 1}
-    assert on.path(tried[1])[1] == "b1", "never measured goes before long ago"
+    assert "to measure it again" in on.planner.plan(TRY_EVERY, (), {}, NOW).reason
+    assert on.path(TRY_EVERY) == ["a1", "b2"]
+    assert on.path(1) == ["a1", "b1"]
 
 
-@pytest.mark.parametrize(("count", "length"), [(1, 1), (2, 2), (24, 3), (6, 4), (8, 8)])
-def test_every_hop_of_every_lane_is_tried_some_day(count: int, length: int) -> None:
-    lane = tuple(Hop(ModuleId(stage), PeerId(f"p{stage}")) for stage in range(length))
-    lanes = (lane,) * count
-    numbers = range(TRY_EVERY * count * length * 2)
-    tried = {(n % count, place) for n in numbers if (place := hop_to_try(lanes, n)) is not None}
-    assert len(tried) == count * length
+def test_what_another_data_node_announces_moves_visits_and_a_lie_moves_them_little() -> None:
+    def ahead(times: int) -> list[float]:
+        prices = StagePrices(PathRules(3, 1))
+        for look in range(1, 101):
+            prices.launch([1 + look % 2], (), [1, 2])
+            said = [
+                replace(announcement("honest", 0), visits=(look // 2, look - look // 2)),
+                replace(announcement("other", 0), visits=(times * look, 0)),
+            ]
+            prices.look(said, [1, 2], float(look))
+        return prices.excess
 
-
-def test_no_stage_waits_for_its_first_try_until_all_lanes_have_had_theirs() -> None:
-    lanes = (tuple(Hop(ModuleId(stage), PeerId(f"p{stage}")) for stage in range(12)),) * 24
-    assert {hop_to_try(lanes, TRY_EVERY * turn) for turn in range(12)} == set(range(12))
-
-
-def test_without_lanes_the_ring_decides() -> None:
-    on = OnLanes()
-    on.lanes = ()
-    assert set(on.path(1)) <= {"a1", "a2", "b1", "b2"}
-    on.lanes = ((),)
-    assert on.path(0) == []
+    honest, lie = ahead(1), ahead(10)
+    assert honest[0] > 20
+    assert honest[0] == -honest[1]
+    assert lie[0] <= 2.5 * honest[0]

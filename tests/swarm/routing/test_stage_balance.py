@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm.routing.path_rules import PathRules
-from swarm.routing.stage_balance import all_stages, chosen_subsets, ring_of_subsets, spread_stages
+from swarm.routing.stage_balance import all_stages, chosen_subsets, ring_of_subsets, ring_stages, spread_stages
 from swarm.vocabulary.errors import ConfigError
 
 RULES = st.integers(2, 40).flatmap(lambda n: st.builds(PathRules, st.just(n), st.integers(1, n - 1)))
@@ -54,3 +54,15 @@ def test_what_is_measured() -> None:
 def test_what_the_run_does_not_have_is_said(stages: int, per_path: int) -> None:
     with pytest.raises(ConfigError, match=f"this run has {stages - 1} after stage 0"):
         chosen_subsets(stages, per_path, every=True)
+
+
+@pytest.mark.parametrize(
+    ("stages", "per_path"), [(2, 1), (5, 4), (5, 3), (5, 2), (5, 1), (8, 5), (9, 6), (13, 7), (4, 0)]
+)
+def test_the_ring_visits_every_stage_equally_often_over_any_window(stages: int, per_path: int) -> None:
+    skippable = stages - 1
+    for first in range(3 * skippable):
+        window = [ring_stages(PathRules(stages, per_path), first + n) for n in range(skippable)]
+        assert all(len(visited) == per_path and list(visited) == sorted(set(visited)) for visited in window)
+        visits = Counter(stage for visited in window for stage in visited)
+        assert visits == {stage: per_path for stage in range(1, stages) if per_path}

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import pytest
 
+from swarm.simulation.arms import GREEDY, SWARM, planner_of
 from swarm.simulation.churn import NOTICED_AFTER_S, Throughput, run_churn, share_of_ideal
 from swarm.simulation.instance import Instance, from_json
-from swarm.simulation.negotiation_world import Network
+from swarm.simulation.pipeline_data_node import TOKENS
 
 SECONDS = 150.0
 
@@ -39,21 +41,21 @@ def test_the_account_adds_up_and_nothing_counts_twice(share: float, seed: int) -
     assert done.launched == done.completed + done.abandoned + done.under_way
     assert done.duplicated == 0
     skipped = done.completed * instance.rules.per_path - sum(done.accumulated.values())
-    assert 0 <= skipped < 0.05 * done.completed
+    assert 0 <= skipped < 0.1 * done.completed
     assert done.repaired > 0
     assert 0.25 < share_of_ideal(done, calm()) < 1.25
 
 
-def test_a_data_node_that_waits_for_its_steps_does_less_and_messages_take_the_time_that_is_asked_for() -> None:
-    instance = twenty_peers()
-    assert run_churn(instance, SECONDS, 0.0, seed=1, staleness=0).completed < calm().completed
-    slow = Network(longest_s=2.0, shortest_s=1.0)
-    # How much that costs is within chance here: it moves receipts and the talk of lanes, not the tensors.
-    assert run_churn(instance, SECONDS, 0.0, seed=1, network=slow) != calm()
+@pytest.mark.parametrize("arm", [SWARM, GREEDY])
+def test_other_rules_visit_equally_too(arm: str) -> None:
+    done = run_churn(twenty_peers(), SECONDS, 0.0, 1, planner_of=planner_of(arm, 1, TOKENS, None))
+    visits = done.accumulated.values()
+    assert done.completed > 50
+    assert max(visits) < 1.2 * min(visits)
 
 
 def test_the_same_seed_has_the_same_deaths() -> None:
-    first, second = (run_churn(twenty_peers(), 60.0, 0.5, 3) for _ in range(2))
+    first, second = (replace(run_churn(twenty_peers(), 60.0, 0.5, 3), planning_cpu_s=0.0) for _ in range(2))
     assert first == second
     assert first.alive_share < 1
     assert run_churn(twenty_peers(), NOTICED_AFTER_S, 60.0, 3).alive_share < 0.6
