@@ -43,7 +43,7 @@ def test_nothing_is_lost_or_done_twice_whatever_goes_wrong(shape: int) -> None:
     if min(SHAPES[shape].replicas) > 1:  # then somebody can stand in anywhere
         assert all(repaired_at[position] > SEEDS_A_SHAPE for position in range(SHAPES[shape].per_path))
     if SHAPES[shape].per_path < len(SHAPES[shape].replicas):  # then a stage that nobody serves may be missed
-        assert min(skipped, left_out) > SEEDS_A_SHAPE // 10
+        assert skipped > SEEDS_A_SHAPE // 10  # paths are planned round it, and seldom shorter
     else:
         assert skipped == left_out == 0
 
