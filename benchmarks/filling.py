@@ -1,6 +1,6 @@
 """What idle time is worth: weight gradients that are put off against those computed at once, and the cost of filling.
 
-In virtual time the node's own custody, planner and compute queue decide (`swarm.simulation.pipeline_world`). A data
+In virtual time the node's own custody, planner and compute queue decide (`lab.world.world`). A data
 node and four stages of one peer each, 0.8 to 1.2 times as fast as others; forward, the input's gradient and the
 weights' gradients take 30 ms each; links so many ms one way, with a log-normal jitter of 0.3. `put_off`: steps of 8
 microbatches wait for each other (staleness 0); `ratio` is the pace with weight gradients put off over that without,
@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import kit
 from benchmarks.kit import tell
+from lab.world.world import Ledger, Peer, World
 from node.local_swarm.local_swarm import LocalSwarm
 from node.local_swarm.setup import LocalSwarmOptions, Place
 from node.observability.events import NodeSummary, Step
@@ -38,8 +39,6 @@ from swarm.pipeline.compute_queue import ArrivalForecast, ComputeQueue, IdleWork
 from swarm.pipeline.custody_events import Work
 from swarm.pipeline.in_flight import FlightRules
 from swarm.routing.path_rules import PathRules
-from swarm.simulation.pipeline_peer import Peer
-from swarm.simulation.pipeline_world import Ledger, World
 from swarm.vocabulary.pipeline_messages import MicrobatchTensor, Receipt
 from swarm.vocabulary.types import ModuleId, PeerId
 from tests.e2e.emulated import Network, Spec
@@ -83,7 +82,7 @@ class Setting:
 
 
 class EmulatedGround:
-    """Machines and links; see `swarm.simulation.pipeline_world.Ground`."""
+    """Machines and links; see `lab.world.world.Ground`."""
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting

@@ -36,6 +36,7 @@ from benchmarks import kit
 from benchmarks.filling import Durations, FillingPeer, FillingWorld, Setting, share_of_time
 from benchmarks.kit import source_of, tell
 from benchmarks.optimizers import ARMS, Task, Trainer, best_of, manifest_of, summary, trained
+from lab.world.world import Peer
 from node.model import passes
 from node.model.blocks import Linear
 from node.model.device import flush_denormals
@@ -44,7 +45,6 @@ from node.model.parts import build_block_stack
 from protocol.manifest.manifest import Manifest
 from protocol.manifest.training import InnerSection
 from swarm.pipeline.custody_events import Work
-from swarm.simulation.pipeline_peer import Peer
 from swarm.vocabulary.types import ModuleId, PeerId
 
 WARM_STEPS: Final = 2

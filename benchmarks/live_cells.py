@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
+from lab.world.arms import GREEDY, OURS, SWARM
 from node.local_swarm.setup import assign_modules
 from protocol.manifest.manifest import Manifest, manifest_from_table
 from swarm.routing.path_rules import PathRules
 from swarm.routing.stage_balance import ring_stages
-from swarm.simulation.arms import GREEDY, OURS, SWARM
 from swarm.vocabulary.types import ModuleId
 from tests.e2e.emulated import Spec
 from tests.e2e.small_run import small_run

@@ -20,9 +20,9 @@ from typing import Any, Final
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from node.lab.commands.simulate import Simulated, read_instance, simulated
-from swarm.simulation.arms import OURS, RULES
-from swarm.simulation.problems import problem
+from lab.simulate import Simulated, read_instance, simulated
+from lab.world.arms import OURS, RULES
+from lab.world.problems import problem
 
 REGIMES: Final = (0, 1)
 

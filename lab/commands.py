@@ -1,4 +1,4 @@
-"""The commands wan, chaos and check; `node.__main__` runs them in a checkout."""
+"""The commands wan, chaos, check and simulate; `node.__main__` runs them in a checkout."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from lab.simulate import simulate
 from node.cli.views.interrupts import until_stopped
 from node.cli.views.output import announce, print_json, run_loop
 from node.cli.views.text import count, duration, harmless, loss_text, megabytes
@@ -28,6 +29,7 @@ MAX_LINE = 1000
 NO_NETEM = "the emulation is a proxy and does not use netem"
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+app.command()(simulate)
 
 
 @app.command()

@@ -10,7 +10,6 @@ import typer
 
 from node.cli.app import app, main
 from node.doctor.doctor import doctor
-from node.lab.commands.simulate import simulate
 from swarm.vocabulary.errors import ConfigError
 
 CHECKOUT: Final = Path(__file__).parent.parent
@@ -18,6 +17,7 @@ LABORATORY: Final = {
     "check": "Check the event logs of a run: every microbatch exactly once, one anchor a round.",
     "wan": "Run a local swarm behind slow, far or faulty links.",
     "chaos": "Break a local swarm on purpose and judge what it makes of that.",
+    "simulate": "Train in virtual time on a swarm that a file describes, and count what it completes.",
 }
 
 
@@ -35,8 +35,7 @@ def experiment(context: typer.Context) -> None:
     raise typer.Exit(laboratory(arguments, prog_name="skipstone", standalone_mode=False) or 0)
 
 
-for command in (doctor, simulate):
-    app.command()(command)
+app.command()(doctor)
 for name, purpose in LABORATORY.items():
     settings = {"allow_extra_args": True, "ignore_unknown_options": True}
     app.command(name, help=purpose, context_settings=settings, add_help_option=False)(experiment)

@@ -83,7 +83,7 @@ def test_only_the_entry_point_imports_the_laboratory_and_not_before_a_command_as
 
 @pytest.mark.parametrize(
     "path",
-    [*sources("node/cli", "node/lab/commands"), ROOT / "lab" / "commands.py", ROOT / "node" / "__main__.py"],
+    [*sources("node/cli"), ROOT / "lab" / "commands.py", ROOT / "lab" / "simulate.py", ROOT / "node" / "__main__.py"],
     ids=name_of,
 )
 def test_the_command_line_loads_nothing_heavy(path: Path) -> None:

@@ -23,6 +23,7 @@ from typing import Any
 
 import node.pipeline.worker
 import node.runtime.stage_role
+from lab.world.arms import OURS
 from node.__main__ import main
 from node.pipeline.runner import Job, LinkCodecs, Output
 from node.pipeline.split_backward import DeferredWeights
@@ -32,7 +33,6 @@ from protocol.manifest.manifest import Manifest
 from protocol.transport.grpc_streams import AcceptedStream, DialledStream
 from protocol.transport.grpc_transport import GrpcTransport
 from swarm.pipeline.custody_events import Work
-from swarm.simulation.arms import OURS
 from swarm.vocabulary.announcement import Speed
 from swarm.vocabulary.errors import ConfigError
 from swarm.vocabulary.types import Codec, MicrobatchId, PeerId, Reasoned

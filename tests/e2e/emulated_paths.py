@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import node.runtime.data_role
 import node.runtime.serving
+from lab.world.arms import OURS, RulePlanner, SwarmPlanner, planner_of
 from node.averaging.anchor.anchor import Anchor
 from node.context.module_context import ModuleContext
 from node.runtime.data_role import DataRole, data_role
@@ -22,7 +23,6 @@ from swarm.pipeline.custody_events import Event, Started
 from swarm.routing.measured_times import MeasuredTimes
 from swarm.routing.path_rules import PathRules
 from swarm.routing.planner import Planner
-from swarm.simulation.arms import OURS, RulePlanner, SwarmPlanner, planner_of
 from swarm.vocabulary.pipeline_messages import Purpose, Receipt
 from swarm.vocabulary.types import MicrobatchId, PeerId
 from swarm.vocabulary.types import Path as HopPath

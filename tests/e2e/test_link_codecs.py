@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
+from lab.world.arms import GREEDY, SWARM
 from node.local_swarm.local_swarm import LocalSwarm
 from node.local_swarm.setup import LocalSwarmOptions, Place
 from node.observability.events import Abandoned
 from protocol.manifest.manifest import Manifest, manifest_from_table
-from swarm.simulation.arms import GREEDY, SWARM
 from tests.e2e.emulated import Network, Spec, status_of
 from tests.e2e.flight_record import HOME, read_flights
 from tests.e2e.small_run import PATIENCE_S, Watch, small_run, write_text

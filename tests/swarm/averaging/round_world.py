@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from random import Random
 
+from lab.world.world import Thunk, VirtualTime
 from swarm.averaging.round_events import (
     Action,
     Arrived,
@@ -36,7 +37,6 @@ from swarm.averaging.round_events import (
     Worked,
 )
 from swarm.averaging.round_machine import RoundMachine
-from swarm.simulation.virtual_network import Thunk, VirtualTime
 from swarm.vocabulary.averaging_messages import MAX_ATTEMPTS, Commit, Entry, Invitation, Prepared, Roster, RoundId
 from swarm.vocabulary.types import AnchorVersion, ModuleId, PeerId
 

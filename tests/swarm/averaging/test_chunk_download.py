@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lab.world.world import VirtualTime
 from swarm.averaging.chunk_download import (
     Action,
     Ask,
@@ -27,7 +28,6 @@ from swarm.averaging.chunk_download import (
     Tick,
 )
 from swarm.averaging.schedule import choose_version
-from swarm.simulation.virtual_network import VirtualTime
 from swarm.vocabulary.averaging_messages import StateRefusal
 from swarm.vocabulary.types import AnchorVersion, PeerId
 

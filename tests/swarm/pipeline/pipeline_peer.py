@@ -7,6 +7,7 @@ from collections import Counter, deque
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from lab.world.world import NUMBERS_A_LIFE, DataNode, Peer, Thunk, repaired_positions
 from swarm.pipeline.custody_events import (
     Action,
     Compute,
@@ -19,9 +20,6 @@ from swarm.pipeline.custody_events import (
     Work,
 )
 from swarm.pipeline.in_flight import Flight
-from swarm.simulation.pipeline_data_node import NUMBERS_A_LIFE, DataNode, repaired_positions
-from swarm.simulation.pipeline_peer import Peer
-from swarm.simulation.virtual_network import Thunk
 from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.pipeline_messages import Direction, Forward, MicrobatchTensor, Receipt, ReceiptStatus
 from swarm.vocabulary.types import MicrobatchId, ModuleId, Path, PeerId, PeerState

@@ -1,4 +1,4 @@
-"""A small swarm in virtual time (`swarm.simulation.pipeline_world`), on a network that loses links, kills and freezes
+"""A small swarm in virtual time (`lab.world.world`), on a network that loses links, kills and freezes
 peers.
 
 What a run of it must keep is checked while it runs (`RoughWorld.check_all`) and at its end (`RoughWorld.drain`).
@@ -10,11 +10,10 @@ from collections import Counter
 from dataclasses import dataclass, field
 from random import Random
 
+from lab.world.world import NUMBERS_A_LIFE, TICK_S, Ledger, World
 from swarm.pipeline.custody_events import Key, Phase, Work
 from swarm.pipeline.in_flight import FlightRules
 from swarm.routing.path_rules import PathRules
-from swarm.simulation.pipeline_data_node import NUMBERS_A_LIFE
-from swarm.simulation.pipeline_world import TICK_S, Ledger, World
 from swarm.vocabulary.types import MicrobatchId, ModuleId, PeerId
 from tests.swarm.pipeline.pipeline_peer import RoughPeer
 

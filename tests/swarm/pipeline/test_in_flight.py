@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lab.world.world import VirtualTime
 from swarm.pipeline.in_flight import Counts, Flight, FlightRules, Flights, StepDone, Window, least_of, room_at_hops
-from swarm.simulation.virtual_network import VirtualTime
 from swarm.vocabulary.types import Hop, MicrobatchId, ModuleId, Path, PeerId, Reasoned
 
 OWN = PeerId("data")

@@ -12,10 +12,10 @@ import math
 import random
 from collections.abc import Callable, Sequence
 
+from lab.world.generate import HANDLING_S
+from lab.world.instance import Instance, peer_of
 from swarm.routing.cost_model import Costs
 from swarm.routing.path_rules import PathRules
-from swarm.simulation.generate import HANDLING_S
-from swarm.simulation.instance import Instance, peer_of
 from swarm.vocabulary.types import PeerId
 
 Range = tuple[float, float]
@@ -37,7 +37,7 @@ FORWARD_S = (0.2, 2.0)
 """Of the fastest peer."""
 BACK_STOPS = (0, 2)
 TASK_OVERHEAD_S = 0.13
-"""SkipPipe's, as in `swarm.simulation.generate`."""
+"""SkipPipe's, as in `lab.world.generate`."""
 
 CLOUD_TENSOR_MIB = (8.0, 64.0)
 CLOUD_REGIONS = (4, 12)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from swarm.simulation import problems
-from swarm.simulation.problems import problem
+from lab.world import problems
+from lab.world.problems import problem
 
 SEEDS = range(40)
 

@@ -1,6 +1,6 @@
 """Training under churn in virtual time: peers die and come back while microbatches are under way.
 
-Peers are the node's own machines (`swarm.simulation.pipeline_world`); computers and links are as an instance says.
+Peers are the node's own machines (`lab.world.world`); computers and links are as an instance says.
 Data nodes launch as fast as each can, or wait for their steps. A death is noticed after `NOTICED_AFTER_S`;
 from then on whoever holds a microbatch that was at the dead peer, or on its way there, repairs its path as nodes do. A
 data node that dies takes its microbatches with it; they are abandoned, and count nowhere.
@@ -12,15 +12,13 @@ from collections import Counter
 from dataclasses import dataclass
 from random import Random
 
+from lab.world.arms import PlannerOf
+from lab.world.instance import Instance
+from lab.world.world import CONTROL_S, Ledger, Peer, World
 from swarm.pipeline.custody import LONGEST_LIFETIME_S, SHORTEST_LIFETIME_S
 from swarm.pipeline.custody_events import Work
 from swarm.pipeline.in_flight import FlightRules
 from swarm.routing.planner import Planner
-from swarm.simulation.arms import PlannerOf
-from swarm.simulation.instance import Instance
-from swarm.simulation.pipeline_peer import Peer
-from swarm.simulation.pipeline_world import Ledger, World
-from swarm.simulation.virtual_network import CONTROL_S
 from swarm.vocabulary.types import PeerId
 
 NOTICED_AFTER_S = 3.0
@@ -77,7 +75,7 @@ def run_churn(
         share_a_minute: 0 for none; 0.5 for half of the peers a minute.
         staleness: with 0 a data node's steps, of as many microbatches as the instance says, wait for each other; with 1
             only its slots hold it back.
-        planner_of: see `swarm.simulation.arms`.
+        planner_of: see `lab.world.arms`.
     """
     random = Random(seed)  # noqa: S311 - a repeatable world, not a secret
     ground = InstanceGround(instance, staleness, random)

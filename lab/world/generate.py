@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lab.world.instance import MAX_PEERS, Instance, peer_of
 from swarm.routing.cost_model import Costs
 from swarm.routing.path_rules import PathRules
-from swarm.simulation.instance import MAX_PEERS, Instance, peer_of
 from swarm.vocabulary.errors import ConfigError
 from swarm.vocabulary.types import PeerId
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from swarm.simulation.arms import GREEDY, SWARM, planner_of
-from swarm.simulation.churn import NOTICED_AFTER_S, Throughput, run_churn, share_of_ideal
-from swarm.simulation.instance import Instance, from_json
-from swarm.simulation.pipeline_data_node import TOKENS
+from lab.world.arms import GREEDY, SWARM, planner_of
+from lab.world.churn import NOTICED_AFTER_S, Throughput, run_churn, share_of_ideal
+from lab.world.instance import Instance, from_json
+from lab.world.world import TOKENS
 
 SECONDS = 150.0
 

@@ -13,8 +13,8 @@ from node.cli.views.output import announce, print_json
 from swarm.vocabulary.errors import ConfigError
 
 if TYPE_CHECKING:
+    from lab.world.instance import Instance
     from swarm.routing.cost_model import PeerRoute
-    from swarm.simulation.instance import Instance
     from swarm.vocabulary.types import PeerId
 
 MAX_FILE_BYTES = 2**31
@@ -84,9 +84,9 @@ def simulated(
     Raises:
         ConfigError: there is no such arm, or the schedule cannot be replayed.
     """
-    from swarm.simulation.arms import RULES, planner_of
-    from swarm.simulation.churn import run_churn
-    from swarm.simulation.pipeline_data_node import TOKENS
+    from lab.world.arms import RULES, planner_of
+    from lab.world.churn import run_churn
+    from lab.world.world import TOKENS
 
     schedule = read_schedule(Path(arm.removeprefix(REPLAY)), problem) if arm.startswith(REPLAY) else None
     if schedule is None and arm not in RULES:
@@ -121,7 +121,7 @@ def read_instance(path: Path) -> Instance:
     Raises:
         ConfigError: it cannot be read, or is no instance.
     """
-    from swarm.simulation.instance import from_json
+    from lab.world.instance import from_json
 
     return from_json(_read_json(path))
 
@@ -132,7 +132,7 @@ def read_schedule(path: Path, problem: Instance) -> dict[PeerId, list[PeerRoute]
     Raises:
         ConfigError: it cannot be read, or a path of it is not legal in this problem.
     """
-    from swarm.simulation.instance import peer_of
+    from lab.world.instance import peer_of
 
     stage_of = problem.costs.stage_of()
     routes: dict[PeerId, list[PeerRoute]] = {peer: [] for peer in problem.costs.data_nodes}

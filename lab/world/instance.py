@@ -56,9 +56,7 @@ def from_json(data: Mapping[str, Any]) -> Instance:
     try:
         instance = _read(data)
     except KeyError as error:
-        raise ConfigError(
-            f"the instance has no key {error}", hint="The keys are in swarm/simulation/instance.py."
-        ) from error
+        raise ConfigError(f"the instance has no key {error}", hint="The keys are in lab/world/instance.py.") from error
     except (TypeError, ValueError, IndexError, ManifestError) as error:
         raise ConfigError(f"the instance has a value that cannot be: {error}") from error
     fault = _fault(instance)

@@ -1,1 +1,0 @@
-"""The laboratory: simulation. Only the entry point imports it."""
