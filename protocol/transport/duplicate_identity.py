@@ -6,29 +6,19 @@ record along. The younger process checks that record and ends.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from protocol.frames.frames import Farewell, FarewellReason, Hello
 from protocol.identity.signed_records import RECORD_LIFETIME_S
+from protocol.transport.link import Link
 from swarm.vocabulary.announcement import Announcement
-from swarm.vocabulary.errors import IdentityError, Rejected, Unreachable
+from swarm.vocabulary.errors import IdentityError, Unreachable
 from swarm.vocabulary.types import PeerId, short
-
-if TYPE_CHECKING:
-    from protocol.transport.link import Link
 
 FORMER_LIFE_MS: Final = 5000
 """Margin for records of a former life, in ms: the clock may have been set in between."""
 _ABOUT_AS_OLD_S: Final = 1.0
 """Margin for the age of a duplicate process, in seconds: a Hello takes time to arrive."""
-
-
-class SameKey(Rejected):
-    """Raised when the peer says that another process uses our identity; `record` is to prove it."""
-
-    def __init__(self, message: str, record: bytes) -> None:
-        super().__init__(message)
-        self.record = record
 
 
 def keep_the_older(link: Link, hello: Hello, now: float) -> Farewell | None:

@@ -28,7 +28,7 @@ from protocol.interfaces.directory import AddressBook, Contact
 from protocol.interfaces.tensor_spec import TensorSpec
 from protocol.interfaces.transport import FarEnd, LinkFigures, LinkHandler, Question
 from protocol.transport.dialer import MAX_REMEMBERED_PEERS, Dialler, Turnover, Ways
-from protocol.transport.duplicate_identity import SameKey, keep_the_older
+from protocol.transport.duplicate_identity import keep_the_older
 from protocol.transport.grpc_streams import AcceptedStream, DialledStream, ServicerContext, make_server
 from protocol.transport.handshake import Door, expect_hello, objection_to
 from protocol.transport.link import Link, LinkSurroundings

@@ -11,7 +11,6 @@ import grpc
 
 from protocol.frames.frames import Farewell, FarewellReason, Frame, Hello
 from protocol.identity.certificates import peer_of_certificate
-from protocol.transport.duplicate_identity import SameKey
 from protocol.transport.grpc_streams import AcceptedStream, ServicerContext
 from swarm.vocabulary.errors import PeerError, ProtocolViolation, Rejected, StaleVersion, Unreachable
 from swarm.vocabulary.types import PROTOCOL_VERSIONS, PeerId, RunId, short
@@ -101,6 +100,14 @@ def objection_error(objection: Farewell, peer: PeerId) -> PeerError:
     """The error that our objection to a peer's Hello means for the dialler."""
     kind = StaleVersion if objection.reason is FarewellReason.WRONG_VERSION else Rejected
     return kind(f"{short(peer)} was refused ({objection.reason.name.lower()}): {objection.detail}")
+
+
+class SameKey(Rejected):
+    """Raised when the peer says that another process uses our identity; `record` is to prove it."""
+
+    def __init__(self, message: str, record: bytes) -> None:
+        super().__init__(message)
+        self.record = record
 
 
 class Duplicate(Unreachable):
