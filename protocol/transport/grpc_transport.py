@@ -30,7 +30,7 @@ from protocol.interfaces.transport import FarEnd, LinkFigures, LinkHandler, Ques
 from protocol.transport.dialer import MAX_REMEMBERED_PEERS, Dialler, Turnover, Ways
 from protocol.transport.duplicate_identity import keep_the_older
 from protocol.transport.grpc_streams import AcceptedStream, DialledStream, ServicerContext, make_server
-from protocol.transport.handshake import Door, expect_hello, objection_to
+from protocol.transport.handshake import Door, SameKey, expect_hello, objection_to
 from protocol.transport.link import Link, LinkSurroundings
 from protocol.transport.rate_limits import CommonPatience
 from protocol.transport.settings import TransportSettings
