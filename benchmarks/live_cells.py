@@ -217,7 +217,7 @@ class Ground:
     def round_trip_s(self, per_path: int) -> float:
         """Mean time without waiting of microbatches that take replicas in proportion to their speed."""
         stages = max(self.stages) + 1
-        sets = [ring_stages(PathRules(stages, per_path), turn) for turn in range(stages - 1)]
+        sets = [ring_stages(PathRules(stages, min(per_path, stages - 1)), turn) for turn in range(stages - 1)]
         trips = [self._trip_s(data_node, visited) for data_node in self.replicas(0) for visited in sets]
         return statistics.fmean(trips)
 

@@ -86,7 +86,6 @@ def origin_json(signed: SignedManifest, digests: Mapping[ModuleId, bytes], shard
             "blocks": list(stages.blocks),
             "visited_per_path": stages.visited_per_path,
             "trained_with_skipping": stages.visited_per_path < stages.count - 1,
-            "reordering": stages.reordering,
         },
         "shards": len(shards),
         "modules": {str(module): digest.hex() for module, digest in digests.items()},

@@ -48,10 +48,11 @@ def from_json(kind: type[Read], table: Any, where: str, *, lenient: bool = False
 
     try:
         # Integers beyond 64 bits and constants such as NaN become strings, which no number field accepts.
-        mended = json.loads(json.dumps(table), parse_int=_bounded, parse_constant=str)
+        # Pydantic refuses lone surrogates, which a peer may send in keys, too.
+        text = json.dumps(table, ensure_ascii=False).encode(errors="replace")
+        mended = json.loads(text, parse_int=_bounded, parse_constant=str)
         while True:
-            # Pydantic refuses lone surrogates, which a peer may send.
-            text = json.dumps(mended, ensure_ascii=False).encode(errors="replace")
+            text = json.dumps(mended, ensure_ascii=False).encode()
             try:
                 read: Read = _reader(typing.cast(Any, kind)).validate_json(text, strict=True)
             except ValidationError as error:
