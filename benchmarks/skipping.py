@@ -192,6 +192,7 @@ def stages_at(shares: Sequence[float], turn: int) -> tuple[int, ...]:
     visits those in whose intervals its point and all points one further lie."""
     point = turn * (5**0.5 - 1) / 2 % 1
     ends = [0.0, *itertools.accumulate(shares)]
+    ends[-1] = round(ends[-1])  # the number of stages of a path
     intervals = enumerate(itertools.pairwise(ends), start=1)
     return tuple(stage for stage, (begin, end) in intervals if math.ceil(end - point) > math.ceil(begin - point))
 
