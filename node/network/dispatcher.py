@@ -18,9 +18,7 @@ from swarm.vocabulary.routing_messages import LaneControl
 from swarm.vocabulary.types import ModuleId, PeerId
 
 Answer = Callable[[PeerId, Question], Awaitable[bytes]]
-"""Answers a peer's question, as `protocol.interfaces.transport.LinkHandler.answer`."""
 Receive = Callable[[PeerId, Any], None]
-"""Takes in a small message from a peer."""
 Kinds = type | UnionType
 
 NONE: Final[Mapping[Any, Any]] = MappingProxyType({})
@@ -30,7 +28,6 @@ TYPES: Final = {
     Topic.STATE: frozenset(get_args(StateControl)),
     Topic.LANES: frozenset(get_args(LaneControl)),
 }
-"""The types of the small messages about each topic."""
 
 
 class TensorReceiver(Protocol):
@@ -38,7 +35,6 @@ class TensorReceiver(Protocol):
 
     def admit(self, sender: PeerId, message: Any, tensor: TensorSpec) -> memoryview | Refusal:
         """Admits or refuses a tensor by its header. Raises ProtocolViolation."""
-        ...
 
     def received(self, sender: PeerId, message: Any, tensor: TensorSpec, buffer: memoryview) -> None: ...
 

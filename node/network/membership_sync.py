@@ -27,13 +27,11 @@ log = logging.getLogger(__name__)
 
 LOOK_UP_EAGER_S = 0.5
 LOOK_UP_CALM_S = 5.0
-LOOKED_UP_AT_ONCE = 256
-"""Modules looked up at once. More are looked up in turns, to bound the directory's load."""
+LOOKED_UP_AT_ONCE = 256  # Bounds the directory's load
 PUSH_S = 2.0
 PUBLISH_RETRY_S = 1.0
 PROBE_TIMEOUT_S = 5.0
-CLOCK_STEP_S = 5.0
-"""What the wall clock gains or loses against the steady one between two looks, from which it is worth a word."""
+CLOCK_STEP_S = 5.0  # Drift of the wall clock between two looks that is logged
 FEW_REPLICAS = 2
 MAX_ASKED = 64
 
@@ -72,10 +70,8 @@ class MembershipSync:
     ) -> None:
         self.membership = membership
         self.record = record
-        self.changed = asyncio.Event()
-        """Set whenever the view changes; whoever waits for a change clears it first."""
-        self.looked = asyncio.Event()
-        """Set when the directory has been read for the modules that are watched; it may have known nobody."""
+        self.changed = asyncio.Event()  # Set whenever the view changes; the waiter clears it first
+        self.looked = asyncio.Event()  # Set when the watched modules have been looked up
         self._own = own
         self._book = book
         self._clock = own.clock

@@ -42,10 +42,8 @@ log = logging.getLogger(__name__)
 
 ASK_TIMEOUT_S = 10.0
 PAUSE_S = 0.3
-LOOK_AROUND_S = 1.5
-"""Enough for one look-up of every module."""
-ASKED_AT_ONCE = 16
-"""For the manifest: whoever has it answers at once, and who never answers holds up nobody."""
+LOOK_AROUND_S = 1.5  # One look-up of every module
+ASKED_AT_ONCE = 16  # For the manifest
 MAX_LINK_PEERS = 4
 ANY_HOST = ("0.0.0.0", "::", "[::]")  # noqa: S104 - names of "all interfaces", not a decision to bind to them
 
@@ -58,11 +56,7 @@ class Answered(Generic[Answer]):
 
 
 async def first_good(peers: Sequence[PeerId], ask: Callable[[PeerId], Awaitable[Answer]]) -> Answered[Answer] | str:
-    """Asks all peers at once. Returns the first good answer, or the reason why the last one gave none.
-
-    Args:
-        ask: Raises PeerError or ManifestError on a missing or invalid answer.
-    """
+    """Asks all peers at once. Returns the first good answer, or the last failure."""
 
     async def attempt(peer: PeerId) -> Answered[Answer] | str:
         try:
@@ -119,10 +113,8 @@ class NetworkSession:
     tunnels: RelayTunnels
     book: KnownPeers
     routes: Routes
-    local_address: str
-    """`host:port` at which this machine's own programs reach the node."""
-    introduced: frozenset[PeerId]
-    """Who was named in the link that led here."""
+    local_address: str  # `host:port` for this machine's own programs
+    introduced: frozenset[PeerId]  # Peers in the join link
 
     @property
     def membership(self) -> Membership:
@@ -154,8 +146,7 @@ class NetworkSession:
             log.info("the directory learns of our leaving by silence: %s", error)
 
     async def fetch_manifest(self, patience_s: float) -> SignedManifest:
-        """Asks visible peers for the run's manifest, those in the link first. Raises Unreachable after `patience_s`
-        seconds."""
+        """Asks visible peers for the manifest, those in the link first. Raises Unreachable after `patience_s`."""
 
         async def ask(peer: PeerId) -> SignedManifest:
             text = await self.transport.ask(peer, Question(QuestionAbout.MANIFEST), ASK_TIMEOUT_S)
@@ -172,8 +163,7 @@ class NetworkSession:
         what: str,
         at_once: int = 1,
     ) -> Answer:
-        """The first good answer of a wanted peer; `what` completes "no peer ...". Raises Unreachable after
-        `patience_s`."""
+        """The first good answer; `what` completes "no peer ...". Raises Unreachable after `patience_s`."""
         last = "none was found in the directory"
         loop = asyncio.get_running_loop()
         deadline = loop.time() + patience_s

@@ -30,8 +30,7 @@ log = logging.getLogger(__name__)
 
 STEP_S: Final = 2.0
 _HIDDEN: Final = (ReachStep.REVERSE, ReachStep.UNREACHABLE)
-_OFFERS: Final = (ReachStep.DIRECT, ReachStep.UNKNOWN)
-"""Not with a mapped port: the DHT's own, where tunnels come in, is not mapped."""
+_OFFERS: Final = (ReachStep.DIRECT, ReachStep.UNKNOWN)  # Not with a mapped port: the DHT's own is not mapped
 
 FarEnds = Callable[[PeerId], FarEnd | None]
 
@@ -45,8 +44,7 @@ class RelayPart:
     tunnels: RelayTunnels
     relay_of: Callable[[PeerId], str]
     announce: Callable[[], None]
-    local_address: str
-    """`host:port` that tunnels to this node lead to."""
+    local_address: str  # `host:port` at the end of tunnels
     _attached: list[str] = field(default_factory=list)
 
     async def follow(self) -> None:
@@ -112,18 +110,14 @@ AGAIN_S: Final = {
     ReachStep.MAPPED: 600.0,
     ReachStep.UNREACHABLE: 120.0,
 }
-"""Addresses change, routers restart, and their owners switch things on: the ladder is climbed again after so long."""
+"""Addresses change and routers restart."""
 FIRST_PAUSE_S: Final = 2.0
-LONGEST_PAUSE_S: Final = 60.0
-"""While nobody could be asked, the pause grows from the one to the other."""
-CONFIRM_S: Final = 5.0
-"""Pause before a second test, in seconds. Busy peers look like a firewall, so one failure does not count."""
-HOLD_S: Final = 2.0
-"""How often a node that cannot be dialled sees to the links through which it is called."""
+LONGEST_PAUSE_S: Final = 60.0  # First and longest pause without witnesses
+CONFIRM_S: Final = 5.0  # Pause before a second test. Busy peers look like a firewall.
+HOLD_S: Final = 2.0  # Interval of checks of the held links
 
 Climb = Callable[[], Awaitable[Standing]]
-Hold = Callable[[], Awaitable[tuple[PeerId, ...]]]
-"""Sees to it that such links stand, and says whose."""
+Hold = Callable[[], Awaitable[tuple[PeerId, ...]]]  # Opens the held links and returns their peers
 Sleep = Callable[[float], Awaitable[None]]
 
 
@@ -139,10 +133,8 @@ class Adoption:
     own: LocalPeer
     events: EventSink
     announce: Callable[[], None]
-    before: tuple[str, ...]
-    """The addresses that the node has without the ladder."""
-    climbed: Standing = NOT_LOOKED
-    """What the ladder said last."""
+    before: tuple[str, ...]  # Addresses without the ladder
+    climbed: Standing = NOT_LOOKED  # Last result
 
     def adopt(self, standing: Standing, via: tuple[PeerId, ...] = ()) -> None:
         """Adopts a standing. An unreachable node announces the peers in `via` in place of addresses."""

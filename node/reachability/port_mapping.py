@@ -18,27 +18,21 @@ from node.concurrency.daemon_thread import aside
 
 log = logging.getLogger(__name__)
 
-LEASE_S: Final = 600
-"""What is forgotten, because this machine died, closes by itself after that."""
-ASK_ROUTER_S: Final = 15.0
-"""For one way of asking; its own time limits are shorter."""
+LEASE_S: Final = 600  # Mappings of a dead machine close by themselves
+ASK_ROUTER_S: Final = 15.0  # For one protocol
 CLOSE_S: Final = 3.0
-_HAS_GATEWAY: Final = 2
-"""RTF_GATEWAY of Linux's <linux/route.h>."""
+_HAS_GATEWAY: Final = 2  # RTF_GATEWAY of Linux's <linux/route.h>
 
 
 @dataclass(frozen=True, slots=True)
 class Mapping:
     """A TCP port of the router that leads to a port of this machine."""
 
-    how: str
-    """`UPnP` or `NAT-PMP`."""
+    how: str  # `UPnP` or `NAT-PMP`
     internal_port: int
     external_port: int
-    external_host: str | None
-    """The router's own address outside as it says; None when it does not."""
-    lease_s: float
-    """Seconds until the router forgets it; infinite where it forgets nothing."""
+    external_host: str | None  # The router's own claim
+    lease_s: float  # Seconds; infinite without a lease
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +50,9 @@ class PortMapper(Protocol):
 
     def map(self, port: int, external_port: int, lease_s: int) -> Mapping | NotMapped:
         """Maps this machine's TCP port or renews the mapping; the router may choose another external port."""
-        ...
 
     def unmap(self, mapping: Mapping) -> NotMapped | None:
         """Takes the mapping back; says why if it cannot."""
-        ...
 
 
 class Router:
@@ -161,8 +153,7 @@ def default_gateway(routes: Path = ROUTES) -> str | None:
 
 
 PORT: Final = 5351
-WAITS_S: Final = (0.25, 0.5, 1.0, 2.0)
-"""The RFC's first waits (section 3.1); its nine would take a minute for a router that does not speak it."""
+WAITS_S: Final = (0.25, 0.5, 1.0, 2.0)  # The RFC's first waits (section 3.1), in seconds
 
 _ASK_ADDRESS: Final = 0
 _MAP_TCP: Final = 2
@@ -243,8 +234,7 @@ def _exchange(gateway: str, port: int, request: bytes) -> bytes | None:
 
 SEARCH_S: Final = 2.0
 DESCRIPTION: Final = "skipstone"
-TRIES: Final = 3
-"""Ports outside that are tried when others have them already."""
+TRIES: Final = 3  # External ports tried
 
 _MULTICAST: Final = "239.255.255.250"
 _PORT: Final = 1900

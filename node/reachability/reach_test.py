@@ -31,14 +31,11 @@ from swarm.vocabulary.types import PeerId, PeerState, short
 log = logging.getLogger(__name__)
 
 WITNESSES: Final = 3
-MAX_ASKED: Final = 9
-"""Peers that are asked at most until so many have answered."""
-ASK_TIMEOUT_S: Final = DIAL_BACK_S + 7.0
-"""The dial-back, and a link that has to be opened first."""
+MAX_ASKED: Final = 9  # Until WITNESSES have answered
+ASK_TIMEOUT_S: Final = DIAL_BACK_S + 7.0  # The dial-back, and a link that has to be opened first
 MAX_AT_ONCE: Final = 8
 BURST: Final = 16
-REFILL_S: Final = 10.0
-"""What one address gets: enough for a home of nodes that all start at once, and little for who looks for open ports."""
+REFILL_S: Final = 10.0  # Of one address: enough for a home of nodes that start at once
 
 DialBack = Callable[[str, int, bytes], Awaitable[DialBackResult]]
 
@@ -77,12 +74,10 @@ class Attempt:
 
     witness: PeerId
     result: DialBackResult
-    local_host: str | None
-    """This machine's own address towards the witness. Another one than the witness sees means address translation."""
+    local_host: str | None  # Towards the witness; a host other than the witness sees means address translation
 
 
-Ask = Callable[[int], Awaitable[Sequence[Attempt]]]
-"""Has a few peers try a port of ours; empty when there is nobody to ask."""
+Ask = Callable[[int], Awaitable[Sequence[Attempt]]]  # Has a few peers try a port of ours; empty without peers
 
 
 def witnesses_of(

@@ -22,11 +22,9 @@ from swarm.vocabulary.types import PeerId, RunId, short
 log = logging.getLogger(__name__)
 
 WANTED: Final = 3
-MAX_TRIED: Final = 9
-"""Peers that are tried at most until so many links stand."""
+MAX_TRIED: Final = 9  # Until WANTED links are open
 CONNECT_S: Final = 6.0
-AVOIDED_S: Final = 60.0
-"""Seconds for which a peer that could not be connected to is tried last."""
+AVOIDED_S: Final = 60.0  # Pause of an unreachable peer
 
 
 class Attachments:
@@ -40,8 +38,7 @@ class Attachments:
         self._links = links
         self._connect_s = connect_s
         self._held: tuple[PeerId, ...] = ()
-        self._avoided: dict[PeerId, float] = {}
-        """Until when."""
+        self._avoided: dict[PeerId, float] = {}  # Until when
 
     async def hold(self) -> tuple[PeerId, ...]:
         """Opens links to the best peers, as far as they can be had. Returns those that do, at most three."""
@@ -73,17 +70,13 @@ class Attachments:
         return self._avoided.get(peer, 0.0) > self._own.clock.monotonic()
 
 
-FOLLOW_S: Final = 5.0
-"""What opening the link gets: as much as dialling."""
+FOLLOW_S: Final = 5.0  # For opening the link: as much as dialling
 PASS_ON_S: Final = FOLLOW_S + 1.0
 PASSED_ON_BURST: Final = 32
-PASSED_ON_REFILL_S: Final = 2.0
-"""What one address gets passed on: enough for a data node that calls all its hops at once."""
-MAX_AT_ONCE_TO_ONE: Final = 4
-"""Calls that are open to one peer: half of the questions that may be, so that it can always be asked for its state."""
+PASSED_ON_REFILL_S: Final = 2.0  # Of one address: enough for a data node that calls all its hops at once
+MAX_AT_ONCE_TO_ONE: Final = 4  # Half of its open questions, so that it can still be asked for its state
 FOLLOWED_BURST: Final = 4
-FOLLOWED_REFILL_S: Final = 5.0
-"""How often one caller is dialled."""
+FOLLOWED_REFILL_S: Final = 5.0  # Of one caller
 MAX_FOLLOWED_AT_ONCE: Final = 16
 
 Learn = Callable[[PeerId, bytes], None]
@@ -106,8 +99,7 @@ class Switchboard:
         self._following: set[PeerId] = set()
 
     async def pass_on(self, asker: PeerId, question: Question) -> bytes:
-        """Tells a linked peer that the asker wants a link, and waits. Raises Busy, Rejected, or the called peer's
-        error."""
+        """Has a linked peer open a link to the asker. Raises Busy, Rejected, or the called peer's error."""
         end = self._links.far_end(asker)
         if end is None or not self._passed_on.take(end.host, self._clock.monotonic()):
             raise Busy("enough calls from your address were passed on; call again in a few seconds")

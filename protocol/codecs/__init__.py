@@ -1,11 +1,5 @@
-"""Encoding of tensors to bytes and back, with any codec.
-
-`encode` and `decode` take tensors of any shape on any device, such as hidden states. They encode where the tensor is
-and copy only the small encoding. What a codec cannot express (NaN, infinity, what does not shrink) is sent with a wider
-one, named by the returned spec. `encode_into` and `decode_into` take float32 vectors in the caller's memory, such as
-pseudo-gradients; there an inexpressible value is an error. Both directions are deterministic, bit for bit. Sizes are
-`TensorSpec.byte_length`.
-"""
+"""Encoding of tensors to bytes and back, with any codec, deterministic bit for bit. A wider codec replaces one that
+cannot express a tensor."""
 
 from __future__ import annotations
 
@@ -52,7 +46,6 @@ class Encoded:
 
     spec: TensorSpec
     data: memoryview
-    """`spec.byte_length` bytes."""
 
 
 def encode(values: Tensor, codec: Codec) -> Encoded:
@@ -89,17 +82,11 @@ def _encode_planes(values: Tensor) -> Encoded:
 
 
 def decode(spec: TensorSpec, data: memoryview, out: Tensor, expect: Expect = or_violates) -> None:
-    """Writes the elements into `out`, a contiguous tensor of `spec`'s shape and element type.
-
-    With NONE, BF16 and PLANES they may be anything; what the other codecs give is finite, but for channels sent apart.
-
-    Args:
-        expect: takes the checks of `data` on the device, for INT8 and INT4. If it does not look at them at once, `out`
-            may be written with anything.
+    """Writes the elements into `out`, contiguous, of `spec`'s shape and type.
 
     Raises:
         ProtocolViolation: `data` is no encoding; `out` is untouched, but with PLANES may be written in part.
-        ValueError: `data` has another length, or `out` another form, than `spec` says.
+        ValueError: `data` or `out` has another length or form than `spec` says.
     """
     if data.nbytes != spec.byte_length or tuple(out.shape) != spec.shape or out.dtype is not ELEMENT_TYPES[spec.dtype]:
         raise ValueError(f"{data.nbytes} bytes and a tensor {out.dtype} {tuple(out.shape)} do not go with {spec}")
@@ -132,24 +119,15 @@ def encoded_bytes(codec: Codec, elements: int) -> int:
 
 
 def encode_into(codec: Codec, values: Vector, out: memoryview) -> None:
-    """Writes the encoding of `values` [elements] into `out`, which has exactly `encoded_bytes` bytes.
-
-    Raises:
-        StateError: the codec cannot express a value (not finite, or near the largest float32); `out` is then undefined.
-        ValueError: `out` has another length.
-    """
+    """Writes the encoding of `values` into `out`. Raises StateError (inexpressible; `out` is undefined), ValueError
+    (length)."""
     _check(codec, values, out)
     if len(values):
         _SIMPLE[codec].encode(tensor_of(values), octets_of(out.cast("B")))
 
 
 def decode_into(codec: Codec, data: memoryview, out: Vector) -> None:
-    """Writes what `data` encodes into `out` [elements]. With NONE and BF16 that may be anything, else it is finite.
-
-    Raises:
-        ProtocolViolation: `data` is no encoding; `out` is untouched.
-        ValueError: `data` has another length than an encoding of `out` has.
-    """
+    """Writes what `data` encodes into `out`. Raises ProtocolViolation (`out` is untouched), ValueError (length)."""
     _check(codec, out, data)
     if len(out):
         _SIMPLE[codec].decode(octets_of(data.cast("B")), tensor_of(out))

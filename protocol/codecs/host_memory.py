@@ -1,10 +1,4 @@
-"""The host's side of copies to and from a GPU: pinned memory, which it reads and writes by itself at the full speed of
-its bus.
-
-From pinned memory a copy to the device is only begun, in the order of its stream: what is computed with it comes after,
-and nobody waits. From any other memory the driver first copies to pinned memory of its own. It stands alone because
-who receives, who decodes and who encodes have to do with the same memory.
-"""
+"""Pinned memory of the host, from which a GPU copies at the full speed of its bus and without waiting."""
 
 from __future__ import annotations
 
@@ -14,8 +8,7 @@ import torch
 from torch import Tensor
 
 _PINS: Final = "cuda"
-_COPIES_IN_ORDER: Final = frozenset({"cpu", "mps"})
-"""MPS reads the memory later without keeping it."""
+_COPIES_IN_ORDER: Final = frozenset({"cpu", "mps"})  # MPS reads the memory later without keeping it
 
 
 def buffer_for(size_bytes: int, device: torch.device) -> memoryview:

@@ -1,8 +1,4 @@
-"""The codecs NONE, the elements as they are, and BF16, rounded to bfloat16; row-major, little-endian.
-
-BF16 rounds to nearest, ties to even. NaN and infinity pass, and values beyond the largest bfloat16 become infinity: the
-other codecs fall back to this one.
-"""
+"""The codecs NONE and BF16 (round to nearest, ties to even), row-major, little-endian. NaN and infinity pass."""
 
 from __future__ import annotations
 

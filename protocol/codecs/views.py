@@ -1,7 +1,4 @@
-"""numpy's, torch's and the interpreter's views of the same memory.
-
-It stands alone because codecs and those who use them look at memory in the same way.
-"""
+"""numpy's, torch's and the interpreter's views of the same memory."""
 
 from __future__ import annotations
 
@@ -14,17 +11,14 @@ from torch import Tensor
 
 from protocol.interfaces.tensor_spec import DType
 
-Vector = npt.NDArray[np.float32]
-"""Contiguous, one-dimensional."""
+Vector = npt.NDArray[np.float32]  # Contiguous, one-dimensional
 
 ELEMENT_TYPES: Final = {DType.FLOAT32: torch.float32, DType.BFLOAT16: torch.bfloat16, DType.FLOAT16: torch.float16}
 DTYPES: Final = {kind: dtype for dtype, kind in ELEMENT_TYPES.items()}
 
 
 def tensor_of(array: npt.NDArray[Any]) -> Tensor:
-    """A tensor over the array's memory. Read-only memory is copied, which torch does not know; what links bring is
-    writable.
-    """
+    """A tensor over the array's memory; read-only memory is copied."""
     return torch.from_numpy(array if array.flags.writeable else array.copy())
 
 

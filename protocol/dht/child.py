@@ -31,8 +31,7 @@ from swarm.vocabulary.errors import (
 )
 
 MAX_MESSAGE_BYTES = 16 * 2**20
-KEYS_PER_FIND = 16
-"""So that the answer fits even when every key is full: 16 x 256 records x 2 KiB are 8 MiB."""
+KEYS_PER_FIND = 16  # 16 full keys (256 records of 2 KiB) are 8 MiB
 _LENGTH_BYTES = 4
 
 Received = TypeVar("Received", bound=Message)
@@ -81,8 +80,7 @@ class DhtChild:
         self._waiting: dict[int, asyncio.Future[dht_process_pb2.DhtReply]] = {}
         self._numbers = itertools.count(1)
         self._last_lines: deque[str] = deque(maxlen=_REMEMBERED_LINES)
-        self.ended = asyncio.Event()
-        """Set when the child is gone or has closed its side."""
+        self.ended = asyncio.Event()  # Set when the child is gone or has closed its side
 
     @property
     def process_id(self) -> int:

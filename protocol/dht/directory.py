@@ -1,7 +1,4 @@
-"""The directory of a run's peers, on hivemind's DHT in a supervised child process (`protocol.dht.process`).
-
-A record from the DHT is believed only for its owner's signature.
-"""
+"""The directory of a run's peers, on hivemind's DHT in a supervised child process (`protocol.dht.process`)."""
 
 from __future__ import annotations
 
@@ -39,10 +36,8 @@ log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 2.0
 HEARTBEAT_TIMEOUT_S = 10.0
-RESTART_PAUSE_S = (0.1, 30.0)
-"""First and longest pause before a restart; doubled each time, shortened at random by up to half."""
-STEADY_S = 60.0
-"""A child that lived this long counts as well: the next pause is the first one again."""
+RESTART_PAUSE_S = (0.1, 30.0)  # First and longest pause; doubled each time, shortened at random by up to half
+STEADY_S = 60.0  # After this life the next pause is the first one again
 MAX_REMEMBERED_PEERS = 8192
 
 
@@ -51,19 +46,14 @@ class DirectorySettings:
     """How this node takes part in the DHT."""
 
     host: str = "0.0.0.0"  # noqa: S104  # peers are to reach it
-    """IP address to listen on; empty: none, for a client that only asks."""
-    port: int = 0
-    """TCP port to listen on; 0 for any free one, which is kept when the DHT has to be restarted."""
-    announce: tuple[str, ...] = ()
-    """Multiaddrs to tell others instead of those the machine sees, for a forwarded port."""
-    initial_peers: tuple[str, ...] = ()
-    """Multiaddrs (`/ip4/.../tcp/.../p2p/12D3Koo...`) of nodes that are in the DHT; none for a swarm's first node."""
-    client: bool = False
-    """Keep nothing for others and do not be asked: for a node that cannot be dialled."""
-    relay_bytes_per_hour: int = 0
-    """Carry tunnels for others, up to so much in any hour (`protocol.nat`); 0: none."""
+    """Empty: none, for a client that only asks."""
+    port: int = 0  # 0: any, kept over restarts of the DHT
+    announce: tuple[str, ...] = ()  # Multiaddrs for others, for a forwarded port
+    initial_peers: tuple[str, ...] = ()  # Multiaddrs (`/ip4/.../tcp/.../p2p/12D3Koo...`); none for a swarm's first node
+    client: bool = False  # Keeps nothing for others and is not asked
+    relay_bytes_per_hour: int = 0  # 0: no relay
     experts: tuple[int, ...] = (1, *(MAX_EXPERTS for _ in range(1, MAX_STAGES)))
-    """Modules of each stage, by the run's manifest: records of modules that do not exist are not kept."""
+    """Modules of each stage; records of others are not kept."""
     startup_timeout_s: float = 60.0
     publish_timeout_s: float = 15.0
     look_up_timeout_s: float = 15.0
@@ -89,10 +79,8 @@ class DirectoryStatistics:
 
     running: bool
     restarts: int
-    peers: int
-    """Other nodes in our routing table at the last heartbeat."""
-    records: int
-    """Records kept here for the swarm at the last heartbeat."""
+    peers: int  # Other nodes in our routing table
+    records: int  # Records kept here for the swarm
 
 
 class LatestSequences:
@@ -117,10 +105,7 @@ class LatestSequences:
 
 
 class DhtDirectory:
-    """The directory in a supervised child process, within `async with`.
-
-    While the DHT restarts, `publish` and `look_up` raise Unreachable. The last record is stored again afterwards.
-    """
+    """The directory, an async context manager. While the DHT restarts, methods raise Unreachable."""
 
     def __init__(self, settings: DirectorySettings, identity: Identity, run: RunId, clock: Clock) -> None:
         self._settings = settings
@@ -335,9 +320,7 @@ def _port_of(multiaddrs: Sequence[str]) -> int:
 
 
 MAX_ATTACHED: Final = 2
-"""Relays that a peer stays attached to: a second one for when the first goes."""
-OPEN_S: Final = 16.0
-"""For one relay: to be dialled, and to have the far end accept."""
+OPEN_S: Final = 16.0  # For one relay: the dial, and the far end's acceptance
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,8 +329,7 @@ class RelayAttachment:
 
     relay: str
     standing: bool
-    reason: str
-    """Why not."""
+    reason: str  # Why not
 
 
 class RelayTunnels:
@@ -382,8 +364,7 @@ class RelayTunnels:
         raise Unreachable(f"no tunnel to {short(contact.peer)}: {'; '.join(reasons)}")
 
     async def attach(self, relays: Sequence[str], local: str) -> None:
-        """Attaches to the first two relays, in the background; their tunnels lead to `local`. Raises Unreachable on a
-        restart."""
+        """Attaches to the first two relays in the background; tunnels lead to `local`. Raises Unreachable."""
         attach = dht_process_pb2.DhtAttach(relays=relays[:MAX_ATTACHED], local=local)
         await self._directory.keep("attachments", dht_process_pb2.DhtRequest(attach=attach))
 

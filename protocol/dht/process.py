@@ -1,9 +1,4 @@
-"""The DHT's own process: `python -m protocol.dht.process`, supervised by `protocol.dht.directory`.
-
-A crash of hivemind or p2pd costs a restart of this process only. hivemind's own `hivemind.DHT` forks the node and
-hangs on long values, so its `DHTNode` runs on this event loop, controlled over stdin and stdout
-(`proto/dht_process.proto`). The process ends with its stdin.
-"""
+"""The DHT's own process, `python -m protocol.dht.process`, controlled over stdin and stdout (dht_process.proto)."""
 
 from __future__ import annotations
 
@@ -33,8 +28,7 @@ log = logging.getLogger(__name__)
 
 MAX_CONCURRENT_REQUESTS = 32
 MAX_RELAYS = 4
-STOP_PATIENCE_S = 1.5
-"""p2pd that does not stop in this time is killed by the kernel when this process ends."""
+STOP_PATIENCE_S = 1.5  # Then the kernel kills p2pd as this process ends
 
 
 class _Finished(Exception):
@@ -42,11 +36,7 @@ class _Finished(Exception):
 
 
 class ChildTunnels:
-    """Relay, attachments and opened tunnels of this process, made by `start`. They end with the task group.
-
-    Bytes are carried here, beside p2pd, and not on the node's event loop. After a restart of this process the node has
-    its attachments made again.
-    """
+    """Relay, attachments and opened tunnels of this process, which carries their bytes."""
 
     def __init__(self, streams: Libp2pStreams, run: RunId, tasks: asyncio.TaskGroup) -> None:
         self._streams = streams

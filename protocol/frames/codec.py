@@ -1,20 +1,8 @@
-"""Converters between dataclasses of the vocabulary and the messages of link.proto, derived from their type annotations.
+"""Converters between dataclasses of the vocabulary and messages of link.proto, derived from their type annotations.
 
-Nothing is written down twice: a field travels in the field of its name, in the way that its annotated type and
-link.proto's have in common, and is held against the bounds it is declared with when it is read. Then the message is
-asked for its `fault`, if it has such a method. All of this is worked out once for each class.
-
-| in the dataclass | in link.proto |
-|---|---|
-| int, bool, bytes | the same |
-| float `x_s` | a double; or a whole number, `x_ms` or `x_us` |
-| str | a text for people: cut to its length when it is written, made printable when it is read |
-| an enum | its value |
-| PeerId | a text; or a number, its place in the field `peers`, where the message around names each peer once |
-| a dataclass | a message, without what it inherits from the message around; LinkRate is a number |
-| a tuple | a repeated field |
-| a frozenset | a repeated field in rising order, so that nothing comes twice |
-| something or None | nothing there, or 0, for None |
+A field travels in the field of its name and is checked against its declared bounds, then the message's `fault`.
+Seconds `x_s` may travel as whole `x_ms` or `x_us`; a text is cut and made printable; a PeerId may be an index into the
+field `peers`; a frozenset rises; None is nothing or 0; a part omits what it inherits from the message around it.
 """
 
 from __future__ import annotations
@@ -39,10 +27,8 @@ from swarm.vocabulary.routing_messages import MAX_PEERS
 from swarm.vocabulary.types import AnchorVersion, PeerId
 
 Around = Any
-"""Values that the surrounding message gives to all its parts, or its peers: a dict while writing, a sequence while
-reading."""
-MessageType = Any
-"""The descriptor of a message of link.proto."""
+"""Values or peers that the surrounding message gives to its parts: a dict while writing, a sequence while reading."""
+MessageType = Any  # A descriptor
 Convert = Callable[[Any, Around], Any]
 Made = TypeVar("Made")
 
@@ -52,10 +38,8 @@ _PARTS_OF_A_SECOND: Final = {"ms": 1000, "us": 1_000_000}
 class Converter(NamedTuple):
     """The conversion of one type's values, both ways."""
 
-    write: Convert
-    """To what the generated classes take: a number, a text, bytes, a list, or a dict for a message."""
-    read: Convert
-    """From what they have. Raises ProtocolViolation for what may not come, and nothing else."""
+    write: Convert  # To a number, a text, bytes, a list, or a dict for a message
+    read: Convert  # Raises ProtocolViolation
 
 
 @cache

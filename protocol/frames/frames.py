@@ -1,9 +1,4 @@
-"""Frames of a link: their plain data, and their encoding as link.proto defines it.
-
-`decode` trusts nothing and raises only ProtocolViolation. Most messages are converted as they are declared
-(`protocol.frames.codec`): a new one is a message in link.proto, a field of its Frame, and a class of the same name in
-a union of the vocabulary. Routes differ from link.proto and have converters here.
-"""
+"""Frames of a link and their encoding (link.proto). `decode` trusts nothing and raises only ProtocolViolation."""
 
 from __future__ import annotations
 
@@ -127,21 +122,17 @@ _ALONG_A_PATH: Final[dict[type, Converter]] = {
     Recall: Converter(_write_route, lambda said, _: _read_routed(Recall, said)),
     Settled: Converter(_write_settled, _read_settled),
 }
-"""By class."""
 
 
 MAX_SMALL_FRAME_BYTES: Final = 72 * 1024
-"""Of every frame that is not a chunk: a path of 256 hops takes about 20 KiB, a roster of 256 members about 24 KiB, the
-offer of lanes to all data nodes at most 70 KiB, an answer 68 KiB."""
+"""Every frame but a chunk: a path of 256 hops takes about 20 KiB, an offer of lanes at most 70, an answer 68."""
 
 MAX_AGE_MS: Final = 2**48
 
 OptionalRecord = Annotated[bytes, Length(1, MAX_RECORD_BYTES, or_none=True)]
-"""A SignedRecord, unchecked; empty for none."""
 
 _RUN_ID: Final = re.compile(r"[0-9a-f]{64}")
-_BYTES: Final = 2
-"""The wire type of what has a length before it, as every field has."""
+_BYTES: Final = 2  # Wire type of a length-delimited field
 
 
 class FarewellReason(enum.Enum):
@@ -164,12 +155,9 @@ class Hello:
     peer: PeerId
     run: RunId
     versions: VersionRange
-    record: OptionalRecord
-    """Empty when the peer has none yet."""
-    incarnation: int = 0
-    """Of the process, 64 bits at random."""
+    record: OptionalRecord  # Empty before the first
+    incarnation: int = 0  # Random, 64 bits
     age_ms: int = 0
-    """Of the process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,8 +187,7 @@ class Farewell:
 
     reason: FarewellReason
     detail: Detail = ""
-    record: OptionalRecord = b""
-    """With SAME_KEY: that of the other process."""
+    record: OptionalRecord = b""  # With SAME_KEY: the other process's
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,7 +318,6 @@ class _Kind(NamedTuple):
     what: type
     converter: Converter
     topic: Topic | None
-    """Of what only says something. Who sends a tensor is told when it is not wanted."""
     has_tensor: bool
 
 
@@ -356,7 +342,7 @@ _NAMES: Final[dict[str, type]] = {
     "Answer": AnswerFrame,
     "announcement": AnnouncementFrame,
 }
-"""By the name of the message in link.proto, or of the field that is none."""
+"""Names in link.proto by class."""
 
 
 def _kind(field: Any) -> _Kind:
@@ -367,7 +353,7 @@ def _kind(field: Any) -> _Kind:
 
 
 _KINDS: Final = {field.name: _kind(field) for field in wire.Frame.DESCRIPTOR.fields if field.name != "chunk"}
-"""By the name of the field."""
+"""Kinds by field name."""
 _FIELD_OF: Final = {kind.what: name for name, kind in _KINDS.items()}
 _BY_TAG: Final = {
     field.number << 3 | _BYTES: field.name for field in wire.Frame.DESCRIPTOR.fields if field.name in _KINDS

@@ -90,7 +90,6 @@ CONVERTERS: Final[dict[type, Converter]] = {
     QuestionFrame: Converter(_write_question, _read_question),
     AnswerFrame: Converter(_write_answer, _read_answer),
 }
-"""By class."""
 
 
 HASH_BYTES: Final = 32
@@ -101,11 +100,9 @@ class HashList:
     """The content that a digest covers, but for the chunks themselves."""
 
     version: AnchorVersion
-    elements: int
-    """Of the parameters; the outer momentum has as many."""
+    elements: int  # Of the parameters; the momentum has as many
     chunk_elements: int
-    hashes: tuple[bytes, ...]
-    """BLAKE3, 32 bytes: of each chunk of the parameters, then of each chunk of the momentum."""
+    hashes: tuple[bytes, ...]  # BLAKE3 of each chunk of the parameters, then of the momentum
 
 
 def encode_hash_list(hash_list: HashList) -> bytes:
@@ -124,11 +121,7 @@ def encode_hash_list(hash_list: HashList) -> bytes:
 
 
 def decode_hash_list(data: bytes, *, digest: bytes, elements: int, chunk_elements: int) -> HashList:
-    """Parses a peer's hash list for `digest`; the caller checks by hashing that it leads there.
-
-    Raises:
-        ProtocolViolation: Malformed, or not of a module with `elements` in chunks of `chunk_elements`.
-    """
+    """Parses a peer's hash list; the caller checks by hashing that it leads to `digest`. Raises ProtocolViolation."""
     if len(data) > MAX_ANSWER_BYTES:
         raise ProtocolViolation(f"hash list: {len(data)} bytes are more than {MAX_ANSWER_BYTES}")
     try:

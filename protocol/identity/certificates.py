@@ -1,15 +1,9 @@
-"""TLS certificates that prove a peer id, and the authority that makes TLS let them in.
+"""TLS certificates that prove a peer id, signed by the run's authority.
 
-gRPC's TLS takes no Ed25519 certificates. So each start makes a throw-away P-256 key, and the node's identity signs it
-by the extension of the libp2p TLS specification (https://github.com/libp2p/specs/blob/master/tls/tls.md).
-
-A server names its roots before it knows the caller. The certificates of a run are therefore signed by the *run's
-authority*, whose key follows from the RunId and proves only "knows the run". (New roots at each handshake crash gRPC
-1.85: the old ones are freed while in use.) A caller trusts exactly the contact's certificate.
-
-That certificate thus is a trust root and must stand for nobody else: `peer_of_certificate` refuses one that may sign
-others or has another name. CA:FALSE is not enough: gRPC's TLS 1.85 accepts a leaf signed with a root's key unless the
-root's key usage excludes it.
+gRPC's TLS takes no Ed25519: each start makes a P-256 key, which the identity signs in the libp2p TLS extension
+(https://github.com/libp2p/specs/blob/master/tls/tls.md). The authority's key follows from the RunId and proves only
+"knows the run". A caller trusts exactly the contact's certificate, so `peer_of_certificate` refuses one that may sign
+others. CA:FALSE is not enough: gRPC 1.85 accepts a leaf signed by a root unless the root's key usage excludes it.
 """
 
 from __future__ import annotations
@@ -32,8 +26,7 @@ from protocol.identity.keys import KEY_BYTES, LIBP2P_PUBLIC_KEY_PREFIX, Identity
 from swarm.vocabulary.errors import ProtocolViolation
 from swarm.vocabulary.types import SIGNATURE_BYTES, PeerId, RunId
 
-MAX_CERTIFICATE_BYTES: Final = 1024
-"""Of DER. Ours have about 605; a record in the DHT (2 KiB) carries one."""
+MAX_CERTIFICATE_BYTES: Final = 1024  # DER; ours have about 605. A DHT record (2 KiB) carries one.
 
 _LIBP2P_EXTENSION: Final = x509.ObjectIdentifier("1.3.6.1.4.1.53594.1.1")
 _SIGNATURE_PURPOSE: Final = b"libp2p-tls-handshake:"
@@ -65,7 +58,6 @@ _USAGES: Final = (
 _SIGNS_HANDSHAKES_ONLY: Final = x509.KeyUsage(**{field: field == "digital_signature" for field in _USAGES})
 _P256_ORDER: Final = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
 _CACHED_AUTHORITIES: Final = 16
-"""A node is in one run; more are for the records of others that come its way."""
 
 _MALFORMED: Final = (
     ValueError,
@@ -94,8 +86,7 @@ class TlsCredentials:
     certificate_der: bytes
     certificate_pem: bytes
     private_key_pem: bytes
-    authority_pem: bytes
-    """The root that a server lets callers in by."""
+    authority_pem: bytes  # Root of the callers' certificates
 
     def __repr__(self) -> str:
         return f"TlsCredentials(fingerprint={fingerprint(self.certificate_der).hex()})"

@@ -1,8 +1,5 @@
-"""Signed announcement records, as peers keep them in the DHT and pass them on (`proto/records.proto`).
-
-A record is believed because its owner signed it: its key, expiry, sequence and certificate are inside the signature or
-checked here. There is exactly one byte string for a record; other encodings of protobuf are refused.
-"""
+"""Signed announcement records in the DHT and on links (`proto/records.proto`): exactly one byte string for each
+record."""
 
 from __future__ import annotations
 
@@ -24,11 +21,8 @@ from swarm.vocabulary.types import MAX_COUNT, AnchorVersion, ModuleId, PeerId, P
 
 KEY_PREFIX = "skipstone/"
 MAX_RECORD_BYTES = 2048
-RECORD_LIFETIME_S = 60.0
-"""From signing to expiry, by the signer's clock."""
-MAX_LIFETIME_S = 2 * RECORD_LIFETIME_S
-"""Longest time to expiry, in seconds: the signer's clock may be a minute ahead. Later expiry wins, so this is also how
-long a wrong clock can stand in its owner's way."""
+RECORD_LIFETIME_S = 60.0  # From signing to expiry, by the signer's clock
+MAX_LIFETIME_S = 2 * RECORD_LIFETIME_S  # Longest time to expiry, in seconds: the signer's clock may be a minute ahead
 MAX_ADDRESSES = 8
 MAX_ADDRESS_LENGTH = 64
 MAX_VIA = 4
@@ -41,7 +35,6 @@ MAX_INCARNATION = 2**48 - 1
 _DOMAIN = b"skipstone-record:"
 _REMEMBERED_RECORDS: Final = 4096
 _NO_ANCHOR = AnchorVersion(0, 0, 0, 0, b"")
-"""What the fields say of a peer that has none."""
 _RUN = re.compile(r"[0-9a-f]{64}")
 _HOST_NAME = re.compile(r"(?=.{1,253}\Z)(?!-)[A-Za-z0-9-]{1,63}(?<!-)(\.(?!-)[A-Za-z0-9-]{1,63}(?<!-))*")
 _PORT = re.compile(r"[1-9][0-9]{0,4}")
@@ -73,8 +66,7 @@ def encode_record(announcement: Announcement, identity: Identity) -> bytes:
 
 
 _verified: OrderedDict[bytes, Announcement] = OrderedDict()
-"""Verified records by their bytes: the two signatures are expensive and repeat at every look-up. Refusals are not kept.
-"""
+"""Verified records by their bytes: the two signatures are expensive and repeat at every look-up."""
 
 
 def decode_announced(data: bytes, *, run: RunId, now: float | None) -> Announcement:

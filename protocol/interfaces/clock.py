@@ -11,11 +11,9 @@ class Clock(Protocol):
 
     def monotonic(self) -> float:
         """Seconds since an arbitrary moment; never goes back. For durations and deadlines."""
-        ...
 
     def wall(self) -> float:
         """Unix time in seconds. Only for what other machines see: record expiry and sequence."""
-        ...
 
 
 class SystemClock:

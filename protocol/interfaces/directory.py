@@ -16,12 +16,9 @@ class Contact:
 
     peer: PeerId
     addresses: tuple[str, ...]
-    certificate: bytes
-    """DER; already checked to belong to `peer`."""
-    via: tuple[PeerId, ...] = ()
-    """Through whom it can be called when it has no addresses."""
-    relay: str = ""
-    """The multiaddr at which it serves tunnels for others; empty when it does not."""
+    certificate: bytes  # DER; checked to belong to `peer`
+    via: tuple[PeerId, ...] = ()  # Peers that can call it
+    relay: str = ""  # Multiaddr at which it serves tunnels
 
 
 class AddressBook(Protocol):
@@ -29,7 +26,6 @@ class AddressBook(Protocol):
 
     def contact(self, peer: PeerId) -> Contact | None:
         """The peer's contact, or None when it is not known."""
-        ...
 
 
 class Directory(Protocol):
@@ -37,8 +33,6 @@ class Directory(Protocol):
 
     async def publish(self, announcement: Announcement) -> None:
         """Signs and stores our record under its module's key. Raises Unreachable; call again later."""
-        ...
 
     async def look_up(self, modules: Sequence[ModuleId]) -> list[Announcement]:
         """All valid, unexpired records of these modules and of visitors. Raises Unreachable."""
-        ...

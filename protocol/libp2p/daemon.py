@@ -23,10 +23,9 @@ from protocol.libp2p.messages import RelayStream
 from swarm.vocabulary.errors import ConfigError, IdentityError, Unreachable
 from swarm.vocabulary.types import PeerId
 
-_MEMORY_GOAL = "512MiB"
-"""For Go's garbage collector: p2pd itself limits nothing."""
+_MEMORY_GOAL = "512MiB"  # For Go's garbage collector
 _CONNECTIONS = {"connLo": 160, "connHi": 256, "connGrace": "20s"}
-"""p2pd's connection manager. Its defaults (256, 512, two minutes) keep a flood of idle connections too long."""
+"""Its defaults (256, 512, two minutes) keep a flood of idle connections too long."""
 
 
 class _Daemon(P2P):  # type: ignore[misc]  # hivemind has no types
@@ -107,7 +106,7 @@ DIAL_S: Final = 5.0
 _RELAY: Final = re.compile(
     r"(?P<way>/(ip4|ip6|dns4|dns6)/[A-Za-z0-9.:-]+/tcp/[0-9]{1,5})/p2p/(?P<peer>[1-9A-HJ-NP-Za-km-z]{46,64})"
 )
-"""Peers announce it, and libp2p knows transports that are not theirs to have us use."""
+"""Announced by peers; libp2p knows transports that peers must not have us use."""
 
 
 class Libp2pStreams:

@@ -16,8 +16,7 @@ from swarm.vocabulary.types import PeerId
 
 MAX_MESSAGE_BYTES: Final = 1024
 MAX_REASON: Final = 200
-CLOSE_PATIENCE_S: Final = 1.0
-"""What is written and not yet taken by the other side is dropped after so long."""
+CLOSE_PATIENCE_S: Final = 1.0  # Unsent bytes are dropped after so long
 _LENGTH_BYTES: Final = 2
 
 
@@ -72,8 +71,7 @@ class RelayStream:
         self.writer.transport.abort()
 
 
-Dial = Callable[[str], Awaitable[RelayStream]]
-"""A new stream to the relaying peer at a multiaddr. Raises Unreachable."""
+Dial = Callable[[str], Awaitable[RelayStream]]  # A new stream to a relay's multiaddr. Raises Unreachable.
 
 
 async def ask(stream: RelayStream, message: relay_pb2.RelayMessage, timeout_s: float) -> None:
@@ -104,11 +102,9 @@ def as_text(error: PeerError | TimeoutError) -> str:
     return str(error) or "it took too long"
 
 
-READ_BYTES: Final = 128 * 1024
-"""What asyncio's reader holds at most with its ordinary limit."""
+READ_BYTES: Final = 128 * 1024  # The limit of asyncio's reader
 
-Spend = Callable[[int], str]
-"""Asked before so many bytes are carried: why they are not, or an empty text."""
+Spend = Callable[[int], str]  # Asked before bytes are carried; returns the objection
 
 
 def freely(amount: int) -> str:

@@ -1,10 +1,4 @@
-"""The manifest: one TOML file that defines a run, checked key by key.
-
-Everything that has to be equal on all peers is in here and nothing else is. `RunId` is the hash of the canonical form
-(`protocol.manifest.signing`), so two peers with the same RunId agree about all of it.
-
-Sizes are in tokens, rows (sequences) and elements; learning rates and ratios are plain numbers.
-"""
+"""The manifest: one TOML file with everything that must be equal on all peers, checked key by key."""
 
 from __future__ import annotations
 
@@ -30,9 +24,8 @@ from swarm.vocabulary.types import (
 
 MAX_MANIFEST_BYTES = 64 * 1024
 MAX_DOTS_PER_LINE = 64
-"""tomllib takes quadratic time over deeply dotted keys; 64 KiB of them would keep it busy for many seconds."""
+"""tomllib takes quadratic time over deeply dotted keys."""
 MAX_DEPTH = 8
-"""Of nested tables and arrays; a manifest needs 3."""
 DEFAULT_PREFIX: Final = 256
 """Tokens of a document that its route is chosen by: of bytes a few lines, which tell code from prose and one kind of
 prose from another."""
@@ -42,7 +35,6 @@ SOURCES: Final = (
 
 
 FILE_KINDS: Final = ("path", "tokens")
-"""Sources that name a place."""
 
 HexDigest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Experts = Annotated[int, Field(ge=1, le=MAX_EXPERTS)]
@@ -288,8 +280,7 @@ class Manifest(Section):
 
     @property
     def route_prefix(self) -> int:
-        """The first tokens of a document, by which its route is chosen, and which held-out losses leave out; 0 in a run
-        without experts."""
+        """Tokens of a document that choose its route, left out of held-out losses; 0 without experts."""
         if not self.stages.has_experts:
             return 0
         return DEFAULT_PREFIX if self.routing is None else self.routing.prefix
@@ -315,15 +306,13 @@ class Manifest(Section):
 
     @property
     def hidden_shape(self) -> tuple[int, int, int]:
-        """The shape of the hidden states between stages: rows, tokens, hidden. The largest, where microbatches are
-        whole documents: those are one row of no fixed length."""
+        """The largest shape of hidden states between stages: rows, tokens, hidden."""
         if self.packs_documents:
             return (1, self.microbatch_tokens, self.model.hidden)
         return (self.training.rows, self.model.sequence, self.model.hidden)
 
     def step_tokens(self, module: ModuleId) -> int:
-        """The tokens of a replica's inner step. Those of a step of stage 0 are dealt among the experts of a stage, so
-        that all modules take as many steps; a microbatch is the least."""
+        """Tokens of a replica's inner step at a stage: experts share the step, a microbatch is the least."""
         share = self.training.inner_tokens // self.stages.experts_at(module.stage)
         return max(1, share // self.microbatch_tokens) * self.microbatch_tokens
 
@@ -371,8 +360,7 @@ class Manifest(Section):
 
 
 def _local_name(value: str, path: str) -> str:
-    """Raises ValueError for what is no path, and for one on another machine: Windows would prove who we are to whoever
-    a manifest names."""
+    """Raises ValueError for no path, or one on another machine: Windows would send our credentials there."""
     if "\0" in value:
         raise ValueError("has a zero byte")
     if len(path) > 1 and path[0] in "/\\" and path[1] in "/\\":
@@ -381,9 +369,7 @@ def _local_name(value: str, path: str) -> str:
 
 
 def manifest_from_table(table: dict[str, Any]) -> Manifest:
-    """Checks a parsed TOML table (without its signature). Raises ManifestError: names the key, what stands there and
-    what is allowed.
-    """
+    """Checks a parsed TOML table (without its signature). Raises ManifestError."""
     _check_protocol(table.get("protocol"))
     try:
         return Manifest.model_validate(_tuples(table))
@@ -413,9 +399,7 @@ def _check_protocol(version: object) -> None:
 
 
 def parse_toml(text: bytes) -> dict[str, Any]:
-    """Parses TOML bytes that may come from a peer: whatever they are, this ends soon and in a table or a ManifestError.
-    Raises ManifestError: it is too long, not UTF-8, not TOML, or nested too deeply.
-    """
+    """Parses TOML bytes from a peer. Raises ManifestError if too long, not UTF-8, not TOML, or nested too deeply."""
     if len(text) > MAX_MANIFEST_BYTES:
         raise ManifestError(f"manifest: {len(text)} bytes are more than the {MAX_MANIFEST_BYTES} allowed")
     if any(line.count(b".") > MAX_DOTS_PER_LINE for line in text.split(b"\n")):

@@ -127,13 +127,8 @@ def block_parameters(model: ModelSection) -> int:
 
 
 def quadratic_share(model: ModelSection) -> float:
-    """The cost of a document's attention, in tokens for each square of its tokens: a document of d tokens costs as much
-    as d + quadratic_share x d^2 tokens without attention would.
-
-    By the operations of a block: two for every weight of its matrices, and 2 x the width of all heads for each pair of
-    tokens of which one sees the other, which are half of all (Kaplan et al. 2020, arXiv:2001.08361, section 2.1). Of
-    the manifest and not of a measurement, so that two starts pack alike.
-    """
+    """The cost of a document's attention in tokens per squared token, by operations of a block (arXiv:2001.08361,
+    2.1)."""
     return model.query_size / block_parameters(model)
 
 

@@ -1,7 +1,4 @@
-"""What every table of a manifest is, and the numbers that several of them have.
-
-It stands alone because the tables are in several modules.
-"""
+"""The base of every table of a manifest, and numbers that several of them have."""
 
 from __future__ import annotations
 
@@ -15,15 +12,11 @@ Share = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
 
 
 class Section(BaseModel):
-    """Unknown keys are refused, values are not coerced, and a manifest never changes once read.
-
-    The text under a key here is also the comment over that key in the file that `protocol.manifest.signing` writes.
-    """
+    """A table: unknown keys are refused, values not coerced. A key's docstring is its comment in the manifest file."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
     added_later: ClassVar[frozenset[str]] = frozenset()
-    """Keys that came when there were runs already. At their default the canonical form and the file leave them out: an
-    older run keeps its RunId, and older peers can read it."""
+    """Keys that came later. At their default canonical form and file omit them, so older runs keep their RunId."""
 
     def leaves_out(self, key: str) -> bool:
         """Whether a key came later and stands at its default."""

@@ -20,16 +20,13 @@ from swarm.vocabulary.types import PeerId, RunId, short
 
 log = logging.getLogger(__name__)
 
-PING_S: Final = 20.0
-"""Routers at home forget connections that are silent for some minutes."""
+PING_S: Final = 20.0  # Routers at home forget connections that are silent for some minutes
 SILENCE_S: Final = 60.0
 ANSWER_S: Final = 8.0
-IDLE_S: Final = 90.0
-"""Longer than the relay's own, so that it is the relay that says when a tunnel is idle."""
+IDLE_S: Final = 90.0  # Longer than the relay's own, so that it is the relay that says when a tunnel is idle
 RETRY_S: Final = (1.0, 60.0)
 """First and longest pause before attaching again; doubled each time, shortened at random by up to half."""
-MAX_INCOMING: Final = 32
-"""Tunnels to this peer at once, through all relays."""
+MAX_INCOMING: Final = 32  # Tunnels to this peer at once, through all relays
 TAKEN_BURST: Final = 64
 TAKEN_REFILL_S: Final = 0.5
 """Tunnels taken at once through one relay, and seconds until one more: each is work that the relay can cause."""
@@ -39,8 +36,7 @@ TAKEN_REFILL_S: Final = 0.5
 class Incoming:
     """The tunnels that lead to this peer now, through whatever relay."""
 
-    local: tuple[str, int]
-    """Host and port that they lead to."""
+    local: tuple[str, int]  # Host and port that they lead to
     tunnels: int = 0
     allowance: Allowance = field(default_factory=lambda: Allowance(TAKEN_BURST, TAKEN_REFILL_S))
 
@@ -68,8 +64,7 @@ class Attachment:
         """`relay`: the multiaddr at which it serves tunnels. `jitter`: a number from 0 to 1."""
         self.relay = relay
         self.standing = False
-        self.reason = "not tried yet"
-        """Why it does not stand."""
+        self.reason = "not tried yet"  # Why it does not stand
         self._run = run
         self._dial = dial
         self._incoming = incoming
@@ -164,10 +159,8 @@ class Attachment:
 
 
 LOCAL_HOST: Final = "127.0.0.1"
-OPEN_S: Final = 10.0
-"""For the relay's answer; it gives the far end 8 s of them."""
-TAKE_S: Final = 10.0
-"""For the connection to the local port."""
+OPEN_S: Final = 10.0  # For the relay's answer; it gives the far end 8 s of them
+TAKE_S: Final = 10.0  # For the connection to the local port
 MAX_OPENING: Final = 8
 MAX_OPENED: Final = 64
 
@@ -183,8 +176,7 @@ class OpenTunnels:
         self._opened = 0
 
     async def open(self, relay: str, target: PeerId) -> int:
-        """Opens a tunnel and returns a port on 127.0.0.1 for one connection within 10 s. Raises PeerError,
-        ResourceExhausted."""
+        """Opens a tunnel; returns a port on 127.0.0.1 for one connection. Raises PeerError, ResourceExhausted."""
         # Another local program that connects only speaks to the target's TLS; the node's own connection then fails.
         if self._opening >= MAX_OPENING or self._opened >= MAX_OPENED:
             raise ResourceExhausted(f"{self._opening} tunnels are being opened and {self._opened} are open already")

@@ -1,8 +1,4 @@
-"""The relay: other peers attach to it, and it carries tunnels to them, within its limits.
-
-It needs no trust: the tunnel's ends speak TLS, so it can only drop and count. It trusts nobody: libp2p proves who
-speaks, and everything has a limit.
-"""
+"""The relay: carries tunnels to attached peers, within limits. The ends of a tunnel speak TLS with each other."""
 
 from __future__ import annotations
 
@@ -32,24 +28,17 @@ MIN_OPEN_BYTES: Final = 64 * 1024
 class RelayLimits:
     """Limits of a relaying peer: the volunteer's bytes, and bounds on memory, files and time."""
 
-    bytes_per_hour: int
-    """Carried for all tunnels and both ways together. Each byte comes in once and goes out once."""
-    pair_share: float = 0.25
-    """Of the bytes, to any two peers."""
+    bytes_per_hour: int  # Both ways together
+    pair_share: float = 0.25  # Share of the bytes for any two peers
     tunnels: int = 16
     tunnels_of_a_peer: int = 4
-    """Opened by one peer and not ended."""
     opens: int = 16
-    open_refill_s: float = 2.0
-    """Tunnels that one peer may open at once, and after how long one more: each costs its far end a handshake."""
+    open_refill_s: float = 2.0  # Each tunnel costs its far end a handshake
     attached: int = 64
-    greeting: int = 32
-    """Streams that have not said what they want."""
+    greeting: int = 32  # Streams without a first message
     greeting_of_a_peer: int = 4
-    handshake_s: float = 8.0
-    """For the first message, and for the far end to accept a tunnel."""
-    idle_s: float = 60.0
-    """A tunnel or an attachment in which nothing moves ends after so long."""
+    handshake_s: float = 8.0  # For the first message, and for the far end to accept a tunnel
+    idle_s: float = 60.0  # Longest silence of a tunnel or an attachment
 
 
 class RelayBudget:

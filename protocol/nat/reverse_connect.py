@@ -13,12 +13,7 @@ from swarm.vocabulary.types import PeerId, short
 
 
 class Calls:
-    """`Caller` through the peers that the contact names, in turn.
-
-    Args:
-        own_record: Our current SignedRecord, which tells the called peer where to dial.
-        can_be_dialled: Whether that record has an address.
-    """
+    """`Caller` through the peers that the contact names, in turn. `own_record` tells the called peer where to dial."""
 
     def __init__(
         self, book: AddressBook, clock: Clock, own_record: Callable[[], bytes], can_be_dialled: Callable[[], bool]

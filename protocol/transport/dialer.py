@@ -19,8 +19,7 @@ from protocol.transport.settings import TransportSettings
 from swarm.vocabulary.errors import PeerError, Rejected, Unreachable
 from swarm.vocabulary.types import PeerId, short
 
-TUNNEL_RETRY_S: Final = 1.0
-"""Opening a tunnel costs three peers more than a dial costs two."""
+TUNNEL_RETRY_S: Final = 1.0  # A tunnel costs three peers
 MAX_REMEMBERED_PEERS: Final = 1024
 MOST_REPLACED: Final = 3
 REPLACED_WITHIN_S: Final = 10.0
@@ -138,13 +137,7 @@ async def dial(
     timeout_s: float,
     far_end: Callable[[str, bytes], FarEnd] = far_end_at,
 ) -> tuple[DialledStream, Hello]:
-    """Dials a contact and exchanges Hellos.
-
-    Raises:
-        Unreachable: No address answered in time; Duplicate if the peer has a stream to us.
-        Rejected, StaleVersion: The peer's Farewell, or our objection to its Hello.
-        ProtocolViolation: The first frame was not a Hello.
-    """
+    """Dials and exchanges Hellos. Raises Unreachable, Duplicate, Rejected, StaleVersion, ProtocolViolation."""
     try:
         async with asyncio.timeout(timeout_s):
             stream = await _first_that_answers(contact, credentials, encode(own), timeout_s, far_end)

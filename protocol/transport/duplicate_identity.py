@@ -1,8 +1,4 @@
-"""One key in two live processes: the older process is kept, and the younger one ends.
-
-A peer with a link to one process that hears a Hello of another objects to the younger one, and sends the older one's
-record along. The younger process checks that record and ends.
-"""
+"""One key in two live processes: the older process is kept, and the younger one ends."""
 
 from __future__ import annotations
 
@@ -17,10 +13,8 @@ from swarm.vocabulary.types import PeerId, short
 if TYPE_CHECKING:
     from protocol.transport.link import Link
 
-FORMER_LIFE_MS: Final = 5000
-"""Margin for records of a former life, in ms: the clock may have been set in between."""
-_ABOUT_AS_OLD_S: Final = 1.0
-"""Margin for the age of a duplicate process, in seconds: a Hello takes time to arrive."""
+FORMER_LIFE_MS: Final = 5000  # Clock correction between two lives, in ms
+_ABOUT_AS_OLD_S: Final = 1.0  # Travel time of a Hello
 
 
 class SameKey(Rejected):

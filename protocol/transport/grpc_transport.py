@@ -1,11 +1,6 @@
 """The transport: one link for each pair of peers, over gRPC with mutual TLS.
 
-When two peers dial each other, the stream dialled by the smaller peer id is kept: that side lets the other's dial
-wait, and the other takes the incoming stream and drops its own. So no stream in use is given up, except when the
-peer has restarted.
-
-A stream of another process with the same key is no restart while the linked process answers a ping. Then the older
-process is kept, and the younger one ends (`protocol.transport.duplicate_identity`).
+When two peers dial each other, the stream dialled by the smaller peer id is kept.
 """
 
 from __future__ import annotations
@@ -39,8 +34,7 @@ from swarm.vocabulary.pipeline_messages import ControlMessage, TensorMessage
 from swarm.vocabulary.statistics import Exclusions, ExponentialBackoff
 from swarm.vocabulary.types import PROTOCOL_VERSIONS, PeerId, short
 
-_SPARE_STREAMS: Final = 16
-"""Streams beyond `max_links` that may be in their handshake."""
+_SPARE_STREAMS: Final = 16  # Beyond `max_links`, in their handshake
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,11 +46,7 @@ class _Dial:
 
 
 class GrpcTransport:
-    """`Transport` over gRPC, within `async with`.
-
-    `own_record` gives our SignedRecord (or b"") for each Hello. `ways` lead to peers without addresses. An undeclared
-    error of the handler ends the block with that error.
-    """
+    """`Transport` over gRPC, an async context manager. `own_record` gives our SignedRecord (or b"") for each Hello."""
 
     def __init__(
         self,
@@ -79,8 +69,7 @@ class GrpcTransport:
         self._own_record = own_record
         self._door = Door(credentials.run)
         self._surroundings = LinkSurroundings(handler, clock, settings, CommonPatience(clock.monotonic()))
-        self.incarnation = secrets.randbits(64)
-        """Tells this process from others with its key."""
+        self.incarnation = secrets.randbits(64)  # Tells this process from others with its key
         self._began = clock.monotonic()
         self._turnover = Turnover(clock)
         waits = ExponentialBackoff(settings.first_retry_s, settings.longest_retry_s)

@@ -16,8 +16,7 @@ from protocol.transport.grpc_streams import AcceptedStream, ServicerContext
 from swarm.vocabulary.errors import PeerError, ProtocolViolation, Rejected, StaleVersion, Unreachable
 from swarm.vocabulary.types import PROTOCOL_VERSIONS, PeerId, RunId, short
 
-MAX_STREAMS_PER_PEER: Final = 3
-"""The link's, its successor's after a restart, and one that has not quite ended."""
+MAX_STREAMS_PER_PEER: Final = 3  # The link's, its successor's after a restart, and one that is ending
 
 
 class Door:

@@ -1,7 +1,4 @@
-"""The incoming tensors of one link: admitted by header, reassembled, handed over, or broken off.
-
-A sender holds at most MAX_OPEN_TRANSFERS buffers, each for a limited time. Refused transfers are swallowed.
-"""
+"""The incoming tensors of one link: admitted by header, reassembled, handed over, or broken off."""
 
 from __future__ import annotations
 
@@ -16,8 +13,7 @@ from swarm.vocabulary.errors import PeerError, ProtocolViolation, SkipstoneError
 from swarm.vocabulary.pipeline_messages import Backward, Direction, Forward, MicrobatchTensor, Receipt, ReceiptStatus
 from swarm.vocabulary.types import PeerId, short
 
-MAX_OPEN_TRANSFERS: Final = 64
-"""Of one sender on one link, refused ones that still arrive included. A sender sets itself a lower limit."""
+MAX_OPEN_TRANSFERS: Final = 64  # Of one sender, refused ones included
 
 
 class Inbox:

@@ -1,8 +1,4 @@
-"""A link: one stream between two peers from the handshake to its end.
-
-Three tasks read, write and ping without waiting for each other, so the directions cannot block each other. `end`
-closes a link for good; `run` then lets the last words out.
-"""
+"""A link: one stream between two peers, with three tasks that read, write and ping independently."""
 
 from __future__ import annotations
 
@@ -168,10 +164,8 @@ class Link:
         self.far_end = far_end
         self.since = surroundings.clock.monotonic()
         self.incarnation = hello.incarnation
-        self.began = self.since - hello.age_ms / 1e3
-        """When the peer's process did, by our monotonic clock."""
-        self.record = hello.record
-        """The peer's newest, unchecked."""
+        self.began = self.since - hello.age_ms / 1e3  # Start of the peer's process, by our monotonic clock
+        self.record = hello.record  # The peer's newest, unchecked
         self.outbox = Outbox(
             {
                 Lane.MICROBATCHES: ByteBudget(settings.send_budget_bytes, settings.max_open_transfers),

@@ -1,8 +1,5 @@
-"""Measurements of a link: round trip, goodput, bytes each way, and when its peer was last heard.
-
-Buffers take megabytes at once, so a tensor counts as received when the receiver answers a Ping sent behind it.
-Goodput is the bytes answered over the busy time, less one shortest round trip.
-"""
+"""Measurements of a link: round trip, goodput (by pings behind tensors), bytes each way, and when its peer was last
+heard."""
 
 from __future__ import annotations
 
@@ -14,14 +11,11 @@ from protocol.interfaces.clock import Clock
 from protocol.interfaces.transport import LinkFigures
 from swarm.vocabulary.statistics import Ewma
 
-ROUND_TRIP_WEIGHT: Final = 1 / 8
-"""Of RFC 6298, section 2."""
+ROUND_TRIP_WEIGHT: Final = 1 / 8  # RFC 6298, section 2
 
-HORIZON_S: Final = 1.0
-"""Busy time after which a measurement counts 1/e, in seconds. Bytes and seconds are summed apart."""
+HORIZON_S: Final = 1.0  # Busy time after which a measurement counts 1/e, in seconds
 
-MOST_ON_THE_WAY: Final = 1024
-"""Tensors in flight that are remembered; a peer that answers nothing must not fill this memory."""
+MOST_ON_THE_WAY: Final = 1024  # Tensors in flight that are remembered
 
 
 @dataclass(slots=True)
@@ -32,8 +26,7 @@ class Goodput:
     _seconds: float = 0.0
     _round_trip_s: float = math.inf
     _busy_since: float = 0.0
-    _on_the_way: dict[int, tuple[int, float]] = field(default_factory=dict)
-    """Size, and when it began to be sent; in this order."""
+    _on_the_way: dict[int, tuple[int, float]] = field(default_factory=dict)  # Size and start of sending, in order
 
     @property
     def bytes_per_s(self) -> float:
@@ -77,8 +70,7 @@ class Meter:
         self._clock = clock
         self._round_trip = Ewma(ROUND_TRIP_WEIGHT)
         self._goodput = Goodput()
-        self._behind: dict[int, int] = {}
-        """The tensor behind which each open token's ping went, the oldest first."""
+        self._behind: dict[int, int] = {}  # The tensor behind which each open ping went
         self._sent_bytes = 0
         self._received_bytes = 0
         self._heard_at = clock.monotonic()

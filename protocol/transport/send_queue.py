@@ -100,8 +100,7 @@ class Lane(enum.Enum):
     """A traffic class with a budget and turns of its own: a round cannot delay microbatches, nor they a round."""
 
     MICROBATCHES = 0
-    BULK = 1
-    """Rounds and state."""
+    BULK = 1  # Rounds and state
 
 
 class Turns(Generic[Item]):
@@ -146,8 +145,7 @@ class Turns(Generic[Item]):
         return next(queue for own, queue in self._queues if own is lane)
 
 
-MAX_WAITING_BYTES: Final = 1024 * 1024
-"""Of small frames. `put` waits at half of it; the rest is for what has to be said without waiting (pongs, answers)."""
+MAX_WAITING_BYTES: Final = 1024 * 1024  # Of small frames. `put` waits at half of it; the rest is for pongs and answers.
 
 
 @dataclass(slots=True, eq=False)
@@ -155,7 +153,6 @@ class _Sending:
     transfer: OutgoingTransfer
     lane: Lane
     done: asyncio.Future[bool]
-    """Whether everything was sent."""
 
 
 class Outbox:
@@ -199,10 +196,8 @@ class Outbox:
             self.post(frame)
 
     async def send(self, lane: Lane, size_bytes: int, make: Callable[[], OutgoingTransfer]) -> bool:
-        """Sends a tensor when its turn has come; whether all of it was sent, as the receiver may not want the rest.
-
-        `make` is called at the transfer's turn. Raises PeerError if the outbox closes before the end.
-        """
+        """Sends a tensor in turn, made by `make` then; returns whether the receiver wanted all of it. Raises
+        PeerError."""
         async with self._budgets[lane].share(size_bytes):
             if self._closed is not None:
                 raise self._closed
@@ -227,9 +222,7 @@ class Outbox:
                 sending.done.set_result(False)
 
     def finish(self, last_frame: bytes | None, error: PeerError) -> None:
-        """Closes the outbox: the small frames that wait and `last_frame` still go, `pump` ends, everything else raises
-        `error`.
-        """
+        """Closes the outbox: waiting small frames and `last_frame` still go, everything else raises `error`."""
         if self._closed is not None:
             return
         if last_frame is not None:

@@ -1,7 +1,5 @@
-"""The membership view of one peer: everybody's newest valid announcement, and who fails us.
-
-Times are monotonic seconds. Wall-clock expiry becomes remaining time, so that a clock jump does not empty the view.
-"""
+"""The membership view of one peer: each peer's newest valid announcement, and its failures. Times are monotonic
+seconds."""
 
 from __future__ import annotations
 
@@ -19,9 +17,8 @@ from swarm.vocabulary.types import PROTOCOL_VERSIONS, ModuleId, PeerId, PeerStat
 MAX_PEERS = 20_000
 FIRST_PAUSE_S = 1.0
 REUSE_S: Final = ExponentialBackoff(1.0, 60.0, free=2)
-"""How long a peer that announces itself, but could not be used so many times in a row, still gets no work."""
+"""Pause for a peer that announces itself but could not be used so many times in a row."""
 HARM_PAUSE_S: Final = ExponentialBackoff(60.0, 3600.0)
-"""How long a peer that is there and does harm gets no work."""
 
 
 class Change(enum.Enum):
@@ -37,10 +34,8 @@ class _Member:
     announcement: Announcement
     expires: float
     heard: float
-    """When the announcement was."""
     failures: int = 0
-    failed_ms: float = -math.inf
-    """A moment no later than its last failure, by the clock that dates its announcements."""
+    failed_ms: float = -math.inf  # Moment no later than its last failure, by the clock of its announcements
     suspect_until: float = 0.0
 
     @property
@@ -59,8 +54,7 @@ class Membership:
         self.run = run
         self.own = own
         self._members: dict[PeerId, _Member] = {}
-        self._harmful = Exclusions(HARM_PAUSE_S)
-        """Whoever is heard again or announces itself anew stays left out."""
+        self._harmful = Exclusions(HARM_PAUSE_S)  # Not forgiven by a new announcement
 
     def observe(self, announcement: Announcement, *, now: float, wall: float) -> Change:
         """Takes in an announcement; of another run, our own, expired or old ones are ignored."""
@@ -145,8 +139,7 @@ class Membership:
         return tuple(member.announcement for member in self._members.values())
 
     def replicas(self, module: ModuleId, now: float) -> list[Announcement]:
-        """Peers that may get work for a module: serving, unexpired, compatible, not suspect, not excluded if there are
-        others."""
+        """Peers that may get work: serving, compatible, not suspect, not excluded unless there are no others."""
         found = [member.announcement for member in self._serving(module, now) if member.suspect_until <= now]
         harmful = self._harmful.excluded(now)
         return [known for known in found if known.peer not in harmful] or found
@@ -211,8 +204,7 @@ _STAY: tuple[PeerState, ...] = (PeerState.JOINING, PeerState.SERVING)
 def by_worth(
     own: PeerId, module: ModuleId | None, announcements: Iterable[Announcement], kept: Collection[PeerId]
 ) -> list[PeerId]:
-    """Dialable lasting peers, the best to hold on to first: of neighbouring stages, replicas, those in `kept`, then by
-    hash."""
+    """Dialable lasting peers, best first: of neighbouring stages, replicas, those in `kept`, then by hash."""
     fit = [a for a in announcements if a.addresses and a.module is not None and a.state in _STAY and a.peer != own]
     stages = 1 + max((a.module.stage for a in fit if a.module is not None), default=0)
     if module is not None:

@@ -10,21 +10,17 @@ from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.types import ModuleId, Reasoned
 
 GIB: Final = 2**30
-STEP_BYTES: Final = 2**26
-"""Room is announced in whole steps of so much: how much of a machine is free to the byte is nobody's business."""
+STEP_BYTES: Final = 2**26  # Step of announced memory, for privacy
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
     """The memory that is needed in bytes, with the reasons."""
 
-    device: int
-    """Of the memory of a compute device that has its own."""
-    memory: int
-    """Of the machine's memory besides."""
+    device: int  # Of a compute device that has its own memory
+    memory: int  # Of the machine's besides
     reason: str
-    more_on_cpu: int = 0
-    """Where the CPU is the compute device, which sums in a wider type."""
+    more_on_cpu: int = 0  # The CPU sums in a wider type
 
     @property
     def all(self) -> int:
@@ -33,7 +29,6 @@ class Need:
 
 
 Needs = Mapping[ModuleId, Need]
-"""Of a replica of each module; a module that is not named needs nothing."""
 
 
 @dataclass(frozen=True, slots=True)

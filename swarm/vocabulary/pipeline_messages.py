@@ -18,10 +18,9 @@ from swarm.vocabulary.types import (
     Path,
 )
 
-Position = Annotated[int, Range(-1, MAX_HOPS)]
-"""On whatever path: see `Path`."""
+Position = Annotated[int, Range(-1, MAX_HOPS)]  # See `Path`
 Documents = Annotated[tuple[Annotated[int, Range(1, MAX_DOCUMENT_TOKENS)], ...], Length(0, MAX_DOCUMENTS)]
-"""Tokens of each document of a microbatch."""
+"""Tokens of each document."""
 RouteSignature = Annotated[bytes, Length(SIGNATURE_BYTES, SIGNATURE_BYTES, or_none=True)]
 
 
@@ -56,8 +55,7 @@ class ReceiptStatus(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """Hidden states [rows, tokens, hidden] for `path.hops[position]`, or for the data node when position is
-    `len(hops)`."""
+    """Hidden states [rows, tokens, hidden] for `path.hops[position]`, or for the data node at `len(hops)`."""
 
     microbatch: MicrobatchId
     path: Path
@@ -85,10 +83,7 @@ class Backward:
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """What became of a tensor, for its sender; `position` is the receiver's.
-
-    PASSED_ON also claims waiting, computing and sending times, in seconds, so that the data node can tell them apart.
-    """
+    """What became of a tensor, for its sender. PASSED_ON also claims times, in seconds."""
 
     microbatch: MicrobatchId
     direction: Direction
@@ -122,9 +117,7 @@ class Close:
 
 @dataclass(frozen=True, slots=True)
 class Recall:
-    """From a stand-in that holds the gradient of `path.hops[position + 1]` to the peer at `position`: asks for its
-    input.
-    """
+    """From a substitute that holds the gradient of `path.hops[position + 1]`: asks `position` for its input."""
 
     microbatch: MicrobatchId
     path: Path
@@ -153,7 +146,5 @@ class Unsettled:
 MicrobatchTensor = Forward | Backward
 MicrobatchControl = Receipt | Stranded | Close | Recall | Settled | Unsettled
 
-TensorMessage = MicrobatchTensor | RoundPiece | StateChunk
-"""Every message that a tensor goes with."""
-ControlMessage = MicrobatchControl | RoundControl | StateControl | LaneControl
-"""Every other message that peers exchange about work, rounds, state and lanes."""
+TensorMessage = MicrobatchTensor | RoundPiece | StateChunk  # Messages with a tensor
+ControlMessage = MicrobatchControl | RoundControl | StateControl | LaneControl  # All others

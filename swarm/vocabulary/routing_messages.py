@@ -1,7 +1,4 @@
-"""The messages among data nodes about their lanes, as plain data (docs/PATHS.md).
-
-`protocol.frames.frames` turns it into bytes. The story they tell is in `swarm.routing.negotiation.negotiator`.
-"""
+"""The messages among data nodes about their lanes (docs/PATHS.md)."""
 
 from __future__ import annotations
 
@@ -11,18 +8,12 @@ from typing import Annotated
 from swarm.vocabulary.bounds import Distinct, Length, NonNegative, Range
 from swarm.vocabulary.types import MAX_HOPS, PeerId, Stage
 
-MAX_LANES = 64
-"""Of one data node."""
-MAX_VISITS = 512
-"""Of all lanes of one data node together, one for each stage that one of them visits. So whatever peers they name, how
-a data node stands fits into one small frame."""
-MAX_PEERS = 2 * MAX_VISITS
-"""In one message, which names each once."""
-MAX_TALKING = 32
-"""Data nodes that talk with each other."""
+MAX_LANES = 64  # Of one data node
+MAX_VISITS = 512  # Of all lanes of one data node: its position fits into one small frame
+MAX_PEERS = 2 * MAX_VISITS  # In one message
+MAX_TALKING = 32  # Data nodes that talk with each other
 MAX_OFFERED_LANES = 512
-MAX_OFFERED_VISITS = 2048
-"""Of all data nodes together, in one offer."""
+MAX_OFFERED_VISITS = 2048  # Of all data nodes, in one offer
 MAX_VERSION = 2**48 - 1
 MAX_OFFER = 2**48 - 1
 EPOCH_BYTES = 8
@@ -36,16 +27,11 @@ Stages = Annotated[frozenset[Stage], Length(0, MAX_HOPS)]
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """A standing route: its peers in the order of their visits, without the data node at both ends, and the stages it
-    has to visit.
-
-    The route is empty when some stage has nobody.
-    """
+    """A standing route: peers in visiting order, and the stages to visit. Empty if a stage has no peer."""
 
     route: Route
     stages: Stages
-    alone_s: NonNegative
-    """Its round trip when nobody waits, by its data node's own measurements."""
+    alone_s: NonNegative  # Round trip without waiting
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,17 +52,12 @@ class Standing:
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """News of the sender's lanes. To those that have accepted an offer of its it is the decision.
-
-    Answered with Heard, or by news of one's own, when it decides nothing.
-    """
+    """The sender's lanes. For peers that accepted its offer this is the decision. Answered with Heard."""
 
     epoch: Epoch
     sender: Standing
-    number: OfferNumber | None = None
-    """Of the last offer of the sender's that was decided; None when none was."""
-    heard: Version = 0
-    """The receiver's version up to which the sender knows, as in Heard; 0 when of none."""
+    number: OfferNumber | None = None  # The sender's last decided offer
+    heard: Version = 0  # The receiver's version that the sender has heard
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,14 +70,10 @@ class Heard:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """The offer of other lanes for all data nodes, the sender and the receiver among them.
-
-    Holds only if each of them still stands at the version before.
-    """
+    """Other lanes for all data nodes. Holds only if all still are at the version before."""
 
     epoch: Epoch
-    number: OfferNumber
-    """Counts the sender's offers, from 1."""
+    number: OfferNumber  # From 1
     standings: Annotated[tuple[Standing, ...], Length(1, MAX_TALKING)]
 
     def fault(self) -> str | None:
@@ -120,9 +97,7 @@ class Accept:
 
 @dataclass(frozen=True, slots=True)
 class Decline:
-    """The refusal of an offer. `busy`: another offer is under way; ask again later. Otherwise the sender sees nothing
-    in it, or stands elsewhere by now.
-    """
+    """The refusal of an offer. `busy`: another offer is open; ask again later."""
 
     epoch: Epoch
     number: OfferNumber

@@ -15,11 +15,8 @@ from swarm.vocabulary.types import PeerId
 class Ewma:
     """A running average, exponentially weighted; the first samples count alike, so that it is soon an average."""
 
-    weight: float = 0.1
-    """Of a new sample, once there are many; as in SWARM (Ryabinin et al. 2023, section 3.2) where nothing else is
-    said."""
-    mean: float = 0.0
-    """0 before the first sample."""
+    weight: float = 0.1  # Weight of a new sample, once there are many (SWARM, Ryabinin et al. 2023, section 3.2).
+    mean: float = 0.0  # 0 before the first sample
     samples: int = 0
 
     @property
@@ -34,8 +31,7 @@ class Ewma:
 
 
 MOST_DOUBLINGS: Final = 16
-REMEMBERED: Final = 256
-"""Peers of which one list knows, if not said otherwise."""
+REMEMBERED: Final = 256  # Peers per list
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +40,7 @@ class ExponentialBackoff:
 
     first_s: float
     longest_s: float
-    free: int = 0
-    """Failures that cost nothing."""
+    free: int = 0  # Failures without a pause
 
     def seconds(self, failures: int) -> float:
         """The pause after so many failures."""
@@ -62,13 +57,7 @@ class _Record:
 
 
 class Exclusions:
-    """Exclusions of peers for offences of one kind, longer each time. Times are monotonic seconds.
-
-    Args:
-        forgiven_after_s: After the end of a pause the count begins anew.
-        jitter: From 0 to 1; half of this share is taken off a pause, so that retries spread.
-        remembered: Most peers known.
-    """
+    """Exclusions of peers for one kind of offence, longer each time. After `forgiven_after_s` the count begins anew."""
 
     def __init__(
         self,
