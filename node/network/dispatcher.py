@@ -33,8 +33,7 @@ TYPES: Final = {
 class TensorReceiver(Protocol):
     """The receiver of tensors of some types of messages. As `protocol.interfaces.transport.LinkHandler`."""
 
-    def admit(self, sender: PeerId, message: Any, tensor: TensorSpec) -> memoryview | Refusal:
-        """Admits or refuses a tensor by its header. Raises ProtocolViolation."""
+    def admit(self, sender: PeerId, message: Any, tensor: TensorSpec) -> memoryview | Refusal: ...
 
     def received(self, sender: PeerId, message: Any, tensor: TensorSpec, buffer: memoryview) -> None: ...
 

@@ -36,8 +36,6 @@ WHOLE_MODEL: Final = AskedPaths()
 
 @dataclass(frozen=True, slots=True)
 class RouteLoss:
-    """Held-out loss of the text of one route."""
-
     loss: float  # Nats per token
     tokens: int
     microbatches: int
@@ -88,7 +86,6 @@ def loss_report(measured: Sequence[tuple[tuple[int, ...], HeldOutLoss]]) -> dict
 
 
 def answer_of(measured: HeldOutLoss) -> dict[str, Any]:
-    """The figures as JSON, without what there is not."""
     return {key: value for key, value in to_json(measured).items() if value or key not in ("sizes", "routes")}
 
 

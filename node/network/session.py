@@ -122,7 +122,6 @@ class NetworkSession:
 
     @property
     def link(self) -> JoinLink:
-        """The join link through this node."""
         return JoinLink(self.run, tuple(self.directory.multiaddrs()[:MAX_LINK_PEERS]))
 
     def others(self) -> list[Announcement]:

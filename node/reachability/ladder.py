@@ -57,7 +57,6 @@ async def climb(port: int, told_host: str | None, ask: Ask, router: Router | Non
 
 
 def joined(host: str, port: int) -> str:
-    """Joins `host:port`, with the brackets that an IPv6 address needs."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 

@@ -226,8 +226,6 @@ async def _hold_on(standing: Standing, hold: Hold, adoption: Adoption, wait_s: f
 
 
 async def _until_lost(router: Router, wait_s: float, sleep: Sleep) -> None:
-    """For so many seconds, or until the mapping is lost."""
-
     async def wait() -> None:
         await sleep(wait_s)
 

@@ -194,7 +194,6 @@ class NatPmp:
         return None if isinstance(answer, NotMapped) else socket.inet_ntoa(answer[8:12])
 
     def _ask(self, request: bytes, length: int) -> bytes | NotMapped:
-        """The router's good answer of `length` bytes."""
         gateway = self._gateway()
         if gateway is None:
             return NotMapped("no default gateway is known")
@@ -297,7 +296,6 @@ class Upnp:
         return None
 
     def _find(self) -> Any:
-        """miniupnpc's device, or NotMapped."""
         gateway = self._gateway()
         if gateway is None:
             return NotMapped("no default gateway is known")

@@ -42,8 +42,6 @@ _SIMPLE: Final[dict[Codec, _Simple]] = {
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A tensor's encoding: the bytes that travel."""
-
     spec: TensorSpec
     data: memoryview
 
@@ -73,7 +71,6 @@ def _encode(values: Tensor, spec: TensorSpec) -> Encoded:
 
 
 def _encode_planes(values: Tensor) -> Encoded:
-    """On the CPU."""
     data = planes.encode(values.view(-1))
     if data is None:
         return encode(values, Codec.NONE)
@@ -114,7 +111,6 @@ def _decode_planes(octets: Tensor, out: Tensor) -> None:
 
 
 def encoded_bytes(codec: Codec, elements: int) -> int:
-    """The length in bytes of the encoding of so many float32 elements."""
     return TensorSpec((elements,), DType.FLOAT32, codec).byte_length
 
 

@@ -44,13 +44,11 @@ Expect = Callable[[Tensor, str], None]
 
 
 def or_cannot_express(holds: Tensor, fault: str) -> None:
-    """Raises StateError unless `holds`."""
     if not bool(holds):
         raise StateError(fault)
 
 
 def or_violates(holds: Tensor, fault: str) -> None:
-    """Raises ProtocolViolation unless `holds`."""
     if not bool(holds):
         raise ProtocolViolation(fault)
 
@@ -66,12 +64,10 @@ class Blockwise:
 
     @property
     def largest_value(self) -> float:
-        """Largest magnitude that the codec can express."""
         return self.largest_scale * (8 if self._is_packed else 127)
 
     @property
     def _is_packed(self) -> bool:
-        """Whether two codes share a byte."""
         return self.codec is Codec.INT4
 
     def encode(self, values: Tensor, out: Tensor, expect: Expect = or_cannot_express) -> None:
@@ -214,7 +210,6 @@ class Piece:
 
     @property
     def width(self) -> int:
-        """Elements of a block."""
         return (self.stop - self.start) // (self.end - self.first)
 
 
@@ -230,14 +225,12 @@ def pieces(elements: int, width: int, at_once: int) -> Iterator[Piece]:
 
 
 def slice_elements(device: torch.device) -> int:
-    """Elements computed at once."""
     if device.type != "cpu":
         return EVERYTHING
     return SLICE_ELEMENTS * (1 if torch.get_num_threads() > 1 else SLICES_OF_ONE_THREAD)
 
 
 def span_elements(device: torch.device) -> int:
-    """Elements whose scales are computed at once."""
     return SPAN_ELEMENTS if device.type == "cpu" else EVERYTHING
 
 

@@ -62,7 +62,6 @@ def _planes_of(words: Words) -> Iterator[Octets]:
 
 
 def _shortened(plane: Octets, compressor: zstandard.ZstdCompressor) -> Octets:
-    """The plane's body."""
     frame = compressor.compress(plane.data)
     return np.frombuffer(frame, np.uint8) if len(frame) < len(plane) else plane
 

@@ -121,7 +121,6 @@ class TopK:
         return torch.tensor([code**2 / most**2 for code in range(most + 1)], device=device)
 
     def _borders(self, device: torch.device) -> Tensor:
-        """Half-way between the levels."""
         squares = self._squares(device)
         return (squares[1:] + squares[:-1]).div_(2)
 

@@ -65,7 +65,6 @@ class DhtService:
 
     @property
     def daemon(self) -> P2P:
-        """The p2pd that carries it, for streams of other kinds."""
         return self._node.p2p
 
     async def stop(self) -> None:

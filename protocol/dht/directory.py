@@ -183,17 +183,14 @@ class DhtDirectory:
 
     @property
     def serves_tunnels(self) -> bool:
-        """Whether this node carries tunnels for others."""
         return self._settings.relay_bytes_per_hour > 0
 
     @property
     def port(self) -> int:
-        """The TCP port that the DHT listens on."""
         return self._port
 
     @property
     def situation(self) -> dht_process_pb2.DhtSituation:
-        """The DHT's state as of the last heartbeat."""
         return self._situation
 
     def multiaddrs(self) -> list[str]:
@@ -305,7 +302,7 @@ class DhtDirectory:
 
 
 class _TakesPartAnew(Unreachable):
-    """The DHT is ended because the node wants it so."""
+    pass
 
 
 def _as_ours(error: SkipstoneError | OSError) -> SkipstoneError:
@@ -325,8 +322,6 @@ OPEN_S: Final = 16.0  # For one relay: the dial, and the far end's acceptance
 
 @dataclass(frozen=True, slots=True)
 class RelayAttachment:
-    """The state of the attachment to one relay."""
-
     relay: str
     standing: bool
     reason: str  # Why not

@@ -85,7 +85,6 @@ class RecordStore:
         return True
 
     def of_key(self, key: Any) -> dict[str, Kept]:
-        """The unexpired records under a key."""
         return {owner: kept for owner, kept in self._rooms.get(key, {}).items() if self._holds(kept)}
 
     def keys(self) -> Iterator[Any]:

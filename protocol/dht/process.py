@@ -51,7 +51,6 @@ class ChildTunnels:
     async def start(
         cls, streams: Libp2pStreams, start: dht_process_pb2.DhtStart, tasks: asyncio.TaskGroup
     ) -> ChildTunnels:
-        """Starts the tunnels, and the relay if the node serves one."""
         tunnels = cls(streams, RunId(start.run), tasks)
         if start.relay_bytes_per_hour:
             before = read_figures(start.relay_before) if start.HasField("relay_before") else None
@@ -60,7 +59,6 @@ class ChildTunnels:
         return tunnels
 
     async def open(self, wish: dht_process_pb2.DhtOpenTunnel) -> int:
-        """Opens a tunnel; errors as `OpenTunnels.open`."""
         return await self._opened.open(wish.relay, PeerId(wish.target))
 
     def attach(self, wish: dht_process_pb2.DhtAttach) -> None:
@@ -78,7 +76,6 @@ class ChildTunnels:
                 self._attachments[relay] = (attachment, self._tasks.create_task(attachment.keep()))
 
     def describe(self, situation: dht_process_pb2.DhtSituation) -> None:
-        """Adds the tunnels' figures to the DHT's state."""
         if self._service is not None:
             situation.relay.CopyFrom(write_figures(self._service.figures()))
         for each, _ in self._attachments.values():
@@ -86,8 +83,6 @@ class ChildTunnels:
 
 
 class _Doing:
-    """What requests are carried out with."""
-
     def __init__(self, service: DhtService, tunnels: ChildTunnels) -> None:
         self._service = service
         self._tunnels = tunnels

@@ -186,7 +186,6 @@ def field_converter(hint: Any, field: Any, where: str) -> Converter:
 
 
 def inner_type(hint: Any) -> Any | None:
-    """The type `T` of `T | None`; None for any other."""
     if get_origin(hint) not in (Union, UnionType):
         return None
     [inner] = (kind for kind in get_args(hint) if kind is not NoneType)
@@ -297,7 +296,6 @@ def parts_of_a_second(seconds: float, parts: int) -> int:
 
 
 def milliseconds(seconds: float) -> int:
-    """Seconds as whole milliseconds, as in what is signed."""
     return parts_of_a_second(seconds, 1000)
 
 
@@ -315,7 +313,6 @@ def checked_peer(text: str) -> PeerId:
 
 
 def read_enum(kind: type[EnumT], number: int, what: str) -> EnumT:
-    """The enum member of a number. Raises ProtocolViolation for an unknown one."""
     try:
         return kind(number)
     except ValueError:

@@ -52,7 +52,6 @@ class _Route:
     labels: Annotated[int, Range(0, 2**32 - 1)]
 
     def fault(self) -> str | None:
-        """Why no microbatch goes this way; None when one may."""
         if (self.modules or self.documents or self.labels) and not self.signature:
             what = f"{len(self.modules)} modules, {len(self.documents)} documents and {self.labels} labels"
             return f"{what} that nobody has signed"
@@ -136,8 +135,6 @@ _BYTES: Final = 2  # Wire type of a length-delimited field
 
 
 class FarewellReason(enum.Enum):
-    """Why a side ends a link. The value is link.proto's."""
-
     UNSPECIFIED = 0
     LEAVING = 1
     DUPLICATE = 2
@@ -162,22 +159,16 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Ping:
-    """Asks for a Pong with the same token, by which the round trip is measured."""
-
     token: int
 
 
 @dataclass(frozen=True, slots=True)
 class Pong:
-    """The answer to a Ping."""
-
     token: int
 
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """Withdraws or refuses the rest of a transfer."""
-
     transfer: int
 
 
@@ -192,8 +183,6 @@ class Farewell:
 
 @dataclass(frozen=True, slots=True)
 class AnnouncementFrame:
-    """The sender's signed record."""
-
     record: Record
 
 
@@ -313,8 +302,6 @@ def _read_record(record: bytes) -> bytes:
 
 
 class _Kind(NamedTuple):
-    """One field of Frame."""
-
     what: type
     converter: Converter
     topic: Topic | None

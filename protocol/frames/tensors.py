@@ -103,7 +103,6 @@ def _append_varint(buffer: bytearray, value: int) -> None:
 
 
 def _varint(frame: bytes, at: int) -> tuple[int, int]:
-    """A uint32 and the position after it."""
     value = 0
     for place in range(_LONGEST_UINT32):
         byte = frame[at + place]
@@ -215,14 +214,12 @@ class OutgoingTransfer:
         return self._next == self._chunk_count
 
     def next_frame(self) -> bytes:
-        """The next frame: first the header, then chunk after chunk."""
         frame = self._frame() if self._ahead is None else self._ahead
         self._ahead = None
         self._next += 1
         return frame
 
     def prepare(self) -> None:
-        """Makes the next frame while the stream is busy."""
         if self._ahead is None and not self.finished:
             self._ahead = self._frame()
 

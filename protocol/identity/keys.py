@@ -45,7 +45,6 @@ class Identity:
 
     @classmethod
     def generate(cls) -> Self:
-        """A new identity, not saved anywhere."""
         return cls(Ed25519PrivateKey.generate())
 
     @classmethod

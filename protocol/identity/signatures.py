@@ -72,11 +72,9 @@ class PieceSignatures:
         self._identity = identity
 
     def sign(self, piece: Contribution, data_hash: bytes) -> bytes:
-        """The signature of a piece, 64 bytes. The piece's own signature does not matter."""
         return self._identity.sign(self._statement(piece, data_hash))
 
     def holds(self, peer: PeerId, piece: Contribution, data_hash: bytes, signature: bytes) -> bool:
-        """Whether this peer has signed a contribution with this hash."""
         try:
             key = public_key_of(peer)
         except ProtocolViolation:
@@ -91,7 +89,6 @@ class PieceSignatures:
 
 
 def hash_of_piece(data: memoryview) -> bytes:
-    """BLAKE3 of a piece as it is encoded."""
     return blake3(data).digest()
 
 
@@ -181,5 +178,4 @@ def _name_of(data_node: PeerId, signature: bytes, data: bytes) -> bytes:
 
 @lru_cache(maxsize=1024)
 def _key_of(data_node: PeerId) -> bytes:
-    """Raises ProtocolViolation."""
     return public_key_of(data_node)

@@ -51,17 +51,14 @@ class TensorSpec:
 
     @property
     def raw_bytes(self) -> int:
-        """The length in bytes of the unencoded elements."""
         return self.elements * self.dtype.size_bytes
 
     @property
     def rows(self) -> int:
-        """The number of rows as a matrix whose width is the last dimension."""
         return math.prod(self.shape[:-1])
 
     @property
     def byte_length(self) -> int:
-        """The length in bytes of the encoding."""
         elements = self.elements
         match self.codec:
             case Codec.NONE:
@@ -83,7 +80,6 @@ class TensorSpec:
         return 2 * self.outliers * (1 + self.rows)
 
     def fault(self) -> str | None:
-        """The reason why no run has such a tensor; None when one may."""
         if self.dtype not in _WHOLE_FLOATS and self.codec is not Codec.NONE:
             return f"{self.codec.name} encodes float32 and bfloat16, not {self.dtype.name}"
         apart = len(self.shape) > 1 and self.codec in _BLOCKWISE
@@ -96,7 +92,6 @@ class TensorSpec:
 
 
 def blocks_of(elements: int, size: int) -> int:
-    """The number of blocks of at most `size` that so many elements make."""
     return -(-elements // size)
 
 
@@ -114,7 +109,6 @@ class SparseChunk:
 
     @property
     def kept(self) -> int:
-        """The number of elements that are sent."""
         return -(-self.elements * KEPT[self.codec] // SPARSE_CHUNK)
 
     @property

@@ -49,8 +49,6 @@ class Question:
 
 
 class QuestionAbout(enum.Enum):
-    """The subject of a question."""
-
     MANIFEST = "manifest"
     STATUS = "status"
     EVALUATE = "evaluate"
@@ -91,8 +89,6 @@ class FarEnd:
 
 
 class Topic(enum.Enum):
-    """The subject of a small frame that only some nodes need."""
-
     MICROBATCHES = "microbatches"
     ROUNDS = "rounds"
     STATE = "state"
@@ -117,8 +113,7 @@ class LinkHandler(Protocol):
     def minds(self, sender: PeerId, topic: Topic) -> bool:
         """Whether this peer may speak about the topic. Asked before a frame is decoded."""
 
-    def told(self, sender: PeerId, message: ControlMessage) -> None:
-        """Takes a small message."""
+    def told(self, sender: PeerId, message: ControlMessage) -> None: ...
 
     def announced(self, sender: PeerId, record: bytes) -> None:
         """Takes the peer's signed record (unchecked)."""
@@ -134,8 +129,6 @@ class LinkHandler(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LinkFigures:
-    """Measurements of one link."""
-
     round_trip_s: float  # Smoothed; 0 before the first pong
     sent_bytes: int
     received_bytes: int
@@ -158,5 +151,4 @@ class Transport(Protocol):
     def announce(self, record: bytes) -> None:
         """Sends our new signed record to every linked peer; b"" when there is none yet, which nobody is told."""
 
-    def figures(self) -> dict[PeerId, LinkFigures]:
-        """The measurements of every open link."""
+    def figures(self) -> dict[PeerId, LinkFigures]: ...

@@ -98,7 +98,6 @@ def readable(reason: str) -> str:
 
 
 def as_text(error: PeerError | TimeoutError) -> str:
-    """An error as a reason for the other side."""
     return str(error) or "it took too long"
 
 

@@ -74,14 +74,12 @@ class StagesSection(Section):
         return any(experts > 1 for experts in self.experts_of_each)
 
     def experts_at(self, stage: int) -> int:
-        """The modules of a stage of the run."""
         if isinstance(self.experts, tuple):
             return self.experts[stage]
         return self.experts if stage else 1
 
     @property
     def experts_of_each(self) -> tuple[int, ...]:
-        """The modules of each stage, stage 0's first."""
         return tuple(self.experts_at(stage) for stage in range(self.count))
 
     @model_validator(mode="after")
@@ -147,7 +145,6 @@ class DataSection(Section):
 
     @property
     def kind(self) -> str:
-        """What the source is: `python-stdlib`, `path`, `tokens` or `huggingface`."""
         return self.source.partition(":")[0]
 
     @property
@@ -317,11 +314,9 @@ class Manifest(Section):
         return max(1, share // self.microbatch_tokens) * self.microbatch_tokens
 
     def modules(self) -> tuple[ModuleId, ...]:
-        """Every module of the run, in order of stage and expert; at most MAX_MODULES."""
         return self._modules
 
     def has(self, module: ModuleId) -> bool:
-        """Whether the module is one of the run's."""
         return module.stage < self.stages.count and module.expert < self.stages.experts_at(module.stage)
 
     @cached_property

@@ -82,17 +82,14 @@ class ModelSection(Section):
 
     @property
     def query_size(self) -> int:
-        """The width of the queries of all heads."""
         return self.heads * self.head_size
 
     @property
     def has_head_norms(self) -> bool:
-        """Whether each head's queries and keys are normed."""
         return self.family == "qwen3"
 
     @property
     def biased(self) -> frozenset[str]:
-        """The projections of attention that have a bias."""
         if self.attention_bias:
             return frozenset({"q_proj", "k_proj", "v_proj", "o_proj"})
         return frozenset({"q_proj", "k_proj", "v_proj"}) if self.family == "qwen2" else frozenset()
@@ -133,5 +130,4 @@ def quadratic_share(model: ModelSection) -> float:
 
 
 def document_cost(model: ModelSection, tokens: int) -> float:
-    """The cost of a document of so many tokens, in tokens."""
     return tokens + quadratic_share(model) * tokens**2

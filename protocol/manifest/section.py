@@ -19,5 +19,4 @@ class Section(BaseModel):
     """Keys that came later. At their default canonical form and file omit them, so older runs keep their RunId."""
 
     def leaves_out(self, key: str) -> bool:
-        """Whether a key came later and stands at its default."""
         return key in self.added_later and bool(getattr(self, key) == type(self).model_fields[key].default)

@@ -35,7 +35,6 @@ def toml_of(manifest: Manifest) -> str:
 
 
 def toml_comment(text: str) -> str:
-    """`text` as TOML comment lines."""
     return "\n".join(textwrap.wrap(" ".join(text.split()), _COMMENT_WIDTH, initial_indent="# ", subsequent_indent="# "))
 
 

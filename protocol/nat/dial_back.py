@@ -71,7 +71,6 @@ async def dial_back(host: str, port: int, certificate: bytes, timeout_s: float =
 
 
 def encode_dial_back(result: DialBackResult) -> bytes:
-    """Encodes a result as the content of an Answer."""
     data: bytes = wire.DialBackResult(**_RESULT.write(result, None)).SerializeToString()
     return data
 

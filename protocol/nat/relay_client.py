@@ -198,7 +198,6 @@ class OpenTunnels:
         return port
 
     async def _stream(self, relay: str, target: PeerId) -> RelayStream:
-        """A stream that is the tunnel's near end."""
         stream = await self._dial(relay)
         try:
             wish = relay_pb2.RelayOpen(run=self._run, target=target)

@@ -297,7 +297,6 @@ class RelayService:
 
 @contextmanager
 def _counted(counter: Counter[PeerId], peer: PeerId) -> Iterator[None]:
-    """Counts a peer while something of its goes on."""
     counter[peer] += 1
     try:
         yield

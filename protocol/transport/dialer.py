@@ -26,8 +26,6 @@ REPLACED_WITHIN_S: Final = 10.0
 
 
 class NoCalls:
-    """A `protocol.interfaces.transport.Caller` that can call nobody."""
-
     def can_be_dialled(self) -> bool:
         return True
 
@@ -204,7 +202,6 @@ class Turnover:
         self._replaced: OrderedDict[PeerId, deque[float]] = OrderedDict()
 
     def replaced(self, peer: PeerId) -> None:
-        """Counts a replacement."""
         self._replaced.setdefault(peer, deque(maxlen=MOST_REPLACED)).append(self._clock.monotonic())
         self._replaced.move_to_end(peer)
         if len(self._replaced) > MAX_REMEMBERED_PEERS:

@@ -77,11 +77,9 @@ class Stream(Protocol):
     async def write(self, frame: bytes) -> None:
         """Hands a frame to gRPC; waits while the other side does not read. Raises PeerError."""
 
-    async def half_close(self) -> None:
-        """Ends this side's writing. Raises PeerError."""
+    async def half_close(self) -> None: ...
 
-    async def close(self) -> None:
-        """Cancels what is left of the stream and frees it."""
+    async def close(self) -> None: ...
 
 
 class DialledStream:
@@ -164,7 +162,6 @@ class AcceptedStream:
 
 
 def far_end_at(address: str, certificate: bytes) -> FarEnd:
-    """The far end of a stream that is dialled at `host:port`."""
     return FarEnd(address.rpartition(":")[0].strip("[]"), certificate)
 
 

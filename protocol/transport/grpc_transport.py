@@ -85,7 +85,6 @@ class GrpcTransport:
 
     @property
     def port(self) -> int:
-        """The TCP port it listens on."""
         return self._port
 
     async def __aenter__(self) -> Self:
@@ -142,7 +141,6 @@ class GrpcTransport:
         return 0.0 if link is None else link.figures().goodput_bytes_per_s
 
     def far_end(self, peer: PeerId) -> FarEnd | None:
-        """The far end of the link to the peer; None without one."""
         link = self._links.get(peer)
         return None if link is None else link.far_end
 

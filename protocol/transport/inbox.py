@@ -80,7 +80,6 @@ class Inbox:
         return arrival.frame
 
     def withdrawn(self, transfer: int) -> None:
-        """Breaks off a transfer whose rest the sender will not send."""
         arrival = self._arrivals.pop(transfer, None)
         if isinstance(arrival, Assembly):
             self._break_off(arrival, Unreachable(f"{short(self._peer)} broke transfer {transfer} off"))
@@ -106,7 +105,6 @@ class Inbox:
                 arrival.deadline += seconds
 
     def close(self, error: PeerError) -> None:
-        """Breaks off every transfer at the link's end."""
         arrivals, self._arrivals = self._arrivals, {}
         for arrival in arrivals.values():
             if isinstance(arrival, Assembly):

@@ -131,7 +131,7 @@ def _refusal(frame: QuestionFrame, why: str) -> AnswerFrame:
 
 
 class _Over(Exception):
-    """Ends the link's task group."""
+    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +227,6 @@ class Link:
         self._on_end(self, error)
 
     async def send(self, message: TensorMessage, tensor: TensorSpec, data: memoryview) -> None:
-        """Sends a tensor, as `Transport.send`."""
         octets = data.cast("B")
         if octets.nbytes != tensor.byte_length:
             raise ValueError(f"{octets.nbytes} bytes of data for a tensor of {tensor.byte_length} bytes")

@@ -34,7 +34,6 @@ class Goodput:
         return self._bytes / self._seconds if self._seconds > 0 else 0.0
 
     def sent(self, transfer: int, size_bytes: int, now: float) -> None:
-        """Notes that a tensor begins to be sent."""
         while len(self._on_the_way) >= MOST_ON_THE_WAY:
             self.gave_up(next(iter(self._on_the_way)))
         if not self._on_the_way:
@@ -114,7 +113,6 @@ class Meter:
         return self._open_token is not None
 
     def sending(self, transfer: int, size_bytes: int) -> None:
-        """Notes that a tensor begins to be sent."""
         self._goodput.sent(transfer, size_bytes, self._clock.monotonic())
 
     def ping_after(self, transfer: int) -> int:
@@ -126,7 +124,6 @@ class Meter:
         return token
 
     def gave_up(self, transfer: int) -> None:
-        """Forgets a tensor whose rest is not sent."""
         self._goodput.gave_up(transfer)
 
     def figures(self) -> LinkFigures:

@@ -29,7 +29,6 @@ class TokenBucket:
         self._at = now
 
     def earn(self, amount: float) -> None:
-        """Adds so much, besides what time brings."""
         self._left = min(self._most, self._left + amount)
 
     def left(self, now: float) -> float:
@@ -71,7 +70,6 @@ class Allowance:
         return bucket.take(now, amount)
 
     def left(self, name: str, now: float) -> int:
-        """The content of the bucket of `name` at `now`."""
         bucket = self._buckets.get(name)
         return self._burst if bucket is None else int(bucket.left(now))
 
@@ -87,7 +85,6 @@ class CommonPatience:
         self._bucket.earn(COMMON_A_TENSOR + hops)
 
     def take(self, now: float, weight: float = 1.0) -> bool:
-        """Takes so much if it is there; says whether."""
         return self._bucket.take(now, weight)
 
 

@@ -40,7 +40,6 @@ class ByteBudget:
             self._release(size_bytes)
 
     def close(self, error: PeerError) -> None:
-        """Fails everyone who waits or comes later."""
         self._error = error
         while self._waiting:
             _, turn = self._waiting.popleft()
@@ -113,15 +112,12 @@ class Turns(Generic[Item]):
         return any(queue for _, queue in self._queues)
 
     def add(self, lane: Lane, item: Item) -> None:
-        """Appends at the end of its lane."""
         self._queue(lane).append(item)
 
     def first(self) -> Item | None:
-        """The one that `take` would return."""
         return next((queue[0] for _, queue in self._queues if queue), None)
 
     def take(self) -> Item:
-        """Removes and returns the next transfer in turn. Raises IndexError if there is none."""
         for lane, queue in self._queues:
             if queue:
                 self._queues.remove((lane, queue))
@@ -130,7 +126,6 @@ class Turns(Generic[Item]):
         raise IndexError("nothing has a turn")
 
     def remove(self, lane: Lane, item: Item) -> bool:
-        """Removes it; whether it was there."""
         queue = self._queue(lane)
         if item not in queue:
             return False

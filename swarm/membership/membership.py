@@ -22,8 +22,6 @@ HARM_PAUSE_S: Final = ExponentialBackoff(60.0, 3600.0)
 
 
 class Change(enum.Enum):
-    """What an announcement changed in the view."""
-
     NEW = "new"
     UPDATED = "updated"
     IGNORED = "ignored"
@@ -76,14 +74,12 @@ class Membership:
         return Change.UPDATED
 
     def expire(self, now: float) -> list[PeerId]:
-        """Removes and returns the peers whose announcement has run out."""
         gone = [peer for peer, member in self._members.items() if member.expires <= now]
         for peer in gone:
             del self._members[peer]
         return gone
 
     def forget(self, peer: PeerId) -> None:
-        """Removes a peer that hosts nothing and has gone."""
         self._members.pop(peer, None)
 
     def fail(self, peer: PeerId, now: float) -> None:
@@ -116,12 +112,10 @@ class Membership:
         return None if member is None else member.announcement
 
     def slots_of(self, peer: PeerId) -> int:
-        """The slots that the peer announces; 0 for one that is not known."""
         known = self.get(peer)
         return 0 if known is None else known.slots
 
     def hosts(self, peer: PeerId, module: ModuleId) -> bool:
-        """Whether the peer says that it hosts the module, whatever state it is in."""
         announcement = self.get(peer)
         return announcement is not None and announcement.module == module
 
@@ -130,12 +124,10 @@ class Membership:
         return member is not None and member.suspect_until > now
 
     def is_given_up(self, peer: PeerId) -> bool:
-        """Whether it is out of reach and has not been heard of since."""
         member = self._members.get(peer)
         return member is not None and member.is_given_up
 
     def peers(self) -> Iterable[Announcement]:
-        """Every known announcement, suspect ones included."""
         return tuple(member.announcement for member in self._members.values())
 
     def replicas(self, module: ModuleId, now: float) -> list[Announcement]:
@@ -160,7 +152,6 @@ class Membership:
         return not all(member.is_given_up for member in self._serving(module, now))
 
     def served(self, now: float) -> set[ModuleId | None]:
-        """The modules that are served, as `is_served` says."""
         serving = (member for member in self._members.values() if _serves(member, now) and not member.is_given_up)
         return {member.announcement.module for member in serving}
 

@@ -135,5 +135,4 @@ def choose_module(
 
 
 def modules_that_fit(modules: Iterable[ModuleId], room: Room, needs: Needs) -> list[ModuleId]:
-    """The modules that there is room for."""
     return [module for module in modules if room.lacks(needs[module]) is None]

@@ -50,7 +50,6 @@ class Standing:
         return frozenset(a.peer for a in everybody if need is None or room_of(a).lacks(need) is None)
 
     def hosts(self, workload: Workload) -> tuple[Host, ...]:
-        """All hosts of the run, this peer included."""
         return hosts_of((self.own, *self.others), workload, self.proven | {self.own.peer})
 
 

@@ -67,7 +67,6 @@ class Room:
 
     @property
     def largest(self) -> int | None:
-        """The bytes of the compute device's memory; None when nobody can tell."""
         return (self.memory if self.device is None else self.device).value
 
     @property
@@ -77,7 +76,6 @@ class Room:
 
 
 def room_of(announcement: Announcement) -> Room:
-    """The room that a peer announces."""
     said = "by what it announces"
     device = announcement.device_bytes
     memory = Reasoned(announcement.memory_bytes or None, said)
@@ -85,7 +83,6 @@ def room_of(announcement: Announcement) -> Room:
 
 
 def size_text(size_bytes: int) -> str:
-    """The size for people."""
     return f"{size_bytes / GIB:.1f} GiB" if size_bytes >= GIB // 10 else f"{size_bytes / 2**20:.1f} MiB"
 
 

@@ -55,5 +55,4 @@ class Announcement:
 
     @property
     def is_reachable(self) -> bool:
-        """Whether it says how the peer is reached: dialled, or called."""
         return bool(self.addresses or self.via)

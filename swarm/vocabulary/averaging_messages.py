@@ -86,8 +86,6 @@ class Entry:
 
 
 class DeclineReason(enum.Enum):
-    """Why a replica does not take part."""
-
     OTHER_ANCHOR = 1  # The one in `Declined.version`
     PAST = 2  # This round or a later one is committed already
     OTHER_CONVENER = 3  # A higher attempt, or a leader earlier in hash order
@@ -97,8 +95,6 @@ class DeclineReason(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Declined:
-    """A replica to the convener: it does not take part."""
-
     round: RoundId
     reason: DeclineReason
     version: AnchorVersion  # The decliner's
@@ -147,7 +143,6 @@ class Roster:
 
     @property
     def peers(self) -> tuple[PeerId, ...]:
-        """The members' peers."""
         return tuple(member.peer for member in self.members)
 
     @property
@@ -168,7 +163,6 @@ class _AboutPiece:
     end_chunk: Annotated[int, Range(1, MAX_CHUNKS)]
 
     def fault(self) -> str | None:
-        """Why there is no such piece; None when there is."""
         if self.first_chunk < self.end_chunk:
             return None
         return f"there are no chunks from {self.first_chunk} to {self.end_chunk}"
@@ -283,16 +277,12 @@ class StateChunk:
 
 
 class StateRefusal(enum.Enum):
-    """Why a donor refuses a chunk."""
-
     BUSY = 1  # Ask later or elsewhere
     GONE = 2  # Not kept here
 
 
 @dataclass(frozen=True, slots=True)
 class StateRefused:
-    """A donor's refusal of a chunk that was asked for."""
-
     module: ModuleId
     digest: Digest
     chunks: ChunkNumbers

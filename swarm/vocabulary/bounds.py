@@ -1,4 +1,4 @@
-"""Bounds of message fields, as in `Annotated[int, Range(0, MAX_ROUND)]`, checked where they are decoded."""
+"""Bounds of message fields, as in `Annotated[int, Range(0, MAX_ROUND)]`; a method `fault` relates several fields."""
 
 from __future__ import annotations
 

@@ -31,22 +31,16 @@ def _off_path(path: Path, position: int, least: int, most: int) -> str | None:
 
 
 class Purpose(enum.Enum):
-    """What a microbatch is for: training or evaluation."""
-
     TRAIN = 1
     EVALUATE = 2
 
 
 class Direction(enum.Enum):
-    """The direction in which a microbatch travels."""
-
     FORWARD = 1
     BACKWARD = 2
 
 
 class ReceiptStatus(enum.Enum):
-    """What became of a tensor or a request."""
-
     ACCEPTED = 1
     PASSED_ON = 2
     BUSY = 3
@@ -64,7 +58,6 @@ class Forward:
     lifetime_s: float
 
     def fault(self) -> str | None:
-        """The reason why nobody may send this; None when somebody may."""
         return _off_path(self.path, self.position, 0, len(self.path.hops))
 
 
@@ -77,7 +70,6 @@ class Backward:
     position: Position
 
     def fault(self) -> str | None:
-        """The reason why nobody may send this; None when somebody may."""
         return _off_path(self.path, self.position, -1, len(self.path.hops) - 1)
 
 
@@ -124,7 +116,6 @@ class Recall:
     position: Position
 
     def fault(self) -> str | None:
-        """The reason why nobody may say this; None when somebody may."""
         return _off_path(self.path, self.position, -1, len(self.path.hops) - 2)
 
 

@@ -43,7 +43,6 @@ class Standing:
     lanes: Annotated[tuple[Lane, ...], Length(0, MAX_LANES)]
 
     def fault(self) -> str | None:
-        """The reason why no data node may stand so; None when one may."""
         for visits in (sum(len(lane.route) for lane in self.lanes), sum(len(lane.stages) for lane in self.lanes)):
             if visits > MAX_VISITS:
                 return f"{visits} visits of one data node are more than {MAX_VISITS}"
@@ -77,7 +76,6 @@ class Offer:
     standings: Annotated[tuple[Standing, ...], Length(1, MAX_TALKING)]
 
     def fault(self) -> str | None:
-        """The reason why nobody may offer this; None when one may."""
         lanes = [lane for standing in self.standings for lane in standing.lanes]
         if len(lanes) > MAX_OFFERED_LANES:
             return f"{len(lanes)} lanes of all data nodes are more than {MAX_OFFERED_LANES}"
@@ -107,8 +105,6 @@ class Decline:
 
 @dataclass(frozen=True, slots=True)
 class Abandon:
-    """The withdrawal of an offer; whoever is bound by it is free."""
-
     epoch: Epoch
     number: OfferNumber
 

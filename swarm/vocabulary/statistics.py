@@ -21,11 +21,9 @@ class Ewma:
 
     @property
     def gain(self) -> float:
-        """The weight that the next sample will have."""
         return max(self.weight, 1 / (self.samples + 1))
 
     def add(self, sample: float) -> None:
-        """Takes a sample in."""
         self.mean += self.gain * (sample - self.mean)
         self.samples += 1
 
@@ -43,7 +41,6 @@ class ExponentialBackoff:
     free: int = 0  # Failures without a pause
 
     def seconds(self, failures: int) -> float:
-        """The pause after so many failures."""
         if failures <= self.free:
             return 0.0
         return min(self.longest_s, self.first_s * 2.0 ** min(failures - self.free - 1, MOST_DOUBLINGS))
@@ -83,14 +80,11 @@ class Exclusions:
         return pause_s
 
     def forgive(self, peer: PeerId) -> None:
-        """Forgets a peer's offences."""
         self._records.pop(peer, None)
 
     def excluded(self, now: float) -> frozenset[PeerId]:
-        """The peers left out now."""
         return frozenset(peer for peer, record in self._records.items() if now - record.latest < record.pause_s)
 
     def left_s(self, peer: PeerId, now: float) -> float:
-        """The seconds for which the peer is still left out; 0 when it is not."""
         record = self._records.get(peer)
         return 0.0 if record is None else max(0.0, record.latest + record.pause_s - now)

@@ -161,8 +161,6 @@ class AnchorVersion:
 
 
 class PeerState(enum.Enum):
-    """What a peer says of itself in its announcement."""
-
     JOINING = 1  # Prepares its module; takes no work yet
     SERVING = 2
     DRAINING = 3  # Finishes its work and takes nothing new
