@@ -12,14 +12,43 @@ from torch import Tensor
 
 from protocol.codecs import byte_planes as planes
 from protocol.codecs import outliers
-from protocol.codecs.blockwise import INT4, INT8, Blockwise, Expect, or_violates
-from protocol.codecs.host_memory import to_device, to_host
-from protocol.codecs.plain import HalfPrecision, Unchanged
+from protocol.codecs.blockwise import INT4, INT8, Blockwise, Expect, in_slices, or_violates
+from protocol.codecs.memory import (
+    DTYPES,
+    ELEMENT_TYPES,
+    Vector,
+    octets_of,
+    octets_of_tensor,
+    tensor_of,
+    to_device,
+    to_host,
+)
 from protocol.codecs.top_k import TOP_K_2, TOP_K_4
-from protocol.codecs.views import DTYPES, ELEMENT_TYPES, Vector, octets_of, octets_of_tensor, tensor_of
 from protocol.interfaces.tensor_spec import DType, TensorSpec
 from swarm.vocabulary.errors import StateError
 from swarm.vocabulary.types import Codec
+
+
+class Unchanged:
+    """The codec NONE. All tensors of a call are on one device."""
+
+    def encode(self, values: Tensor, out: Tensor) -> None:
+        out.copy_(values.view(torch.uint8))
+
+    def decode(self, data: Tensor, out: Tensor) -> None:
+        out.view(torch.uint8).copy_(data)
+
+
+class HalfPrecision:
+    """The codec BF16. Elements are float32 or bfloat16, on one device in a call."""
+
+    def encode(self, values: Tensor, out: Tensor) -> None:
+        for half, value in in_slices(out.view(torch.bfloat16).view(-1, 1), values.view(-1, 1)):
+            half.copy_(value)
+
+    def decode(self, data: Tensor, out: Tensor) -> None:
+        for value, half in in_slices(out.view(-1, 1), data.view(torch.bfloat16).view(-1, 1)):
+            value.copy_(half)
 
 
 class _Simple(Protocol):

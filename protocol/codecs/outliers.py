@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from protocol.codecs.blockwise import Blockwise, Expect, or_violates
-from protocol.codecs.host_memory import to_host
+from protocol.codecs.memory import to_host
 from protocol.interfaces.tensor_spec import TensorSpec, most_outliers
 from swarm.vocabulary.errors import StateError
 

@@ -64,7 +64,7 @@ Ask = Callable[[PeerId, Question, float], Awaitable[bytes]]  # `Transport.ask`
 
 
 class Caller(Protocol):
-    """Gets a peer that cannot be dialled to open a link to us (`protocol.nat.reverse_connect.Calls`)."""
+    """Gets a peer that cannot be dialled to open a link to us (`protocol.transport.dialer.Calls`)."""
 
     def can_be_dialled(self) -> bool:
         """Whether a peer that is called could connect to this one."""

@@ -7,20 +7,266 @@ import tomllib
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from protocol.manifest.model import ModelSection
-from protocol.manifest.section import Section, Share
-from protocol.manifest.training import TrainingSection
 from swarm.vocabulary.errors import ManifestError
 from swarm.vocabulary.types import (
     MAX_EXPERTS,
+    MAX_FRAGMENTS,
     MAX_MODULES,
     MAX_STAGES,
     MAX_VISIT_RATIO,
     PROTOCOL_VERSIONS,
     ModuleId,
 )
+
+Positive = Annotated[int, Field(gt=0)]
+Rate = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
+
+
+class Section(BaseModel):
+    """A table: unknown keys are refused, values not coerced. A key's docstring is its comment in the manifest file."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
+    added_later: ClassVar[frozenset[str]] = frozenset()
+    """Keys that came later. At their default canonical form and file omit them, so older runs keep their RunId."""
+
+    def leaves_out(self, key: str) -> bool:
+        return key in self.added_later and bool(getattr(self, key) == type(self).model_fields[key].default)
+
+
+Turns = Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]
+
+
+class RopeScalingSection(Section):
+    """The stretching of the rotary embedding, by which a model reads longer rows than it was first trained on."""
+
+    kind: Literal["linear", "llama3"]
+    """`linear` divides every frequency by `factor` (Chen et al. 2023, arXiv:2306.15595); `llama3` only the low ones,
+    and those between by less (Llama 3.1, arXiv:2407.21783). The keys below are only for `llama3`."""
+    factor: Annotated[float, Field(ge=1, le=1e6, allow_inf_nan=False)]
+    low_frequency_factor: Turns = 1.0
+    """What turns less often than this within `original_positions` is divided by the whole factor."""
+    high_frequency_factor: Turns = 4.0
+    """What turns more often than this within `original_positions` stays as it is."""
+    original_positions: Annotated[int, Field(ge=8, le=2**31)] = 8192
+    """The longest row that the model was first trained on."""
+
+    @model_validator(mode="after")
+    def _rises(self) -> Self:
+        if self.low_frequency_factor >= self.high_frequency_factor:
+            raise ValueError("low_frequency_factor must be less than high_frequency_factor")
+        return self
+
+
+class ModelSection(Section):
+    """A decoder of the Llama family: RMSNorm, rotary embedding, SwiGLU, grouped-query attention."""
+
+    family: Literal["llama", "mistral", "qwen2", "qwen3"] = "llama"
+    """`mistral` computes as `llama` does; `qwen2` adds a bias to queries, keys and values; `qwen3` takes the RMSNorm of
+    each head's queries and keys."""
+    vocabulary: Annotated[int, Field(ge=2, le=1_000_000)]
+    """Rows of the embedding; at least the tokenizer's size."""
+    hidden: Annotated[int, Field(ge=8, le=65_536)]
+    heads: Annotated[int, Field(ge=1, le=1024)]
+    kv_heads: Annotated[int, Field(ge=1, le=1024)]
+    head_dim: Annotated[int, Field(ge=2, le=4096)] | None = None
+    """Width of one head; hidden / heads when absent."""
+    feed_forward: Annotated[int, Field(ge=8, le=262_144)]
+    sequence: Annotated[int, Field(ge=8, le=1_048_576)]
+    """Tokens in one row of a microbatch."""
+    rope_theta: Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)] = 10_000.0
+    rope_scaling: RopeScalingSection | None = None
+    norm_epsilon: Annotated[float, Field(gt=0, le=0.1, allow_inf_nan=False)] = 1e-5
+    tied_embeddings: bool = False
+    """The head's matrix is the embedding's."""
+    attention_bias: bool = False
+    """All four projections of attention have biases, as some models of the families `llama` and `qwen3` do."""
+    positions: Annotated[int, Field(ge=8, le=2**31)] | None = None
+    """The most positions that the model was made for, which an export repeats; `sequence` when absent."""
+    sliding_window: Annotated[int, Field(ge=8, le=2**31)] | None = None
+    """Only of `mistral`: a token sees so many before it. No row may be longer, so that here it makes no difference."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Element type of hidden states on the wire and of the matrix products; parameters are kept in float32."""
+    attention: Literal["causal", "documents"] = "causal"
+    """`documents`: a token sees the earlier ones of its own document, and microbatches are whole documents, of equal
+    cost. `causal`: the text is one stream cut into rows, and a token sees all that is before it in its row."""
+    added_later: ClassVar[frozenset[str]] = frozenset(
+        {
+            "attention",
+            "head_dim",
+            "rope_scaling",
+            "tied_embeddings",
+            "attention_bias",
+            "positions",
+            "sliding_window",
+        }
+    )
+
+    @property
+    def head_size(self) -> int:
+        return self.hidden // self.heads if self.head_dim is None else self.head_dim
+
+    @property
+    def query_size(self) -> int:
+        return self.heads * self.head_size
+
+    @property
+    def has_head_norms(self) -> bool:
+        return self.family == "qwen3"
+
+    @property
+    def biased(self) -> frozenset[str]:
+        if self.attention_bias:
+            return frozenset({"q_proj", "k_proj", "v_proj", "o_proj"})
+        return frozenset({"q_proj", "k_proj", "v_proj"}) if self.family == "qwen2" else frozenset()
+
+    @model_validator(mode="after")
+    def _sizes_fit(self) -> Self:
+        if self.head_dim is None and self.hidden % self.heads:
+            raise ValueError(f"hidden ({self.hidden}) must be a multiple of heads ({self.heads})")
+        if self.head_size % 2:
+            what = "hidden / heads" if self.head_dim is None else "head_dim"
+            raise ValueError(f"{what} ({self.head_size}) must be even: rotary embedding turns pairs")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})")
+        return self
+
+    @model_validator(mode="after")
+    def _is_of_its_family(self) -> Self:
+        if self.attention_bias and self.family not in ("llama", "qwen3"):
+            raise ValueError(f"attention_bias must not be set in a model of family {self.family}")
+        if self.sliding_window is not None and self.family != "mistral":
+            raise ValueError(f"sliding_window must not be given in a model of family {self.family}")
+        for name, most in (("sliding_window", self.sliding_window), ("positions", self.positions)):
+            if most is not None and self.sequence > most:
+                raise ValueError(f"sequence ({self.sequence}) must not be more than {name} ({most})")
+        return self
+
+
+def block_parameters(model: ModelSection) -> int:
+    """The number of weights in the matrices of one transformer block; its two norms are left out."""
+    kv_size = model.kv_heads * model.head_size
+    return model.hidden * (2 * model.query_size + 2 * kv_size + 3 * model.feed_forward)
+
+
+def quadratic_share(model: ModelSection) -> float:
+    """The cost of a document's attention in tokens per squared token, by operations of a block (arXiv:2001.08361,
+    2.1)."""
+    return model.query_size / block_parameters(model)
+
+
+def document_cost(model: ModelSection, tokens: int) -> float:
+    return tokens + quadratic_share(model) * tokens**2
+
+
+class InnerSection(Section):
+    """The inner optimizer and its hyperparameters. `soap` (Vyas et al. 2024, arXiv:2409.11321) and `muon` (Jordan et
+    al. 2024; Liu et al. 2025, arXiv:2502.16982) move the matrices of the blocks; the embedding, the head and the norms
+    are AdamW's in any case, with the same learning rate and decay."""
+
+    name: Literal["adamw", "soap", "muon"] = "adamw"
+    learning_rate: Rate = 1e-3
+    beta1: Share = 0.9
+    beta2: Share = 0.95
+    """Also of what SOAP's bases follow from."""
+    epsilon: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = 1e-8
+    weight_decay: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.1
+    clip_norm: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    """Largest norm of one module's mean gradient; a value that is never reached, such as 1e9, means no clipping."""
+    momentum: Share = 0.95
+    """Of `muon`."""
+    refresh_steps: Annotated[int, Field(ge=1, le=1_000_000)] = 10
+    """Of `soap`: a matrix's basis is refreshed every so many inner steps."""
+    refresh_lag: Annotated[int, Field(ge=1, le=1_000_000)] = 2
+    """Of `soap`: so many inner steps later, at most `refresh_steps`, a refreshed basis is used; in between peers
+    compute it in idle time. 1 is the published algorithm."""
+    largest_side: Annotated[int, Field(ge=8, le=65_536)] = 2048
+    """Of `soap`: longer sides of a matrix have no basis. A refresh takes time by the cube of a side, and its memory by
+    the square."""
+    added_later: ClassVar[frozenset[str]] = frozenset({"momentum", "refresh_steps", "refresh_lag", "largest_side"})
+
+    @model_validator(mode="after")
+    def _refreshes_follow_each_other(self) -> Self:
+        if self.refresh_lag > self.refresh_steps:
+            raise ValueError(f"refresh_lag ({self.refresh_lag}) must be at most refresh_steps ({self.refresh_steps})")
+        return self
+
+
+class ScheduleSection(Section):
+    """Learning rate over the tokens that the run has trained on: linear warm-up, then as `kind` says, down to
+    `final_ratio` of the peak."""
+
+    kind: Literal["constant", "cosine", "linear"] = "cosine"
+    warmup_steps: Annotated[int, Field(ge=0)] = 20
+    """Of `inner_tokens` tokens each; not used where tokens are given."""
+    total_steps: Positive = 1000
+    """As `warmup_steps`."""
+    final_ratio: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.1
+    warmup_tokens: Annotated[int, Field(ge=0)] | None = None
+    """The peak is reached after this many tokens of the whole run."""
+    total_tokens: Positive | None = None
+    """The end is reached after this many tokens of the whole run, whatever the number of replicas and of stages that
+    paths visit. Replaces `total_steps`."""
+    added_later: ClassVar[frozenset[str]] = frozenset({"warmup_tokens", "total_tokens"})
+
+    @model_validator(mode="after")
+    def _warmup_fits(self) -> Self:
+        if self.warmup_steps >= self.total_steps:
+            raise ValueError(f"warmup_steps ({self.warmup_steps}) must be less than total_steps ({self.total_steps})")
+        if (self.warmup_tokens is None) != (self.total_tokens is None):
+            raise ValueError("warmup_tokens and total_tokens must be given together")
+        if self.total_tokens is not None and self.warmup_tokens is not None and self.warmup_tokens >= self.total_tokens:
+            raise ValueError(
+                f"warmup_tokens ({self.warmup_tokens}) must be less than total_tokens ({self.total_tokens})"
+            )
+        return self
+
+
+class OuterSection(Section):
+    """The outer optimizer: what a round does with the averaged pseudo-gradient."""
+
+    name: Literal["nesterov"] = "nesterov"
+    learning_rate: Rate = 0.7
+    momentum: Share = 0.9
+
+
+class TrainingSection(Section):
+    """How the run trains: size of microbatches, inner steps, rounds, optimizers."""
+
+    rows: Annotated[int, Field(ge=1, le=65_536)] = 4
+    """Rows (sequences) of one microbatch."""
+    inner_tokens: Positive
+    """A replica takes an inner step after this many tokens; a multiple of rows x sequence."""
+    inner_steps: Positive = 50
+    """A round is due after this many inner steps."""
+    round_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 900.0
+    """A round is due after so long at the latest, however few inner steps were taken, provided that there were any."""
+    fragments: Annotated[int, Field(ge=1, le=MAX_FRAGMENTS)] = 1
+    """Parts of a module that are averaged at staggered times; each is due after `inner_steps`, so rounds come this much
+    more often."""
+    staleness: Annotated[int, Field(ge=0, le=64)] = 0
+    """How many inner steps a data node may run ahead of its slowest microbatch. 0 waits for every microbatch of a step
+    before the next one starts, which makes a swarm reproduce one process; 1 and more keep the pipeline full across
+    steps."""
+    inner: InnerSection = InnerSection()
+    schedule: ScheduleSection = ScheduleSection()
+    outer: OuterSection = OuterSection()
+
+    @property
+    def schedule_tokens(self) -> tuple[int, int]:
+        """The tokens of the whole run after which the warm-up and the schedule end."""
+        schedule = self.schedule
+        if schedule.total_tokens is not None and schedule.warmup_tokens is not None:
+            return schedule.warmup_tokens, schedule.total_tokens
+        return schedule.warmup_steps * self.inner_tokens, schedule.total_steps * self.inner_tokens
+
+    @property
+    def scheduled_steps(self) -> int:
+        """The inner steps of `inner_tokens` tokens after which the schedule ends, where nothing is skipped."""
+        return -(-self.schedule_tokens[1] // self.inner_tokens)
+
 
 MAX_MANIFEST_BYTES = 64 * 1024
 MAX_DOTS_PER_LINE = 64

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from protocol.identity.keys import Identity, public_key_of, verify
-from protocol.manifest.manifest import Manifest, manifest_from_table, parse_toml
-from protocol.manifest.section import Section
+from protocol.manifest.manifest import Manifest, Section, manifest_from_table, parse_toml
 from swarm.vocabulary.errors import ManifestError, ProtocolViolation
 from swarm.vocabulary.types import SIGNATURE_BYTES, PeerId, RunId
 

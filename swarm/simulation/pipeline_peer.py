@@ -1,5 +1,5 @@
 """One peer of the world: the machines of the node, and what `node.pipeline.runner` and
-`node.network.membership_sync` do around them, without bytes or numbers."""
+`node.network.session` do around them, without bytes or numbers."""
 
 from __future__ import annotations
 

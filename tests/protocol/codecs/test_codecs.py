@@ -14,7 +14,7 @@ from hypothesis.extra.numpy import arrays
 
 from protocol.codecs import decode_into, encode_into, encoded_bytes
 from protocol.codecs.blockwise import INT8
-from protocol.codecs.views import Vector
+from protocol.codecs.memory import Vector
 from protocol.interfaces.tensor_spec import BLOCK
 from swarm.vocabulary.errors import ProtocolViolation, StateError
 from swarm.vocabulary.types import Codec
