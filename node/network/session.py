@@ -30,8 +30,8 @@ from protocol.manifest.join_link import JoinLink
 from protocol.manifest.manifest import Manifest
 from protocol.manifest.signing import SignedManifest, read_signed_manifest
 from protocol.transport.dialer import Calls, Ways
-from protocol.transport.duplicate_identity import end_for, is_duplicate
 from protocol.transport.grpc_transport import GrpcTransport
+from protocol.transport.handshake import end_for, is_duplicate
 from protocol.transport.settings import TransportSettings
 from swarm.membership.membership import Change, Membership
 from swarm.vocabulary.announcement import Announcement

@@ -10,7 +10,7 @@ import socket
 import struct
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -55,29 +55,23 @@ class PortMapper(Protocol):
         """Takes the mapping back; says why if it cannot."""
 
 
+@dataclass(slots=True, eq=False)
 class Router:
     """The mapping of one port, requested in the given ways in turn. Used by one task at a time; `close` at the end."""
 
-    def __init__(
-        self,
-        mappers: Sequence[PortMapper],
-        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
-        now: Callable[[], float] = time.monotonic,
-        lease_s: int = LEASE_S,
-    ) -> None:
-        self._mappers = mappers
-        self._sleep = sleep
-        self._now = now
-        self._lease_s = lease_s
-        self._asked_at = 0.0
-        self._used: PortMapper | None = None
-        self.mapping: Mapping | None = None
+    mappers: Sequence[PortMapper]
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+    now: Callable[[], float] = time.monotonic
+    lease_s: int = LEASE_S
+    mapping: Mapping | None = field(default=None, init=False)
+    _asked_at: float = field(default=0.0, init=False)
+    _used: PortMapper | None = field(default=None, init=False)
 
     async def open(self, port: int) -> Mapping | NotMapped:
         """Gets a mapping of this machine's port, by the first way that works."""
         await self.close()
         reasons = []
-        for mapper in self._mappers:
+        for mapper in self.mappers:
             answer = await self._ask(mapper, port, port)
             if isinstance(answer, Mapping):
                 self._used, self.mapping = mapper, answer
@@ -88,12 +82,12 @@ class Router:
     async def keep(self) -> NotMapped:
         """Renews the mapping at half and at three quarters of its lease. Returns when it is lost."""
         while (held := self.mapping) is not None and (mapper := self._used) is not None:
-            lease_s = min(held.lease_s, self._lease_s)  # what has no end is asked for again too: routers restart
-            await self._sleep(max(0.0, self._asked_at + lease_s / 2 - self._now()))
+            lease_s = min(held.lease_s, self.lease_s)  # what has no end is asked for again too: routers restart
+            await self.sleep(max(0.0, self._asked_at + lease_s / 2 - self.now()))
             answer = await self._ask(mapper, held.internal_port, held.external_port)
             if isinstance(answer, NotMapped):
                 log.info("the mapping of port %d is not renewed yet: %s", held.internal_port, answer.reason)
-                await self._sleep(lease_s / 4)
+                await self.sleep(lease_s / 4)
                 answer = await self._ask(mapper, held.internal_port, held.external_port)
             if isinstance(answer, NotMapped):
                 self.mapping = None
@@ -123,9 +117,9 @@ class Router:
             )
 
     async def _ask(self, mapper: PortMapper, port: int, external_port: int) -> Mapping | NotMapped:
-        began = self._now()
+        began = self.now()
         try:
-            answer = await aside(lambda: mapper.map(port, external_port, self._lease_s), ASK_ROUTER_S)
+            answer = await aside(lambda: mapper.map(port, external_port, self.lease_s), ASK_ROUTER_S)
         except TimeoutError:
             return NotMapped(f"no answer within {ASK_ROUTER_S:g} s")
         except OSError as error:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Final
 
 from node.network.local_peer import LocalPeer
@@ -27,23 +28,21 @@ CONNECT_S: Final = 6.0
 AVOIDED_S: Final = 60.0  # Pause of an unreachable peer
 
 
+@dataclass(slots=True, eq=False)
 class Attachments:
     """The held links of this node. They are the transport's, like all others, and stay as long as both sides live."""
 
-    def __init__(
-        self, own: LocalPeer, membership: Membership, links: GrpcTransport, connect_s: float = CONNECT_S
-    ) -> None:
-        self._own = own
-        self._membership = membership
-        self._links = links
-        self._connect_s = connect_s
-        self._held: tuple[PeerId, ...] = ()
-        self._avoided: dict[PeerId, float] = {}  # Until when
+    own: LocalPeer
+    membership: Membership
+    links: GrpcTransport
+    connect_s: float = CONNECT_S
+    _held: tuple[PeerId, ...] = field(default=(), init=False)
+    _avoided: dict[PeerId, float] = field(default_factory=dict, init=False)  # Until when
 
     async def hold(self) -> tuple[PeerId, ...]:
         """Opens links to the best peers, as far as they can be had. Returns those that do, at most three."""
-        known = [a for a in self._membership.peers() if not self._membership.is_given_up(a.peer)]
-        best = by_worth(self._own.peer, self._own.module, known, self._held)
+        known = [a for a in self.membership.peers() if not self.membership.is_given_up(a.peer)]
+        best = by_worth(self.own.peer, self.own.module, known, self._held)
         best = relays_first(best, {a.peer for a in known if a.relay})
         order = sorted(best, key=self._is_avoided)[:MAX_TRIED]
         held: list[PeerId] = []
@@ -58,16 +57,16 @@ class Attachments:
 
     async def _connect(self, peer: PeerId) -> bool:
         try:
-            async with asyncio.timeout(self._connect_s):
-                await self._links.connect(peer)
+            async with asyncio.timeout(self.connect_s):
+                await self.links.connect(peer)
         except (PeerError, TimeoutError) as error:
             log.info("%s cannot be held on to: %s", short(peer), error)
-            self._avoided[peer] = self._own.clock.monotonic() + AVOIDED_S
+            self._avoided[peer] = self.own.clock.monotonic() + AVOIDED_S
             return False
         return True
 
     def _is_avoided(self, peer: PeerId) -> bool:
-        return self._avoided.get(peer, 0.0) > self._own.clock.monotonic()
+        return self._avoided.get(peer, 0.0) > self.own.clock.monotonic()
 
 
 FOLLOW_S: Final = 5.0  # For opening the link: as much as dialling

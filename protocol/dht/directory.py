@@ -327,30 +327,25 @@ class RelayAttachment:
     reason: str  # Why not
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class RelayTunnels:
     """Opens and takes tunnels through relays. `relay_of` gives a peer's relay multiaddr, or ""."""
 
-    def __init__(
-        self,
-        directory: DhtDirectory,
-        relay_of: Callable[[PeerId], str],
-        shuffle: Callable[[list[str]], None] = random.shuffle,
-    ) -> None:
-        self._directory = directory
-        self._relay_of = relay_of
-        self._shuffle = shuffle
+    directory: DhtDirectory
+    relay_of: Callable[[PeerId], str]
+    shuffle: Callable[[list[str]], None] = random.shuffle
 
     async def way_to(self, contact: Contact) -> str:
         """A local `host:port` that leads to the peer, for one connection within 10 s. Raises Unreachable."""
-        relays = [relay for peer in contact.via if (relay := self._relay_of(peer))]
+        relays = [relay for peer in contact.via if (relay := self.relay_of(peer))]
         if not relays:
             raise Unreachable(f"{short(contact.peer)} has no relay that is known here")
-        self._shuffle(relays)
+        self.shuffle(relays)
         reasons = []
         for relay in relays[:MAX_ATTACHED]:
             wish = dht_process_pb2.DhtOpenTunnel(relay=relay, target=contact.peer)
             try:
-                reply = await self._directory.ask(dht_process_pb2.DhtRequest(open_tunnel=wish), OPEN_S)
+                reply = await self.directory.ask(dht_process_pb2.DhtRequest(open_tunnel=wish), OPEN_S)
             except PeerError as error:
                 log.info("no tunnel to %s through %s: %s", short(contact.peer), relay, error)
                 reasons.append(f"{relay}: {error}")
@@ -361,13 +356,13 @@ class RelayTunnels:
     async def attach(self, relays: Sequence[str], local: str) -> None:
         """Attaches to the first two relays in the background; tunnels lead to `local`. Raises Unreachable."""
         attach = dht_process_pb2.DhtAttach(relays=relays[:MAX_ATTACHED], local=local)
-        await self._directory.keep("attachments", dht_process_pb2.DhtRequest(attach=attach))
+        await self.directory.keep("attachments", dht_process_pb2.DhtRequest(attach=attach))
 
     def attachments(self) -> list[RelayAttachment]:
         """The states of the attachments that `attach` asked for, as of the DHT's last heartbeat (2 s)."""
-        standing = self._directory.situation.attachments
+        standing = self.directory.situation.attachments
         return [RelayAttachment(each.relay, each.standing, each.reason) for each in standing]
 
     def carried(self) -> RelayFigures:
         """The traffic carried for others since the node started, as of the last heartbeat."""
-        return read_figures(self._directory.situation.relay)
+        return read_figures(self.directory.situation.relay)

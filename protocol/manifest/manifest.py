@@ -131,10 +131,6 @@ class ModelSection(Section):
             raise ValueError(f"{what} ({self.head_size}) must be even: rotary embedding turns pairs")
         if self.heads % self.kv_heads:
             raise ValueError(f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})")
-        return self
-
-    @model_validator(mode="after")
-    def _is_of_its_family(self) -> Self:
         if self.attention_bias and self.family not in ("llama", "qwen3"):
             raise ValueError(f"attention_bias must not be set in a model of family {self.family}")
         if self.sliding_window is not None and self.family != "mistral":
@@ -329,7 +325,7 @@ class StagesSection(Section):
         return tuple(self.experts_at(stage) for stage in range(self.count))
 
     @model_validator(mode="after")
-    def _experts_fit(self) -> Self:
+    def _stages_fit(self) -> Self:
         if isinstance(self.experts, tuple) and (len(self.experts) != self.count or self.experts[0] != 1):
             raise ValueError(
                 f"experts must be one number, or one for each of the {self.count} stages, the first of which is 1"
@@ -339,10 +335,6 @@ class StagesSection(Section):
             raise ValueError(
                 f"{self.count} stages with {each} experts each make {modules} modules; a run has {MAX_MODULES} at most"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _path_fits(self) -> Self:
         if any(blocks == 0 for blocks in self.blocks[1:]):
             raise ValueError("blocks: every stage but stage 0 needs at least 1 block")
         if sum(self.blocks) == 0:
@@ -417,19 +409,11 @@ class DataSection(Section):
         return _local_name(tokenizer, tokenizer.removeprefix("file:"))
 
     @model_validator(mode="after")
-    def _files_are_of_a_path(self) -> Self:
+    def _keys_agree(self) -> Self:
         if self.files is not None and not self.is_of_files:
             raise ValueError("files must not be given when source is neither `path:...` nor `tokens:...`")
-        return self
-
-    @model_validator(mode="after")
-    def _revision_is_of_the_hub(self) -> Self:
         if self.revision is not None and self.kind != "huggingface":
             raise ValueError("revision must not be given when source is not `huggingface:...`")
-        return self
-
-    @model_validator(mode="after")
-    def _hub_is_read_by_files(self) -> Self:
         is_hub = self.kind == "huggingface"
         if is_hub and (self.revision is None or self.dealt_by != "files"):
             raise ValueError(
@@ -438,16 +422,8 @@ class DataSection(Section):
             )
         if self.dealt_by == "files" and not is_hub:
             raise ValueError('dealt_by = "files" needs source = "huggingface:..."')
-        return self
-
-    @model_validator(mode="after")
-    def _labels_are_of_conversations(self) -> Self:
         if self.labels == "assistant" and self.kind not in ("path", "huggingface"):
             raise ValueError(f'labels = "assistant" needs a source of conversations, which {self.kind} is not')
-        return self
-
-    @model_validator(mode="after")
-    def _tokenizer_is_named(self) -> Self:
         if (self.tokenizer_sha256 is not None) != self.tokenizer.startswith("file:"):
             raise ValueError("tokenizer_sha256 must be given exactly when tokenizer is `file:...`")
         return self
@@ -571,23 +547,15 @@ class Manifest(Section):
         return tuple(ModuleId(stage, expert) for stage, experts in stages for expert in range(experts))
 
     @model_validator(mode="after")
-    def _experts_have_routes(self) -> Self:
+    def _sections_agree(self) -> Self:
         if self.stages.has_experts and not self.packs_documents:
             raise ValueError(
                 'stages.experts above 1 needs model.attention = "documents": whole documents are routed to experts'
             )
         if self.routing is not None and not self.stages.has_experts:
             raise ValueError("routing must not be given when no stage has several experts (stages.experts)")
-        return self
-
-    @model_validator(mode="after")
-    def _starts_whole(self) -> Self:
         if self.start is not None and len(self.start.modules) != self.stages.count:
             raise ValueError(f"start.modules must have one digest for each of the {self.stages.count} stages")
-        return self
-
-    @model_validator(mode="after")
-    def _step_is_whole(self) -> Self:
         if self.training.inner_tokens % self.microbatch_tokens:
             raise ValueError(
                 f"training.inner_tokens ({self.training.inner_tokens}) must be a multiple of"

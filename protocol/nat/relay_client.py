@@ -49,27 +49,18 @@ class Incoming:
         return ""
 
 
+@dataclass(slots=True, eq=False)
 class Attachment:
-    """The attachment to one relaying peer. `keep` runs as long as it is wanted."""
+    """The attachment to the relay at a multiaddr. `keep` runs as long as it is wanted."""
 
-    def __init__(
-        self,
-        relay: str,
-        run: RunId,
-        dial: Dial,
-        incoming: Incoming,
-        jitter: Callable[[], float] = random.random,
-        ping_s: float = PING_S,
-    ) -> None:
-        """`relay`: the multiaddr at which it serves tunnels. `jitter`: a number from 0 to 1."""
-        self.relay = relay
-        self.standing = False
-        self.reason = "not tried yet"  # Why it does not stand
-        self._run = run
-        self._dial = dial
-        self._incoming = incoming
-        self._jitter = jitter
-        self._ping_s = ping_s
+    relay: str
+    run: RunId
+    dial: Dial
+    incoming: Incoming
+    jitter: Callable[[], float] = random.random  # From 0 to 1
+    ping_s: float = PING_S
+    standing: bool = field(default=False, init=False)
+    reason: str = field(default="not tried yet", init=False)  # Why it does not stand
 
     async def keep(self) -> None:
         """Attaches, and attaches again with growing pauses when that ends; until cancelled, with its tunnels."""
@@ -84,14 +75,14 @@ class Attachment:
                 if self.standing:
                     pause_s = RETRY_S[0]
                 self.standing = False
-                await asyncio.sleep(pause_s * (1 - self._jitter() / 2))
+                await asyncio.sleep(pause_s * (1 - self.jitter() / 2))
                 pause_s = min(longest_s, 2 * pause_s)
 
     async def _attend(self, tunnels: asyncio.TaskGroup) -> None:
         """One attachment, from its start to its end. Raises PeerError, always."""
-        stream = await self._dial(self.relay)
+        stream = await self.dial(self.relay)
         try:
-            attach = relay_pb2.RelayAttach(run=self._run)
+            attach = relay_pb2.RelayAttach(run=self.run)
             await ask(stream, relay_pb2.RelayMessage(attach=attach), ANSWER_S)
             self.standing, self.reason = True, ""
             pinging = asyncio.ensure_future(self._ping(stream))
@@ -107,7 +98,7 @@ class Attachment:
     async def _ping(self, stream: RelayStream) -> None:
         with contextlib.suppress(Unreachable):  # whoever listens on the stream hears of it too
             while True:
-                await asyncio.sleep(self._ping_s)
+                await asyncio.sleep(self.ping_s)
                 await stream.say(relay_pb2.RelayMessage(ping=relay_pb2.RelayPing()))
 
     async def _hear(self, stream: RelayStream, tunnels: asyncio.TaskGroup) -> None:
@@ -125,21 +116,21 @@ class Attachment:
                 raise ProtocolViolation(f"relay: {kind} was said to an attached peer")
 
     async def _take(self, number: int, stream: RelayStream, tunnels: asyncio.TaskGroup) -> None:
-        if objection := self._incoming.objection(self.relay, time.monotonic()):
+        if objection := self.incoming.objection(self.relay, time.monotonic()):
             decline = relay_pb2.RelayDecline(number=number, reason=objection)
             await stream.say(relay_pb2.RelayMessage(decline=decline))
             return
-        self._incoming.tunnels += 1
+        self.incoming.tunnels += 1
         taking = tunnels.create_task(self._accept(number))
         taking.add_done_callback(self._let_go)
 
     def _let_go(self, _: asyncio.Task[None]) -> None:
-        self._incoming.tunnels -= 1
+        self.incoming.tunnels -= 1
 
     async def _accept(self, number: int) -> None:
         """Carries one tunnel between the relay and this peer's own port."""
         try:
-            stream = await self._dial(self.relay)
+            stream = await self.dial(self.relay)
             try:
                 await self._carry(number, stream)
             finally:
@@ -150,7 +141,7 @@ class Attachment:
     async def _carry(self, number: int, stream: RelayStream) -> None:
         accept = relay_pb2.RelayAccept(number=number)
         await ask(stream, relay_pb2.RelayMessage(accept=accept), ANSWER_S)
-        local = RelayStream(stream.peer, *await asyncio.open_connection(*self._incoming.local))
+        local = RelayStream(stream.peer, *await asyncio.open_connection(*self.incoming.local))
         try:
             ended = await splice((stream.reader, stream.writer), (local.reader, local.writer), freely, IDLE_S)
             log.info("a tunnel through %s ended: %s", self.relay, ended)

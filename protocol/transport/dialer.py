@@ -54,25 +54,17 @@ class Ways:
     tunnels: Tunnels = field(default_factory=NoTunnels)
 
 
+@dataclass(slots=True, eq=False)
 class Dialler:
     """Opens streams by any way. `own` makes our Hello, `ask` puts a question to a peer that can be dialled."""
 
-    def __init__(
-        self,
-        credentials: TlsCredentials,
-        own: Callable[[], Hello],
-        ask: Ask,
-        clock: Clock,
-        settings: TransportSettings,
-        ways: Ways,
-    ) -> None:
-        self._credentials = credentials
-        self._own = own
-        self._ask = ask
-        self._clock = clock
-        self._settings = settings
-        self._ways = ways
-        self._called: set[PeerId] = set()
+    credentials: TlsCredentials
+    own: Callable[[], Hello]
+    ask: Ask
+    clock: Clock
+    settings: TransportSettings
+    ways: Ways
+    _called: set[PeerId] = field(default_factory=set, init=False)
 
     def has_called(self, peer: PeerId) -> bool:
         """Whether the peer's stream is waited for, so that none of ours is on the way to it."""
@@ -82,44 +74,44 @@ class Dialler:
         """Opens a stream. A called peer opens it itself, and the caller cancels this. Raises PeerError."""
         if contact.addresses:
             return await self._dialled(contact)
-        if not self._ways.caller.can_be_dialled():
+        if not self.ways.caller.can_be_dialled():
             return await self._tunnelled(contact)
         return await self._wait_for_call(contact)
 
     async def _dialled(self, contact: Contact) -> tuple[DialledStream, Hello]:
         async def attempt() -> tuple[DialledStream, Hello]:
-            return await dial(contact, self._credentials, self._own(), self._settings.dial_timeout_s)
+            return await dial(contact, self.credentials, self.own(), self.settings.dial_timeout_s)
 
-        return await self._until_wanted(attempt, self._settings.first_retry_s)
+        return await self._until_wanted(attempt, self.settings.first_retry_s)
 
     async def _tunnelled(self, contact: Contact) -> tuple[DialledStream, Hello]:
         """Each attempt needs a tunnel of its own: one is good for one connection."""
 
         async def attempt() -> tuple[DialledStream, Hello]:
-            address = await self._ways.tunnels.way_to(contact)
+            address = await self.ways.tunnels.way_to(contact)
             through = replace(contact, addresses=(address,))
-            return await dial(through, self._credentials, self._own(), self._settings.dial_timeout_s, far_end_of_tunnel)
+            return await dial(through, self.credentials, self.own(), self.settings.dial_timeout_s, far_end_of_tunnel)
 
         return await self._until_wanted(attempt, TUNNEL_RETRY_S)
 
     async def _until_wanted(self, attempt: Attempt, pause_s: float) -> tuple[DialledStream, Hello]:
-        deadline = self._clock.monotonic() + self._settings.dial_timeout_s
+        deadline = self.clock.monotonic() + self.settings.dial_timeout_s
         while True:
             try:
                 return await attempt()
             except Duplicate:
                 # Its stream is on the way to us and will end this attempt; unless it died, and then ours is wanted
                 # again.
-                if self._clock.monotonic() > deadline:
+                if self.clock.monotonic() > deadline:
                     raise
                 await asyncio.sleep(pause_s)
 
     async def _wait_for_call(self, contact: Contact) -> NoReturn:
-        limit_s = self._settings.dial_timeout_s
+        limit_s = self.settings.dial_timeout_s
         self._called.add(contact.peer)
         try:
             async with asyncio.timeout(limit_s):
-                await self._ways.caller.call(contact, self._ask, limit_s)
+                await self.ways.caller.call(contact, self.ask, limit_s)
                 await asyncio.Event().wait()  # the stream that comes cancels it
         except TimeoutError:
             pass
@@ -215,28 +207,23 @@ class Turnover:
         )
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Calls:
     """`Caller` through the peers that the contact names, in turn. `own_record` tells the called peer where to dial."""
 
-    def __init__(
-        self, book: AddressBook, clock: Clock, own_record: Callable[[], bytes], can_be_dialled: Callable[[], bool]
-    ) -> None:
-        self._book = book
-        self._clock = clock
-        self._own_record = own_record
-        self._can_be_dialled = can_be_dialled
-
-    def can_be_dialled(self) -> bool:
-        return self._can_be_dialled()
+    book: AddressBook
+    clock: Clock
+    own_record: Callable[[], bytes]
+    can_be_dialled: Callable[[], bool]
 
     async def call(self, contact: Contact, ask: Ask, patience_s: float) -> None:
         """Calls the peer. Each passing peer but the last gets half of the remaining time. Raises Unreachable."""
-        question = Question(QuestionAbout.CALL, peer=contact.peer, record=self._own_record())
-        deadline = self._clock.monotonic() + patience_s
+        question = Question(QuestionAbout.CALL, peer=contact.peer, record=self.own_record())
+        deadline = self.clock.monotonic() + patience_s
         through = self._who_can_pass_it_on(contact)
         said = "none of those who could tell it is known"
         for place, peer in enumerate(through):
-            left_s = max(0.0, deadline - self._clock.monotonic())
+            left_s = max(0.0, deadline - self.clock.monotonic())
             share_s = left_s if place == len(through) - 1 else left_s / 2
             try:
                 # The limit of `ask` does not include a link that has to be opened first.
@@ -251,5 +238,5 @@ class Calls:
 
     def _who_can_pass_it_on(self, contact: Contact) -> list[PeerId]:
         """Only who can be dialled: nobody is called in order to be asked to call."""
-        known = [self._book.contact(peer) for peer in contact.via]
+        known = [self.book.contact(peer) for peer in contact.via]
         return [through.peer for through in known if through is not None and through.addresses]

@@ -23,9 +23,8 @@ from protocol.interfaces.directory import AddressBook, Contact
 from protocol.interfaces.tensor_spec import TensorSpec
 from protocol.interfaces.transport import FarEnd, LinkFigures, LinkHandler, Question
 from protocol.transport.dialer import MAX_REMEMBERED_PEERS, Dialler, Turnover, Ways
-from protocol.transport.duplicate_identity import SameKey, keep_the_older
 from protocol.transport.grpc_streams import AcceptedStream, DialledStream, ServicerContext, make_server
-from protocol.transport.handshake import Door, expect_hello, objection_to
+from protocol.transport.handshake import Door, SameKey, expect_hello, objection_to
 from protocol.transport.link import Link, LinkSurroundings
 from protocol.transport.rate_limits import CommonPatience
 from protocol.transport.settings import TransportSettings
@@ -34,6 +33,7 @@ from swarm.vocabulary.pipeline_messages import ControlMessage, TensorMessage
 from swarm.vocabulary.statistics import Exclusions, ExponentialBackoff
 from swarm.vocabulary.types import PROTOCOL_VERSIONS, PeerId, short
 
+_ABOUT_AS_OLD_S: Final = 1.0  # Travel time of a Hello
 _SPARE_STREAMS: Final = 16  # Beyond `max_links`, in their handshake
 
 
@@ -302,7 +302,7 @@ class GrpcTransport:
         if self._turnover.is_high(peer):
             return Farewell(FarewellReason.UNSPECIFIED, "links to you are replaced too often")
         if link.incarnation != hello.incarnation and await link.answers(self._settings.proof_of_life_s):
-            return keep_the_older(link, hello, self._clock.monotonic())
+            return _keep_the_older(link, hello, self._clock.monotonic())
         age_s = self._clock.monotonic() - link.since
         if link.dialled and wins and age_s < self._settings.dial_timeout_s and not link.is_over:
             return Farewell(FarewellReason.DUPLICATE)
@@ -329,3 +329,16 @@ class GrpcTransport:
             _, late = await asyncio.wait(self._running, timeout=self._settings.farewell_grace_s)
             for task in late:
                 task.cancel()
+
+
+def _keep_the_older(link: Link, hello: Hello, now: float) -> Farewell | None:
+    """The objection to the Hello of a younger process; None once the link of a younger one has been ended."""
+    if link.began < now - hello.age_ms / 1e3 + _ABOUT_AS_OLD_S:
+        return _farewell(now - link.began, link.record)
+    error = Unreachable(f"{short(link.peer)} runs twice, and the older process is kept")
+    link.end(error, _farewell(hello.age_ms / 1e3, hello.record))
+    return None
+
+
+def _farewell(age_s: float, record: bytes) -> Farewell:
+    return Farewell(FarewellReason.SAME_KEY, f"another process with this key runs since {age_s:.0f} s", record)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Final
 
 from protocol.frames.frames import Cancel, SmallFrame
@@ -16,32 +17,23 @@ from swarm.vocabulary.types import PeerId, short
 MAX_OPEN_TRANSFERS: Final = 64  # Of one sender, refused ones included
 
 
+@dataclass(slots=True, eq=False)
 class Inbox:
     """Incoming transfers of the link to `peer`. `reply` queues a small frame for it."""
 
-    def __init__(
-        self,
-        peer: PeerId,
-        handler: LinkHandler,
-        clock: Clock,
-        reply: Callable[[SmallFrame], None],
-        *,
-        odd_numbers: bool,
-        stall_after_s: float,
-        slowest_bytes_per_s: float,
-    ) -> None:
-        self._peer = peer
-        self._handler = handler
-        self._clock = clock
-        self._reply = reply
-        self._odd_numbers = odd_numbers
-        self._stall_after_s = stall_after_s
-        self._slowest_bytes_per_s = slowest_bytes_per_s
-        self._arrivals: dict[int, Arrival] = {}
+    peer: PeerId
+    handler: LinkHandler
+    clock: Clock
+    reply: Callable[[SmallFrame], None]
+    _: KW_ONLY
+    odd_numbers: bool
+    stall_after_s: float
+    slowest_bytes_per_s: float
+    _arrivals: dict[int, Arrival] = field(default_factory=dict, init=False)
 
     def owns(self, transfer: int) -> bool:
         """Whether the peer may use this transfer number: the dialling peer's are odd, the other's even."""
-        return (transfer % 2 == 1) == self._odd_numbers
+        return (transfer % 2 == 1) == self.odd_numbers
 
     def open(self, frame: TensorFrame) -> None:
         """Admits or refuses a transfer by its header. Raises ProtocolViolation."""
@@ -50,17 +42,17 @@ class Inbox:
             raise ProtocolViolation(f"transfer number {number} is not free for the peer to use")
         if len(self._arrivals) >= MAX_OPEN_TRANSFERS:
             raise ProtocolViolation(f"more than {MAX_OPEN_TRANSFERS} transfers at once")
-        admitted = self._handler.admit(self._peer, frame.message, frame.tensor)
+        admitted = self.handler.admit(self.peer, frame.message, frame.tensor)
         if isinstance(admitted, Refusal):
             self._arrivals[number] = Arrival(frame)
             if isinstance(frame.message, Forward | Backward):
-                self._reply(_receipt_of(frame.message, admitted))
-            self._reply(Cancel(number))
+                self.reply(_receipt_of(frame.message, admitted))
+            self.reply(Cancel(number))
             return
         if admitted.nbytes != frame.tensor.byte_length or admitted.readonly or not admitted.c_contiguous:
             raise SkipstoneError(f"a buffer of {admitted.nbytes} bytes was given for {frame.tensor.byte_length} bytes")
-        now = self._clock.monotonic()
-        deadline = now + self._stall_after_s + admitted.nbytes / self._slowest_bytes_per_s
+        now = self.clock.monotonic()
+        deadline = now + self.stall_after_s + admitted.nbytes / self.slowest_bytes_per_s
         self._arrivals[number] = Assembly(frame, admitted, now, deadline)
 
     def add(self, chunk: Chunk) -> TensorFrame | None:
@@ -73,29 +65,27 @@ class Inbox:
             del self._arrivals[chunk.transfer]
         if not isinstance(arrival, Assembly):
             return None
-        arrival.progressed_at = self._clock.monotonic()
+        arrival.progressed_at = self.clock.monotonic()
         if not arrival.complete:
             return None
-        self._handler.received(self._peer, arrival.frame.message, arrival.frame.tensor, arrival.buffer)
+        self.handler.received(self.peer, arrival.frame.message, arrival.frame.tensor, arrival.buffer)
         return arrival.frame
 
     def withdrawn(self, transfer: int) -> None:
         arrival = self._arrivals.pop(transfer, None)
         if isinstance(arrival, Assembly):
-            self._break_off(arrival, Unreachable(f"{short(self._peer)} broke transfer {transfer} off"))
+            self._break_off(arrival, Unreachable(f"{short(self.peer)} broke transfer {transfer} off"))
 
     def break_off_slow(self) -> None:
         """Gives the buffers of transfers that stand still, or take too long, back to the handler."""
-        now = self._clock.monotonic()
+        now = self.clock.monotonic()
         for number, arrival in list(self._arrivals.items()):
             if not isinstance(arrival, Assembly) or self._arrivals.get(number) is not arrival:
                 continue  # a reply may end the link, and with it all transfers
-            if now > arrival.deadline or now - arrival.progressed_at > self._stall_after_s:
+            if now > arrival.deadline or now - arrival.progressed_at > self.stall_after_s:
                 self._arrivals[number] = arrival.swallowing_the_rest()
-                self._reply(Cancel(number))
-                self._break_off(
-                    arrival, Stalled(f"transfer {number} from {short(self._peer)} made too little progress")
-                )
+                self.reply(Cancel(number))
+                self._break_off(arrival, Stalled(f"transfer {number} from {short(self.peer)} made too little progress"))
 
     def forgive(self, seconds: float) -> None:
         """Extends all deadlines by a time in which this process did not run: nobody else is to blame for it."""
@@ -111,7 +101,7 @@ class Inbox:
                 self._break_off(arrival, error)
 
     def _break_off(self, arrival: Assembly, error: PeerError) -> None:
-        self._handler.broken_off(self._peer, arrival.frame.message, arrival.buffer, error)
+        self.handler.broken_off(self.peer, arrival.frame.message, arrival.buffer, error)
 
 
 def _receipt_of(message: MicrobatchTensor, refusal: Refusal) -> Receipt:

@@ -214,28 +214,26 @@ class Asking:
             del self._open[number]
 
 
+@dataclass(slots=True, eq=False)
 class Answering:
     """The open questions of a peer, each answered in a task of the link's group."""
 
-    def __init__(
-        self, peer: PeerId, handler: LinkHandler, tasks: asyncio.TaskGroup, say: Callable[[SmallFrame], None]
-    ) -> None:
-        self._peer = peer
-        self._handler = handler
-        self._tasks = tasks
-        self._say = say
-        self._open = 0
+    peer: PeerId
+    handler: LinkHandler
+    tasks: asyncio.TaskGroup
+    say: Callable[[SmallFrame], None]
+    _open: int = 0
 
     def asked(self, frame: QuestionFrame) -> None:
         if self._open >= MAX_OPEN_QUESTIONS:
-            self._say(_refusal(frame, f"{MAX_OPEN_QUESTIONS} questions are open already"))
+            self.say(_refusal(frame, f"{MAX_OPEN_QUESTIONS} questions are open already"))
             return
         self._open += 1
-        self._tasks.create_task(self._answer(frame))
+        self.tasks.create_task(self._answer(frame))
 
     async def _answer(self, frame: QuestionFrame) -> None:
         try:
-            content = await self._handler.answer(self._peer, frame.question)
+            content = await self.handler.answer(self.peer, frame.question)
         except PeerError as error:
             answer = _refusal(frame, str(error))
         else:
@@ -248,7 +246,7 @@ class Answering:
             )
         finally:
             self._open -= 1
-        self._say(answer)
+        self.say(answer)
 
 
 def _refusal(frame: QuestionFrame, why: str) -> AnswerFrame:

@@ -74,18 +74,15 @@ class Allowance:
         return self._burst if bucket is None else int(bucket.left(now))
 
 
-class CommonPatience:
+class CommonPatience(TokenBucket):
     """The transport-wide budget for small frames, drawn on by links that have used up their own."""
 
     def __init__(self, now: float) -> None:
-        self._bucket = TokenBucket(COMMON_SAVED, 1 / COMMON_A_SECOND, now)
+        super().__init__(COMMON_SAVED, 1 / COMMON_A_SECOND, now)
 
     def exchanged(self, hops: int) -> None:
         """Adds the allowance of a whole tensor. A path makes a frame longer by a third of a frame a hop."""
-        self._bucket.earn(COMMON_A_TENSOR + hops)
-
-    def take(self, now: float, weight: float = 1.0) -> bool:
-        return self._bucket.take(now, weight)
+        self.earn(COMMON_A_TENSOR + hops)
 
 
 class Patience:

@@ -18,7 +18,7 @@ from protocol.identity.keys import Identity
 from protocol.identity.signed_records import decode_announced, encode_record
 from protocol.interfaces.tensor_spec import TensorSpec
 from protocol.interfaces.transport import LinkFigures, Question, QuestionAbout
-from protocol.transport.duplicate_identity import FORMER_LIFE_MS
+from protocol.transport.handshake import FORMER_LIFE_MS
 from swarm.membership.membership import FIRST_PAUSE_S, Membership
 from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.errors import IdentityError, Stalled, Unreachable
