@@ -9,12 +9,11 @@ from typing import Any, Final, Protocol, get_args
 
 from node.network.local_peer import LocalPeer
 from protocol.interfaces.tensor_spec import TensorSpec
-from protocol.interfaces.transport import Question, QuestionAbout, Refusal, Topic
+from protocol.interfaces.transport import TOPICS, Question, QuestionAbout, Refusal, Topic
 from swarm.membership.membership import Membership
-from swarm.vocabulary.averaging_messages import RoundControl, RoundPiece, StateControl
+from swarm.vocabulary.averaging_messages import RoundPiece
 from swarm.vocabulary.errors import PeerError, Rejected
-from swarm.vocabulary.pipeline_messages import ControlMessage, MicrobatchControl, TensorMessage
-from swarm.vocabulary.routing_messages import LaneControl
+from swarm.vocabulary.pipeline_messages import ControlMessage, TensorMessage
 from swarm.vocabulary.types import ModuleId, PeerId
 
 Answer = Callable[[PeerId, Question], Awaitable[bytes]]
@@ -22,12 +21,6 @@ Receive = Callable[[PeerId, Any], None]
 Kinds = type | UnionType
 
 NONE: Final[Mapping[Any, Any]] = MappingProxyType({})
-TYPES: Final = {
-    Topic.MICROBATCHES: frozenset(get_args(MicrobatchControl)),
-    Topic.ROUNDS: frozenset(get_args(RoundControl)),
-    Topic.STATE: frozenset(get_args(StateControl)),
-    Topic.LANES: frozenset(get_args(LaneControl)),
-}
 
 
 class TensorReceiver(Protocol):
@@ -109,7 +102,7 @@ class Dispatcher:
         return known is not None and known.module is not None
 
     def minds(self, sender: PeerId, topic: Topic) -> bool:
-        if self._messages.keys().isdisjoint(TYPES[topic]):
+        if self._messages.keys().isdisjoint(TOPICS[topic]):
             return False
         match topic:
             case Topic.MICROBATCHES | Topic.STATE:  # visitors fetch state, too

@@ -42,12 +42,9 @@ class RouteLoss:
 
 
 @dataclass(frozen=True, slots=True)
-class HeldOutLoss:
+class HeldOutLoss(RouteLoss):
     """Held-out loss on one path."""
 
-    loss: float  # Nats per token
-    tokens: int
-    microbatches: int
     sizes: SizeSummary | None = None  # Number of microbatches, if known
     routes: Mapping[str, RouteLoss] = field(default_factory=dict)
     """Of each route, such as `1.0,2.1`; empty without experts."""

@@ -9,7 +9,7 @@ import socket
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from node.concurrency.task_groups import set_or_after, task_scope
@@ -24,8 +24,7 @@ from protocol.identity.keys import Identity
 from protocol.identity.signatures import Routes
 from protocol.identity.signed_records import RECORD_LIFETIME_S, decode_announced
 from protocol.interfaces.clock import Clock, SystemClock
-from protocol.interfaces.directory import Contact, Directory
-from protocol.interfaces.transport import Question, QuestionAbout, Transport
+from protocol.interfaces.transport import Contact, Directory, Question, QuestionAbout, Transport
 from protocol.manifest.join_link import JoinLink
 from protocol.manifest.manifest import Manifest
 from protocol.manifest.signing import SignedManifest, read_signed_manifest
@@ -52,7 +51,7 @@ MAX_ASKED = 64
 
 
 class KnownPeers:
-    """The contacts from the membership view: a `protocol.interfaces.directory.AddressBook`."""
+    """The contacts from the membership view: a `protocol.interfaces.transport.AddressBook`."""
 
     def __init__(self) -> None:
         self._contacts: dict[PeerId, Contact] = {}
@@ -70,34 +69,24 @@ class KnownPeers:
         return "" if contact is None else contact.relay
 
 
+@dataclass(slots=True, eq=False)
 class MembershipSync:
     """Keeps this node's membership view, and the others' view of this node, up to date."""
 
-    def __init__(
-        self,
-        own: LocalPeer,
-        record: OwnRecord,
-        membership: Membership,
-        book: KnownPeers,
-        events: EventSink,
-        directory: Directory,
-        transport: Transport,
-    ) -> None:
-        self.membership = membership
-        self.record = record
-        self.changed = asyncio.Event()  # Set whenever the view changes; the waiter clears it first
-        self.looked = asyncio.Event()  # Set when the watched modules have been looked up
-        self._own = own
-        self._book = book
-        self._clock = own.clock
-        self._events = events
-        self._modules: tuple[ModuleId, ...] = (ModuleId(0), ModuleId(1))
-        self._publish_now = asyncio.Event()
-        self._look_now = asyncio.Event()
-        self._linked: set[PeerId] = set()
-        self._directory = directory
-        self._transport = transport
-        self._tasks = TaskTracker()
+    own: LocalPeer
+    record: OwnRecord
+    membership: Membership
+    book: KnownPeers
+    events: EventSink
+    directory: Directory
+    transport: Transport
+    changed: asyncio.Event = field(default_factory=asyncio.Event)  # Set with the view; the waiter clears it first
+    looked: asyncio.Event = field(default_factory=asyncio.Event)  # Set when the watched modules have been looked up
+    _modules: tuple[ModuleId, ...] = (ModuleId(0), ModuleId(1))
+    _publish_now: asyncio.Event = field(default_factory=asyncio.Event)
+    _look_now: asyncio.Event = field(default_factory=asyncio.Event)
+    _linked: set[PeerId] = field(default_factory=set)
+    _tasks: TaskTracker = field(default_factory=TaskTracker)
 
     def watch(self, modules: Sequence[ModuleId]) -> None:
         """Sets which modules' replicas to look up. Until this is called: those that every run is likely to have."""
@@ -133,14 +122,14 @@ class MembershipSync:
         if announcement.peer == sender:
             self._observe([announcement], wall=announcement.expires_at - RECORD_LIFETIME_S)
         elif is_duplicate(
-            announcement, self._own.peer, self._own.certificate, self._own.incarnation, self._clock.wall()
+            announcement, self.own.peer, self.own.certificate, self.own.incarnation, self.own.clock.wall()
         ):
             self._tasks.begin(end_for(announcement))
 
     def link_up(self, peer: PeerId) -> None:
         self._linked.add(peer)
         self.membership.recover(peer)
-        self._events.emit(PeerChange(peer, "up", ""))
+        self.events.emit(PeerChange(peer, "up", ""))
         self.changed.set()
 
     def link_down(self, peer: PeerId, error: PeerError) -> None:
@@ -151,21 +140,21 @@ class MembershipSync:
             self._publish_view()
         elif known is None:  # a path led to a peer that we have not heard of yet
             self._look_now.set()
-        elif not self.membership.is_suspect(peer, self._clock.monotonic()):
+        elif not self.membership.is_suspect(peer, self.own.clock.monotonic()):
             self._tasks.begin(self._probe(peer))
-        self.membership.fail(peer, self._clock.monotonic())
+        self.membership.fail(peer, self.own.clock.monotonic())
         if peer in self._linked:
             self._linked.remove(peer)
-            self._events.emit(PeerChange(peer, "down", str(error)))
+            self.events.emit(PeerChange(peer, "down", str(error)))
         self.changed.set()
 
     async def _probe(self, peer: PeerId) -> None:
         """Asks the peer at once, so that no microbatch has to find out whether it is gone."""
         try:
-            await self._transport.ask(peer, Question(QuestionAbout.STATUS), PROBE_TIMEOUT_S)
+            await self.transport.ask(peer, Question(QuestionAbout.STATUS), PROBE_TIMEOUT_S)
         except (Unreachable, Stalled) as error:
             log.debug("%s does not answer: %s", peer, error)
-            self.membership.give_up(peer, self._clock.monotonic())
+            self.membership.give_up(peer, self.own.clock.monotonic())
             self.changed.set()
         except PeerError as error:
             log.debug("%s is there, but has nothing to say: %s", peer, error)
@@ -173,9 +162,9 @@ class MembershipSync:
     async def serves(self, peer: PeerId, module: ModuleId) -> bool:
         """Whether the peer answers, when asked, that it serves the module. A refusal is no such answer."""
         try:
-            said = parse_status(await self._transport.ask(peer, Question(QuestionAbout.STATUS), PROBE_TIMEOUT_S))
+            said = parse_status(await self.transport.ask(peer, Question(QuestionAbout.STATUS), PROBE_TIMEOUT_S))
         except (Unreachable, Stalled):
-            self.membership.give_up(peer, self._clock.monotonic())
+            self.membership.give_up(peer, self.own.clock.monotonic())
             self.changed.set()
             return False
         except PeerError:
@@ -200,8 +189,8 @@ class MembershipSync:
             watched = self._modules
             try:
                 for start in range(0, len(watched), LOOKED_UP_AT_ONCE):
-                    found = await self._directory.look_up(watched[start : start + LOOKED_UP_AT_ONCE])
-                    self._observe(found, self._clock.wall())
+                    found = await self.directory.look_up(watched[start : start + LOOKED_UP_AT_ONCE])
+                    self._observe(found, self.own.clock.wall())
                     if watched is not self._modules:
                         break
                     if start + LOOKED_UP_AT_ONCE < len(watched):
@@ -210,8 +199,7 @@ class MembershipSync:
                     self.looked.set()
             except Unreachable as error:
                 log.info("directory: %s", error)
-            gone = self.membership.expire(self._clock.monotonic())
-            if gone:
+            if self.membership.expire(self.own.clock.monotonic()):
                 self._publish_view()
             await set_or_after(self._look_now, LOOK_UP_CALM_S if self._is_complete() else LOOK_UP_EAGER_S)
 
@@ -219,10 +207,10 @@ class MembershipSync:
         while True:
             wait = RECORD_LIFETIME_S / 3
             try:
-                announcement = self._own.announcement()
-                self._transport.announce(self.record.of(announcement))
+                announcement = self.own.announcement()
+                self.transport.announce(self.record.of(announcement))
                 if self.record.is_encodable:
-                    await self._directory.publish(announcement)
+                    await self.directory.publish(announcement)
                 else:
                     wait = PUBLISH_RETRY_S
             except Unreachable as error:
@@ -238,35 +226,33 @@ class MembershipSync:
             before_s, offset_s = offset_s, self._clock_offset_s()
             if abs(offset_s - before_s) > CLOCK_STEP_S:
                 log.warning(
-                    (
-                        "this machine's clock was set by %+.0f s (or the machine slept); links go on, newcomers "
-                        "find this node while it is right"
-                    ),
+                    "this machine's clock was set by %+.0f s (or the machine slept); links go on, newcomers "
+                    "find this node while it is right",
                     offset_s - before_s,
                 )
                 self.announce()
-            self._transport.announce(self.record.fresh())
+            self.transport.announce(self.record.fresh())
 
     def _clock_offset_s(self) -> float:
-        return self._clock.wall() - self._clock.monotonic()
+        return self.own.clock.wall() - self.own.clock.monotonic()
 
     # ---- the view ------------------------------------------------------------------------------------------------
 
     def _observe(self, announcements: Sequence[Announcement], wall: float) -> None:
-        now = self._clock.monotonic()
+        now = self.own.clock.monotonic()
         changes = [self.membership.observe(a, now=now, wall=wall) for a in announcements]
         if any(change is not Change.IGNORED for change in changes):
             self._publish_view()
 
     def _publish_view(self) -> None:
-        self._book.replace_all(self.membership.peers())
+        self.book.replace_all(self.membership.peers())
         self.changed.set()
 
     def _is_complete(self) -> bool:
         """Whether every module but our own has somebody to go to; while not, news is wanted fast."""
-        now = self._clock.monotonic()
-        joining = self._own.state in (PeerState.VISITING, PeerState.JOINING)
-        return not joining and self.membership.with_replicas(now) | {self._own.module} >= set(self._modules)
+        now = self.own.clock.monotonic()
+        joining = self.own.state in (PeerState.VISITING, PeerState.JOINING)
+        return not joining and self.membership.with_replicas(now) | {self.own.module} >= set(self._modules)
 
 
 Answer = TypeVar("Answer")

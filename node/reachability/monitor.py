@@ -92,17 +92,10 @@ def _unreachable(counted: Sequence[Attempt], host: str, port: int) -> Standing:
     why = _IN_WORDS[Counter(failed).most_common(1)[0][0]]
     said = f"{len(failed)} of {len(counted)} peers asked could not connect to {joined(host, port)}: {why}"
     local = next((t.local_host for t in counted if t.local_host is not None), None)
-    fix = (
-        (
-            f"Switch on UPnP or NAT-PMP in your router, or forward TCP port {port} there to {local}:{port}; keep "
-            f"the port with --port {port}."
-        )
-        if translated
-        else (
-            f"Let TCP port {port} in through the firewall of this machine or of its network; keep the port "
-            f"with --port {port}."
-        )
-    )
+    fix = f"Let TCP port {port} in through the firewall of this machine or of its network; "
+    if translated:
+        fix = f"Switch on UPnP or NAT-PMP in your router, or forward TCP port {port} there to {local}:{port}; "
+    fix += f"keep the port with --port {port}."
     return Standing(ReachStep.UNREACHABLE, said, fix=fix, translated=translated, seen_host=host)
 
 
@@ -117,9 +110,8 @@ def _why_in_vain(mapping: Mapping, tested: Standing) -> str:
     """Why a port that the router says it has mapped is not reached."""
     if mapping.external_host and tested.seen_host and mapping.external_host != tested.seen_host:
         return (
-            f"the router has mapped a port, but its own address is {mapping.external_host}, and others see "
-            f"{tested.seen_host}:"
-            " there is a second router before it, often the provider's"
+            f"the router has mapped a port, but its own address is {mapping.external_host}, and others see"
+            f" {tested.seen_host}: there is a second router before it, often the provider's"
         )
     return f"the router has mapped port {mapping.external_port} by {mapping.how}, and still: {tested.reason}"
 
@@ -158,17 +150,14 @@ class RelayPart:
         relays = [relay for peer in self.own.via if (relay := self.relay_of(peer))] if hidden else []
         if relays != self._attached:
             self._attached = relays
-            await self._attach(relays)
+            try:
+                await self.tunnels.attach(relays, self.local_address)
+            except Unreachable as error:
+                log.info("attached to relays as soon as the DHT is back: %s", error)
         relay = self._offer()
         if relay != self.own.relay:
             self.own.relay = relay
             self.announce()
-
-    async def _attach(self, relays: list[str]) -> None:
-        try:
-            await self.tunnels.attach(relays, self.local_address)
-        except Unreachable as error:
-            log.info("attached to relays as soon as the DHT is back: %s", error)
 
     def _offer(self) -> str:
         """Where the node serves tunnels; empty while it does not, or cannot be dialled."""
@@ -182,15 +171,8 @@ class RelayPart:
 
 async def keep_in_step(session: NetworkSession, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep) -> None:
     """Follows the node's standing every few seconds, until cancelled."""
-    directory, membership_sync = session.directory, session.membership_sync
-    part = RelayPart(
-        session.own,
-        directory,
-        session.tunnels,
-        session.book.relay_of,
-        membership_sync.announce,
-        session.local_address,
-    )
+    announce, relay_of = session.membership_sync.announce, session.book.relay_of
+    part = RelayPart(session.own, session.directory, session.tunnels, relay_of, announce, session.local_address)
     while True:
         await part.follow()
         await sleep(STEP_S)
@@ -207,12 +189,8 @@ def without_tunnels(own: LocalPeer, far_end: FarEnds) -> FarEnds:
     return found
 
 
-AGAIN_S: Final = {
-    ReachStep.DIRECT: 600.0,
-    ReachStep.MAPPED: 600.0,
-    ReachStep.UNREACHABLE: 120.0,
-}
-"""Addresses change and routers restart."""
+# Addresses change and routers restart.
+AGAIN_S: Final = {ReachStep.DIRECT: 600.0, ReachStep.MAPPED: 600.0, ReachStep.UNREACHABLE: 120.0}
 FIRST_PAUSE_S: Final = 2.0
 LONGEST_PAUSE_S: Final = 60.0  # First and longest pause without witnesses
 CONFIRM_S: Final = 5.0  # Pause before a second test. Busy peers look like a firewall.
@@ -243,7 +221,10 @@ class Adoption:
         self.climbed = standing
         known, known_via = self.own.reach, self.own.via
         self.own.reach, self.own.via = held_by(standing, via), via
-        addresses = self._addresses(standing)
+        if standing.step is ReachStep.UNREACHABLE:
+            addresses: tuple[str, ...] = ()  # trying would cost every peer its time
+        else:
+            addresses = self.before if standing.address is None else (standing.address,)
         same_way = addresses == self.own.addresses and self.own.reach.step is known.step
         self.own.addresses = addresses
         if not same_way or via != known_via:
@@ -251,12 +232,6 @@ class Adoption:
         if not same_way:
             step, reason, fix = self.own.reach.step.value, self.own.reach.reason, self.own.reach.fix
             self.events.emit(Reach(self.own.peer, step, ", ".join(addresses), reason, fix))
-
-    def _addresses(self, standing: Standing) -> tuple[str, ...]:
-        """None where nobody gets through: trying would cost every peer its time."""
-        if standing.step is ReachStep.UNREACHABLE:
-            return ()
-        return self.before if standing.address is None else (standing.address,)
 
 
 @asynccontextmanager
@@ -303,7 +278,9 @@ async def watch(
             if adoption.climbed.step is not ReachStep.UNKNOWN:
                 found = adoption.climbed  # that nobody could be asked just now changes nothing about what is known
         if found.step is ReachStep.UNREACHABLE:
-            await _hold_on(found, hold, adoption, wait_s, sleep)
+            for _ in range(math.ceil(wait_s / HOLD_S)):  # meanwhile the node is there for calls
+                adoption.adopt(found, await hold())
+                await sleep(HOLD_S)
             continue
         adoption.adopt(found)
         if router is not None and router.mapping is not None:
@@ -318,13 +295,6 @@ async def _climb_surely(climbing: Climb, before: Standing, sleep: Sleep) -> Stan
         return found
     await sleep(CONFIRM_S)
     return await climbing()
-
-
-async def _hold_on(standing: Standing, hold: Hold, adoption: Adoption, wait_s: float, sleep: Sleep) -> None:
-    """For so many seconds the node is there for calls."""
-    for _ in range(math.ceil(wait_s / HOLD_S)):
-        adoption.adopt(standing, await hold())
-        await sleep(HOLD_S)
 
 
 async def _until_lost(router: Router, wait_s: float, sleep: Sleep) -> None:

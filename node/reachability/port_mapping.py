@@ -12,7 +12,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, ClassVar, Final, Protocol
 
 from node.concurrency.daemon_thread import aside
 
@@ -109,12 +109,8 @@ class Router:
         except OSError as error:
             failed = NotMapped(str(error.strerror or error))
         if failed is not None:
-            log.info(
-                "port %d of the router stays mapped for at most %.0f s: %s",
-                held.external_port,
-                held.lease_s,
-                failed.reason,
-            )
+            text = "port %d of the router stays mapped for at most %.0f s: %s"
+            log.info(text, held.external_port, held.lease_s, failed.reason)
 
     async def _ask(self, mapper: PortMapper, port: int, external_port: int) -> Mapping | NotMapped:
         began = self.now()
@@ -243,73 +239,6 @@ Search = Callable[[str], str | None]
 Connect = Callable[[str], tuple[Any, str]]
 
 
-# The search is our own, because miniupnpc's visits every device that answers. Only the default gateway is listened to,
-# and its description has to lie on the gateway itself.
-class Upnp:
-    """A `PortMapper` by UPnP with miniupnpc. `connect` reads a description's URL and gives device and control URL."""
-
-    how = "UPnP"
-
-    def __init__(
-        self,
-        gateway: Callable[[], str | None] = default_gateway,
-        search: Search | None = None,
-        connect: Connect | None = None,
-    ) -> None:
-        self._gateway = gateway
-        self._search = search or description_of
-        self._connect = connect or _by_miniupnpc
-        self._device: Any = None
-
-    def map(self, port: int, external_port: int, lease_s: int) -> Mapping | NotMapped:
-        device = self._device or self._find()
-        if isinstance(device, NotMapped):
-            return device
-        wanted, lease = external_port, float(lease_s)
-        for _ in range(TRIES):
-            failed = _add(device, wanted, port, int(lease) if lease < float("inf") else 0)
-            if failed is None:
-                self._device = device
-                return Mapping(self.how, port, wanted, _external_host(device), lease)
-            if "ConflictInMappingEntry" in failed:
-                wanted = random.randrange(20_000, 60_000)  # noqa: S311 - no secret
-            elif "OnlyPermanentLeasesSupported" in failed:
-                lease = float("inf")
-            else:
-                break
-        self._device = None
-        return NotMapped(f"the router said no: {failed}")
-
-    def unmap(self, mapping: Mapping) -> NotMapped | None:
-        if self._device is None:
-            return NotMapped("the router has not been found")
-        try:
-            self._device.deleteportmapping(mapping.external_port, "TCP")
-        except Exception as error:  # miniupnpc has no type of its own
-            return NotMapped(f"the router said no: {error}")
-        return None
-
-    def _find(self) -> Any:
-        gateway = self._gateway()
-        if gateway is None:
-            return NotMapped("no default gateway is known")
-        location = self._search(gateway)
-        if location is None:
-            return NotMapped(f"the router at {gateway} did not answer the search")
-        try:
-            device, control = self._connect(location)
-        except ImportError:
-            return NotMapped(
-                f"the router at {gateway} speaks it, but miniupnpc is not installed here (`pip install "
-                "'skipstone[nat]'`)"
-            )
-        except Exception as error:  # miniupnpc has no type of its own
-            return NotMapped(f"the router at {gateway} offers no such service: {error}")
-        if not leads_to(gateway, control):
-            return NotMapped(f"the router at {gateway} sends us elsewhere, to {control[:80]}")
-        return device
-
-
 def leads_to(gateway: str, url: str) -> bool:
     """Whether a URL is an HTTP address on the gateway itself."""
     match = _URL.fullmatch(url)
@@ -370,3 +299,63 @@ def _external_host(device: Any) -> str | None:
         return str(device.externalipaddress())
     except Exception:  # likewise; it is for people only
         return None
+
+
+# The search is our own, because miniupnpc's visits every device that answers. Only the default gateway is listened to,
+# and its description has to lie on the gateway itself.
+@dataclass(eq=False)
+class Upnp:
+    """A `PortMapper` by UPnP with miniupnpc. `connect` reads a description's URL and gives device and control URL."""
+
+    how: ClassVar[str] = "UPnP"
+
+    gateway: Callable[[], str | None] = default_gateway
+    search: Search = description_of
+    connect: Connect = _by_miniupnpc
+    _device: Any = None
+
+    def map(self, port: int, external_port: int, lease_s: int) -> Mapping | NotMapped:
+        device = self._device or self._find()
+        if isinstance(device, NotMapped):
+            return device
+        wanted, lease = external_port, float(lease_s)
+        for _ in range(TRIES):
+            failed = _add(device, wanted, port, int(lease) if lease < float("inf") else 0)
+            if failed is None:
+                self._device = device
+                return Mapping(self.how, port, wanted, _external_host(device), lease)
+            if "ConflictInMappingEntry" in failed:
+                wanted = random.randrange(20_000, 60_000)  # noqa: S311 - no secret
+            elif "OnlyPermanentLeasesSupported" in failed:
+                lease = float("inf")
+            else:
+                break
+        self._device = None
+        return NotMapped(f"the router said no: {failed}")
+
+    def unmap(self, mapping: Mapping) -> NotMapped | None:
+        if self._device is None:
+            return NotMapped("the router has not been found")
+        try:
+            self._device.deleteportmapping(mapping.external_port, "TCP")
+        except Exception as error:  # miniupnpc has no type of its own
+            return NotMapped(f"the router said no: {error}")
+        return None
+
+    def _find(self) -> Any:
+        gateway = self.gateway()
+        if gateway is None:
+            return NotMapped("no default gateway is known")
+        location = self.search(gateway)
+        if location is None:
+            return NotMapped(f"the router at {gateway} did not answer the search")
+        try:
+            device, control = self.connect(location)
+        except ImportError:
+            missing = "miniupnpc is not installed here (`pip install 'skipstone[nat]'`)"
+            return NotMapped(f"the router at {gateway} speaks it, but {missing}")
+        except Exception as error:  # miniupnpc has no type of its own
+            return NotMapped(f"the router at {gateway} offers no such service: {error}")
+        if not leads_to(gateway, control):
+            return NotMapped(f"the router at {gateway} sends us elsewhere, to {control[:80]}")
+        return device

@@ -113,9 +113,7 @@ class Switchboard:
         try:
             return await self._links.ask(called, Question(QuestionAbout.CALLED, record=question.record), PASS_ON_S)
         finally:
-            self._open[called] -= 1
-            if not self._open[called]:
-                del self._open[called]
+            self._open -= Counter((called,))  # and nothing is kept of 0
 
     async def follow(self, _sender: PeerId, question: Question) -> bytes:
         """Opens a link to the owner of the record unless there is one. Raises Busy, Rejected, or the dial's error."""

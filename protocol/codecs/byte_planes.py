@@ -40,7 +40,8 @@ def encode(values: Tensor) -> Tensor | None:
     end = lengths.nbytes
     compressor = zstandard.ZstdCompressor(compression_params=_FEW_MATCHES)
     for number, plane in enumerate(_planes_of(words)):
-        body = _shortened(plane, compressor)
+        frame = compressor.compress(plane.data)
+        body = np.frombuffer(frame, np.uint8) if len(frame) < len(plane) else plane
         if end + len(body) >= len(out):
             return None
         out[end : end + len(body)] = body
@@ -59,11 +60,6 @@ def _planes_of(words: Words) -> Iterator[Octets]:
         for byte in range(words.itemsize):
             np.copyto(plane, np.right_shift(part, 8 * byte, out=shifted), casting="unsafe")
             yield plane
-
-
-def _shortened(plane: Octets, compressor: zstandard.ZstdCompressor) -> Octets:
-    frame = compressor.compress(plane.data)
-    return np.frombuffer(frame, np.uint8) if len(frame) < len(plane) else plane
 
 
 def decode(data: Tensor, out: Tensor) -> None:

@@ -19,8 +19,8 @@ from protocol.generated import dht_process_pb2
 from protocol.identity.keys import Identity
 from protocol.identity.signed_records import decode_announced, directory_key, encode_record
 from protocol.interfaces.clock import Clock
-from protocol.interfaces.directory import Contact
-from protocol.nat.relay_server import RelayFigures, read_figures
+from protocol.interfaces.transport import Contact
+from protocol.nat.relay import RelayFigures, read_figures
 from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.errors import (
     ConfigError,
@@ -236,7 +236,9 @@ class DhtDirectory:
                 await self._live_once(started)
             except (SkipstoneError, OSError) as error:
                 if not started.done():
-                    started.set_exception(_as_ours(error))
+                    ours = isinstance(error, SkipstoneError)
+                    reason = f"the DHT process could not be started: {error}"
+                    started.set_exception(error if ours else ResourceExhausted(reason))
                     return
                 level = logging.INFO if isinstance(error, _TakesPartAnew) else logging.WARNING
                 log.log(level, "the DHT has to be restarted: %s", error)
@@ -303,12 +305,6 @@ class DhtDirectory:
 
 class _TakesPartAnew(Unreachable):
     pass
-
-
-def _as_ours(error: SkipstoneError | OSError) -> SkipstoneError:
-    if isinstance(error, SkipstoneError):
-        return error
-    return ResourceExhausted(f"the DHT process could not be started: {error}")
 
 
 def _port_of(multiaddrs: Sequence[str]) -> int:

@@ -8,6 +8,7 @@ import logging
 import os
 import shutil
 import sys
+from dataclasses import dataclass
 
 from protocol.dht.child import pack, receive
 from protocol.generated import dht_process_pb2
@@ -19,8 +20,7 @@ from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError  # noqa: E402
 
 from protocol.dht.dht_node import DhtService  # noqa: E402
 from protocol.libp2p.daemon import Libp2pStreams  # noqa: E402
-from protocol.nat.relay_client import Attachment, Incoming, OpenTunnels  # noqa: E402
-from protocol.nat.relay_server import RelayLimits, RelayService, read_figures, write_figures  # noqa: E402
+from protocol.nat.relay import Attachment, Incoming, OpenTunnels, RelayLimits, RelayService, read_figures, write_figures  # noqa: E402  # noqa: E402
 from swarm.vocabulary.errors import ProtocolViolation, ResourceExhausted, SkipstoneError  # noqa: E402
 from swarm.vocabulary.types import PeerId, RunId  # noqa: E402
 
@@ -82,29 +82,29 @@ class ChildTunnels:
             situation.attachments.add(relay=each.relay, standing=each.standing, reason=each.reason)
 
 
+@dataclass(frozen=True, slots=True)
 class _Doing:
-    def __init__(self, service: DhtService, tunnels: ChildTunnels) -> None:
-        self._service = service
-        self._tunnels = tunnels
+    service: DhtService
+    tunnels: ChildTunnels
 
     async def carry_out(self, request: dht_process_pb2.DhtRequest, reply: dht_process_pb2.DhtReply) -> None:
         match request.WhichOneof("kind"):
             case "store":
-                await self._service.store(request.store)
+                await self.service.store(request.store)
             case "find":
-                reply.records.extend(await self._service.find(list(request.find.keys)))
+                reply.records.extend(await self.service.find(list(request.find.keys)))
             case "status":
                 await self.describe(reply)
             case "attach":
-                self._tunnels.attach(request.attach)
+                self.tunnels.attach(request.attach)
             case "open_tunnel":
-                reply.port = await self._tunnels.open(request.open_tunnel)
+                reply.port = await self.tunnels.open(request.open_tunnel)
             case kind:
                 reply.failed = f"unexpected request {kind}"
 
     async def describe(self, reply: dht_process_pb2.DhtReply) -> None:
-        reply.situation.CopyFrom(await self._service.situation())
-        self._tunnels.describe(reply.situation)
+        reply.situation.CopyFrom(await self.service.situation())
+        self.tunnels.describe(reply.situation)
 
 
 class _Desk:

@@ -229,8 +229,8 @@ def _scalar(kind: Any, bounds: Sequence[Any], field: Any, where: str) -> Convert
     check = _bounded(bounds, where)
     if kind is PeerId:
         return _PLACE if field.type == field.TYPE_UINT32 else Converter(_as_is, lambda text, _: checked_peer(text))
-    if isinstance(kind, enum.EnumMeta):
-        return _enum(kind, where)
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        return Converter(lambda member, _: member.value, lambda number, _: read_enum(kind, number, where))
     if kind is str:
         most = bounds[0].most
         return Converter(lambda text, _: text[:most], lambda text, _: printable(check(text, None)))
@@ -242,17 +242,6 @@ def _scalar(kind: Any, bounds: Sequence[Any], field: Any, where: str) -> Convert
     if kind not in (int, bool, bytes, float):
         raise TypeError(f"{where}: no way for {kind} to travel")
     return Converter(_as_is, check)
-
-
-def _enum(kind: Any, where: str) -> Converter:
-    members = {member.value: member for member in kind}
-
-    def read(number: int, _: Around) -> Any:
-        if number not in members:
-            raise ProtocolViolation(f"{where} {number} is unknown")
-        return members[number]
-
-    return Converter(lambda member, _: member.value, read)
 
 
 def _bounded(bounds: Sequence[Any], where: str) -> Convert:

@@ -3,16 +3,47 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Final, Protocol
+from typing import Annotated, Final, Protocol, get_args
 
-from protocol.interfaces.directory import Contact
 from protocol.interfaces.tensor_spec import TensorSpec
+from swarm.vocabulary.announcement import Announcement
+from swarm.vocabulary.averaging_messages import RoundControl, StateControl
 from swarm.vocabulary.bounds import Length, Range, Rising
 from swarm.vocabulary.errors import PeerError
-from swarm.vocabulary.pipeline_messages import ControlMessage, TensorMessage
+from swarm.vocabulary.pipeline_messages import ControlMessage, MicrobatchControl, TensorMessage
+from swarm.vocabulary.routing_messages import LaneControl
 from swarm.vocabulary.types import MAX_STAGES, Digest, ModuleId, PeerId, Stage
+
+
+@dataclass(frozen=True, slots=True)
+class Contact:
+    """What it takes to dial a peer and to recognise it."""
+
+    peer: PeerId
+    addresses: tuple[str, ...]
+    certificate: bytes  # DER; checked to belong to `peer`
+    via: tuple[PeerId, ...] = ()  # Peers that can call it
+    relay: str = ""  # Multiaddr at which it serves tunnels
+
+
+class AddressBook(Protocol):
+    """The contacts that the transport can dial."""
+
+    def contact(self, peer: PeerId) -> Contact | None:
+        """The peer's contact, or None when it is not known."""
+
+
+class Directory(Protocol):
+    """The DHT's interface to the node."""
+
+    async def publish(self, announcement: Announcement) -> None:
+        """Signs and stores our record under its module's key. Raises Unreachable; call again later."""
+
+    async def look_up(self, modules: Sequence[ModuleId]) -> list[Announcement]:
+        """All valid, unexpired records of these modules and of visitors. Raises Unreachable."""
+
 
 MAX_RECORD_BYTES: Final = 2048
 TOKENIZER_PIECE_BYTES: Final = 2**16
@@ -93,6 +124,14 @@ class Topic(enum.Enum):
     ROUNDS = "rounds"
     STATE = "state"
     LANES = "lanes"
+
+
+TOPICS: Final = {
+    Topic.MICROBATCHES: frozenset(get_args(MicrobatchControl)),
+    Topic.ROUNDS: frozenset(get_args(RoundControl)),
+    Topic.STATE: frozenset(get_args(StateControl)),
+    Topic.LANES: frozenset(get_args(LaneControl)),
+}
 
 
 class LinkHandler(Protocol):

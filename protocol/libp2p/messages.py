@@ -10,8 +10,9 @@ from typing import Final
 
 from google.protobuf.message import DecodeError
 
+from protocol.frames.codec import printable
 from protocol.generated import relay_pb2
-from swarm.vocabulary.errors import PeerError, ProtocolViolation, Rejected, Unreachable
+from swarm.vocabulary.errors import ProtocolViolation, Rejected, Unreachable
 from swarm.vocabulary.types import PeerId
 
 MAX_MESSAGE_BYTES: Final = 1024
@@ -85,20 +86,11 @@ async def ask(stream: RelayStream, message: relay_pb2.RelayMessage, timeout_s: f
     if answer.WhichOneof("kind") != "answer":
         raise ProtocolViolation(f"relay: {answer.WhichOneof('kind')} is no answer")
     if answer.answer.refused:
-        raise Rejected(f"the relay refused: {readable(answer.answer.refused)}")
+        raise Rejected(f"the relay refused: {printable(answer.answer.refused[:MAX_REASON])}")
 
 
 def answer(refused: str = "") -> relay_pb2.RelayMessage:
     return relay_pb2.RelayMessage(answer=relay_pb2.RelayAnswer(refused=refused[:MAX_REASON]))
-
-
-def readable(reason: str) -> str:
-    """A peer's text made harmless for terminals and logs."""
-    return "".join(c if c.isprintable() else "?" for c in reason[:MAX_REASON])
-
-
-def as_text(error: PeerError | TimeoutError) -> str:
-    return str(error) or "it took too long"
 
 
 READ_BYTES: Final = 128 * 1024  # The limit of asyncio's reader

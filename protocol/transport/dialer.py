@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict, deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Final, NoReturn, TypeAlias
+from typing import Final, NoReturn
 
 from protocol.frames.frames import Hello, decode, encode
 from protocol.identity.certificates import TlsCredentials
 from protocol.interfaces.clock import Clock
-from protocol.interfaces.directory import AddressBook, Contact
-from protocol.interfaces.transport import Ask, Caller, FarEnd, Question, QuestionAbout, Tunnels
+from protocol.interfaces.transport import AddressBook, Ask, Caller, Contact, FarEnd, Question, QuestionAbout, Tunnels
 from protocol.transport.grpc_streams import DialledStream, far_end_at, far_end_of_tunnel, open_channel
 from protocol.transport.handshake import Duplicate, expect_hello, objection_error, objection_to
 from protocol.transport.settings import TransportSettings
@@ -43,9 +42,6 @@ class NoTunnels:
         )
 
 
-Attempt: TypeAlias = Callable[[], Awaitable[tuple[DialledStream, Hello]]]
-
-
 @dataclass(frozen=True, slots=True)
 class Ways:
     """The ways to peers that announce no address. Without any, they can only be waited for."""
@@ -72,39 +68,26 @@ class Dialler:
 
     async def stream_to(self, contact: Contact) -> tuple[DialledStream, Hello]:
         """Opens a stream. A called peer opens it itself, and the caller cancels this. Raises PeerError."""
-        if contact.addresses:
-            return await self._dialled(contact)
-        if not self.ways.caller.can_be_dialled():
-            return await self._tunnelled(contact)
-        return await self._wait_for_call(contact)
-
-    async def _dialled(self, contact: Contact) -> tuple[DialledStream, Hello]:
-        async def attempt() -> tuple[DialledStream, Hello]:
-            return await dial(contact, self.credentials, self.own(), self.settings.dial_timeout_s)
-
-        return await self._until_wanted(attempt, self.settings.first_retry_s)
-
-    async def _tunnelled(self, contact: Contact) -> tuple[DialledStream, Hello]:
-        """Each attempt needs a tunnel of its own: one is good for one connection."""
-
-        async def attempt() -> tuple[DialledStream, Hello]:
-            address = await self.ways.tunnels.way_to(contact)
-            through = replace(contact, addresses=(address,))
-            return await dial(through, self.credentials, self.own(), self.settings.dial_timeout_s, far_end_of_tunnel)
-
-        return await self._until_wanted(attempt, TUNNEL_RETRY_S)
-
-    async def _until_wanted(self, attempt: Attempt, pause_s: float) -> tuple[DialledStream, Hello]:
+        if not contact.addresses and self.ways.caller.can_be_dialled():
+            await self._wait_for_call(contact)
+        pause_s = self.settings.first_retry_s if contact.addresses else TUNNEL_RETRY_S
         deadline = self.clock.monotonic() + self.settings.dial_timeout_s
         while True:
             try:
-                return await attempt()
+                return await self._attempt(contact)
             except Duplicate:
-                # Its stream is on the way to us and will end this attempt; unless it died, and then ours is wanted
-                # again.
+                # Its stream is on the way to us and will end this attempt; unless it died, and then ours is wanted.
                 if self.clock.monotonic() > deadline:
                     raise
                 await asyncio.sleep(pause_s)
+
+    async def _attempt(self, contact: Contact) -> tuple[DialledStream, Hello]:
+        timeout_s = self.settings.dial_timeout_s
+        if contact.addresses:
+            return await dial(contact, self.credentials, self.own(), timeout_s)
+        # Each attempt needs a tunnel of its own: one is good for one connection.
+        through = replace(contact, addresses=(await self.ways.tunnels.way_to(contact),))
+        return await dial(through, self.credentials, self.own(), timeout_s, far_end_of_tunnel)
 
     async def _wait_for_call(self, contact: Contact) -> NoReturn:
         limit_s = self.settings.dial_timeout_s
@@ -220,7 +203,9 @@ class Calls:
         """Calls the peer. Each passing peer but the last gets half of the remaining time. Raises Unreachable."""
         question = Question(QuestionAbout.CALL, peer=contact.peer, record=self.own_record())
         deadline = self.clock.monotonic() + patience_s
-        through = self._who_can_pass_it_on(contact)
+        # Only peers that can be dialled: nobody is called in order to be asked to call.
+        known = [self.book.contact(peer) for peer in contact.via]
+        through = [each.peer for each in known if each is not None and each.addresses]
         said = "none of those who could tell it is known"
         for place, peer in enumerate(through):
             left_s = max(0.0, deadline - self.clock.monotonic())
@@ -235,8 +220,3 @@ class Calls:
             except PeerError as error:
                 said = str(error)
         raise Unreachable(f"{short(contact.peer)} cannot be dialled, and calling it was in vain: {said}")
-
-    def _who_can_pass_it_on(self, contact: Contact) -> list[PeerId]:
-        """Only who can be dialled: nobody is called in order to be asked to call."""
-        known = [self.book.contact(peer) for peer in contact.via]
-        return [through.peer for through in known if through is not None and through.addresses]

@@ -13,10 +13,10 @@ from urllib.parse import unquote
 
 import grpc
 
+from protocol.frames.codec import printable
 from protocol.frames.tensors import MAX_CHUNK_FRAME_BYTES
 from protocol.identity.certificates import TlsCredentials, pem_of
-from protocol.interfaces.directory import Contact
-from protocol.interfaces.transport import FarEnd
+from protocol.interfaces.transport import Contact, FarEnd
 from swarm.vocabulary.errors import PeerError, ProtocolViolation, Rejected, Unreachable
 
 SERVICE: Final = "skipstone.Skipstone"
@@ -242,11 +242,6 @@ def make_server(
     return server, server.add_secure_port(address, secured)
 
 
-def _printable(text: str) -> str:
-    """The text of a gRPC status is the other side's, who may be anybody: without what could drive a terminal."""
-    return text if text.isprintable() else "".join(c if c.isprintable() else "?" for c in text)
-
-
 def _is_news(record: logging.LogRecord) -> bool:
     """Filters gRPC's traceback for a caller that cuts its stream: anybody could fill a log with it."""
     return not record.getMessage().startswith("ExecuteBatchError raised in core")
@@ -256,7 +251,7 @@ def stream_error(error: BaseException) -> PeerError:
     """The error of ours for an error of grpc.aio."""
     if not isinstance(error, grpc.aio.AioRpcError):
         return Unreachable("the stream broke")
-    details = _printable((error.details() or "no details")[:300])
+    details = printable((error.details() or "no details")[:300])
     match error.code():
         case grpc.StatusCode.UNIMPLEMENTED:
             return Rejected("what answers at that address is no Skipstone node")

@@ -19,9 +19,8 @@ import grpc
 from protocol.frames.frames import AnnouncementFrame, Farewell, FarewellReason, Hello, decode, encode
 from protocol.identity.certificates import TlsCredentials
 from protocol.interfaces.clock import Clock
-from protocol.interfaces.directory import AddressBook, Contact
 from protocol.interfaces.tensor_spec import TensorSpec
-from protocol.interfaces.transport import FarEnd, LinkFigures, LinkHandler, Question
+from protocol.interfaces.transport import AddressBook, FarEnd, LinkFigures, LinkHandler, Question
 from protocol.transport.dialer import MAX_REMEMBERED_PEERS, Dialler, Turnover, Ways
 from protocol.transport.grpc_streams import AcceptedStream, DialledStream, ServicerContext, make_server
 from protocol.transport.handshake import Door, SameKey, expect_hello, objection_to
@@ -239,15 +238,12 @@ class GrpcTransport:
 
     async def _connect(self, peer: PeerId) -> tuple[DialledStream, Hello]:
         await asyncio.sleep(self._undialled.left_s(peer, self._clock.monotonic()))
-        return await self._dialler.stream_to(self._dialable(peer))
-
-    def _dialable(self, peer: PeerId) -> Contact:
         if not self._has_room_for(peer):
             raise Unreachable(f"all {self._settings.max_links} links are in use")
         contact = self._address_book.contact(peer)
         if contact is None:
             raise Unreachable(f"{short(peer)} is not known, or has left")
-        return contact
+        return await self._dialler.stream_to(contact)
 
     # ---- answering ----------------------------------------------------------------------------------------------
 

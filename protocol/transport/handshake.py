@@ -41,9 +41,7 @@ class Door:
         return peer
 
     def _left(self, peer: PeerId) -> None:
-        self._streams[peer] -= 1
-        if not self._streams[peer]:
-            del self._streams[peer]
+        self._streams -= Counter((peer,))  # and nothing is kept of 0
 
 
 def proven_peer(certificate: bytes, run: RunId) -> PeerId:

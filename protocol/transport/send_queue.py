@@ -16,80 +16,43 @@ from swarm.vocabulary.errors import PeerError, Stalled
 
 
 class ByteBudget:
-    """A byte budget that senders wait for. A tensor larger than the whole budget goes alone."""
+    """A byte budget that senders wait for, first come, first served. A tensor larger than all of it goes alone."""
 
     def __init__(self, budget_bytes: int, places: int) -> None:
         self._budget_bytes = budget_bytes
         self._places = places
-        self._used_bytes = 0
+        self.used_bytes = 0
         self._used_places = 0
-        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._queue = asyncio.Lock()
+        self._freed = asyncio.Event()
         self._error: PeerError | None = None
-
-    @property
-    def used_bytes(self) -> int:
-        return self._used_bytes
 
     @asynccontextmanager
     async def share(self, size_bytes: int) -> AsyncIterator[None]:
         """Waits for room, and holds it within the block. Raises PeerError: the one given to `close`."""
-        await self._acquire(size_bytes)
+        async with self._queue:
+            while self._error is None and not self._fits(size_bytes):
+                self._freed.clear()
+                await self._freed.wait()
+            if self._error is not None:
+                raise self._error
+            self.used_bytes += size_bytes
+            self._used_places += 1
         try:
             yield
         finally:
-            self._release(size_bytes)
+            self.used_bytes -= size_bytes
+            self._used_places -= 1
+            self._freed.set()
 
     def close(self, error: PeerError) -> None:
         self._error = error
-        while self._waiting:
-            _, turn = self._waiting.popleft()
-            if not turn.done():
-                turn.set_exception(error)
-
-    async def _acquire(self, size_bytes: int) -> None:
-        if self._error is not None:
-            raise self._error
-        if not self._waiting and self._fits(size_bytes):
-            self._take(size_bytes)
-            return
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append((size_bytes, turn))
-        try:
-            await turn
-        except asyncio.CancelledError:
-            granted = turn.done() and not turn.cancelled() and turn.exception() is None
-            if granted:
-                self._release(size_bytes)
-            else:
-                turn.cancel()
-                self._grant()
-            raise
+        self._freed.set()
 
     def _fits(self, size_bytes: int) -> bool:
         if self._used_places == 0:
             return True
-        return self._used_places < self._places and self._used_bytes + size_bytes <= self._budget_bytes
-
-    def _take(self, size_bytes: int) -> None:
-        self._used_bytes += size_bytes
-        self._used_places += 1
-
-    def _release(self, size_bytes: int) -> None:
-        self._used_bytes -= size_bytes
-        self._used_places -= 1
-        self._grant()
-
-    def _grant(self) -> None:
-        while self._waiting:
-            size_bytes, turn = self._waiting[0]
-            if turn.done():
-                self._waiting.popleft()
-            elif self._fits(size_bytes):
-                self._waiting.popleft()
-                self._take(size_bytes)
-                turn.set_result(None)
-            else:
-                return
+        return self._used_places < self._places and self.used_bytes + size_bytes <= self._budget_bytes
 
 
 Item = TypeVar("Item")

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from protocol.frames.tensors import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
-from protocol.transport.inbox import MAX_OPEN_TRANSFERS
 from swarm.vocabulary.errors import ConfigError
 
+MAX_OPEN_TRANSFERS: Final = 64  # Of one sender, refused ones included
 MAX_OPEN_QUESTIONS: Final = 8  # Of one peer; link.proto's number
 
 

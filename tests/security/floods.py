@@ -20,8 +20,7 @@ from pathlib import Path
 from protocol.frames.frames import AnnouncementFrame, Frame, Ping, QuestionFrame, encode
 from protocol.generated import link_pb2 as wire
 from protocol.identity.keys import Identity
-from protocol.interfaces.directory import Contact
-from protocol.interfaces.transport import Question, QuestionAbout
+from protocol.interfaces.transport import Contact, Question, QuestionAbout
 from swarm.vocabulary.errors import PeerError
 from swarm.vocabulary.pipeline_messages import Recall, Unsettled
 from swarm.vocabulary.types import Hop, MicrobatchId, ModuleId, PeerId

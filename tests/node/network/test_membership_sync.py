@@ -59,7 +59,7 @@ class Links:
 
 
 class Shelf:
-    """`protocol.interfaces.directory.Directory` in memory."""
+    """`protocol.interfaces.transport.Directory` in memory."""
 
     def __init__(self) -> None:
         self.found: list[Announcement] = []
