@@ -17,7 +17,7 @@ from node.concurrency.task_tracker import TaskTracker
 from node.network.dispatcher import Dispatcher
 from node.network.local_peer import LocalPeer, OwnRecord
 from node.observability.events import Event, EventSink, PeerChange
-from node.observability.status import parse_status
+from node.observability.status import Status, parse_status
 from protocol.dht.directory import DhtDirectory, DirectorySettings, RelayTunnels
 from protocol.identity.certificates import make_credentials
 from protocol.identity.keys import Identity
@@ -148,28 +148,22 @@ class MembershipSync:
             self.events.emit(PeerChange(peer, "down", str(error)))
         self.changed.set()
 
-    async def _probe(self, peer: PeerId) -> None:
-        """Asks the peer at once, so that no microbatch has to find out whether it is gone."""
+    async def _probe(self, peer: PeerId) -> Status | None:
+        """Asks for the peer's status at once, so that no microbatch has to find out whether it is gone."""
         try:
-            await self.transport.ask(peer, Question(QuestionAbout.STATUS), PROBE_TIMEOUT_S)
+            return parse_status(await self.transport.ask(peer, Question(QuestionAbout.STATUS), PROBE_TIMEOUT_S))
         except (Unreachable, Stalled) as error:
             log.debug("%s does not answer: %s", peer, error)
             self.membership.give_up(peer, self.own.clock.monotonic())
             self.changed.set()
         except PeerError as error:
             log.debug("%s is there, but has nothing to say: %s", peer, error)
+        return None
 
     async def serves(self, peer: PeerId, module: ModuleId) -> bool:
         """Whether the peer answers, when asked, that it serves the module. A refusal is no such answer."""
-        try:
-            said = parse_status(await self.transport.ask(peer, Question(QuestionAbout.STATUS), PROBE_TIMEOUT_S))
-        except (Unreachable, Stalled):
-            self.membership.give_up(peer, self.own.clock.monotonic())
-            self.changed.set()
-            return False
-        except PeerError:
-            return False
-        return (said.module, said.state) == (str(module), PeerState.SERVING.name.lower())
+        said = await self._probe(peer)
+        return said is not None and (said.module, said.state) == (str(module), PeerState.SERVING.name.lower())
 
     async def alive(self, modules: Sequence[ModuleId]) -> list[Announcement]:
         """All announcements but those of peers that no longer answer."""
@@ -412,38 +406,22 @@ async def present(
     async with AsyncExitStack() as stack:
         directory = DhtDirectory(settings, identity, run, clock)
         tunnels = RelayTunnels(directory, book.relay_of)
-        transport = GrpcTransport(
-            credentials,
-            book,
-            dispatcher,
-            clock,
-            TransportSettings(listen_host=where.listen, listen_port=where.port),
-            own_record=record.fresh,
-            ways=Ways(Calls(book, clock, record.fresh, lambda: bool(own.addresses)), tunnels),
-        )
-        membership_sync = MembershipSync(own, record, membership, book, events, directory, transport)
-        stack.enter_context(membership_sync.receiving(dispatcher))
+        ways = Ways(Calls(book, clock, record.fresh, lambda: bool(own.addresses)), tunnels)
+        listen = TransportSettings(listen_host=where.listen, listen_port=where.port)
+        transport = GrpcTransport(credentials, book, dispatcher, clock, listen, own_record=record.fresh, ways=ways)
+        sync = MembershipSync(own, record, membership, book, events, directory, transport)
+        stack.enter_context(sync.receiving(dispatcher))
         await stack.enter_async_context(transport)
         host = await asyncio.to_thread(where.told_host, settings.initial_peers)  # names may have to be looked up
         own.addresses = (f"{host}:{transport.port}",)
         await stack.enter_async_context(directory)
         tasks = await stack.enter_async_context(task_scope())
-        running = tasks.create_task(membership_sync.run())
+        running = tasks.create_task(sync.run())
         try:
             introduced = frozenset(PeerId(multiaddr.rpartition("/")[2]) for multiaddr in settings.initial_peers)
+            routes, local = Routes(identity, run), where.local(transport.port)
             yield NetworkSession(
-                run,
-                identity,
-                own,
-                membership_sync,
-                dispatcher,
-                directory,
-                transport,
-                tunnels,
-                book,
-                Routes(identity, run),
-                where.local(transport.port),
-                introduced,
+                run, identity, own, sync, dispatcher, directory, transport, tunnels, book, routes, local, introduced
             )
         finally:
             running.cancel()

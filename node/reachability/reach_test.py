@@ -8,7 +8,7 @@ import logging
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeVar
 
 from node.network.session import address_towards
 from protocol.interfaces.clock import Clock
@@ -37,6 +37,7 @@ MAX_AT_ONCE: Final = 8
 BURST: Final = 16
 REFILL_S: Final = 10.0  # Of one address: enough for a home of nodes that start at once
 
+Got = TypeVar("Got")
 DialBack = Callable[[str, int, bytes], Awaitable[DialBackResult]]
 
 
@@ -88,16 +89,21 @@ def witnesses_of(
     async def ask(port: int) -> list[Attempt]:
         candidates = [a for a in membership.peers() if a.is_reachable and a.state is not PeerState.VISITING]
         choose(candidates)
-        order = scattered(candidates)[:MAX_ASKED]
-        found: list[Attempt] = []
-        while order and len(found) < WITNESSES:
-            wanted = WITNESSES - len(found)
-            now, order = order[:wanted], order[wanted:]
-            answers = await asyncio.gather(*(_ask_one(links, a.peer, port) for a in now))
-            found += [answer for answer in answers if answer is not None]
-        return found
+        order = [a.peer for a in scattered(candidates)][:MAX_ASKED]
+        return await in_waves(order, WITNESSES, lambda peer: _ask_one(links, peer, port))
 
     return ask
+
+
+async def in_waves(
+    peers: Sequence[PeerId], wanted: int, attempt: Callable[[PeerId], Awaitable[Got | None]]
+) -> list[Got]:
+    """Attempts as many at once as are still wanted; returns what was got."""
+    found: list[Got] = []
+    while peers and (missing := wanted - len(found)):
+        now, peers = peers[:missing], peers[missing:]
+        found += [got for got in await asyncio.gather(*map(attempt, now)) if got is not None]
+    return found
 
 
 def scattered(candidates: Sequence[Announcement]) -> list[Announcement]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from node.network.local_peer import LocalPeer
+from node.reachability.reach_test import in_waves
 from protocol.identity.signed_records import decode_announced
 from protocol.interfaces.clock import Clock
 from protocol.interfaces.transport import Question, QuestionAbout
@@ -45,25 +46,20 @@ class Attachments:
         best = by_worth(self.own.peer, self.own.module, known, self._held)
         best = relays_first(best, {a.peer for a in known if a.relay})
         order = sorted(best, key=self._is_avoided)[:MAX_TRIED]
-        held: list[PeerId] = []
-        while order and len(held) < WANTED:
-            wanted = WANTED - len(held)
-            now, order = order[:wanted], order[wanted:]
-            stand = await asyncio.gather(*(self._connect(peer) for peer in now))
-            held += [peer for peer, stands in zip(now, stand, strict=True) if stands]
+        held = await in_waves(order, WANTED, self._connect)
         self._avoided = {peer: until for peer, until in self._avoided.items() if self._is_avoided(peer)}
         self._held = tuple(held)
         return self._held
 
-    async def _connect(self, peer: PeerId) -> bool:
+    async def _connect(self, peer: PeerId) -> PeerId | None:
         try:
             async with asyncio.timeout(self.connect_s):
                 await self.links.connect(peer)
         except (PeerError, TimeoutError) as error:
             log.info("%s cannot be held on to: %s", short(peer), error)
             self._avoided[peer] = self.own.clock.monotonic() + AVOIDED_S
-            return False
-        return True
+            return None
+        return peer
 
     def _is_avoided(self, peer: PeerId) -> bool:
         return self._avoided.get(peer, 0.0) > self.own.clock.monotonic()

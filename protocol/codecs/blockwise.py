@@ -63,10 +63,6 @@ class Blockwise:
     largest_scale: float
 
     @property
-    def largest_value(self) -> float:
-        return self.largest_scale * (8 if self._is_packed else 127)
-
-    @property
     def _is_packed(self) -> bool:
         return self.codec is Codec.INT4
 

@@ -8,7 +8,6 @@ import logging
 import os
 import shutil
 import sys
-from dataclasses import dataclass
 
 from protocol.dht.child import pack, receive
 from protocol.generated import dht_process_pb2
@@ -35,33 +34,47 @@ class _Finished(Exception):
     """Ends the task group: the node closed our stdin, or p2pd is gone."""
 
 
-class ChildTunnels:
-    """Relay, attachments and opened tunnels of this process, which carries their bytes."""
+class _Work:
+    """The DHT's node, and the relay, attachments and opened tunnels of this process, which carries their bytes."""
 
-    def __init__(self, streams: Libp2pStreams, run: RunId, tasks: asyncio.TaskGroup) -> None:
-        self._streams = streams
+    def __init__(self, service: DhtService, run: RunId, tasks: asyncio.TaskGroup) -> None:
+        self._dht = service
+        self._streams = Libp2pStreams(service.daemon)
         self._run = run
         self._tasks = tasks
-        self._service: RelayService | None = None
-        self._opened = OpenTunnels(run, streams.dial, tasks)
+        self._relay: RelayService | None = None
+        self._opened = OpenTunnels(run, self._streams.dial, tasks)
         self._incoming = Incoming(("", 0))
         self._attachments: dict[str, tuple[Attachment, asyncio.Task[None]]] = {}
 
-    @classmethod
-    async def start(
-        cls, streams: Libp2pStreams, start: dht_process_pb2.DhtStart, tasks: asyncio.TaskGroup
-    ) -> ChildTunnels:
-        tunnels = cls(streams, RunId(start.run), tasks)
-        if start.relay_bytes_per_hour:
-            before = read_figures(start.relay_before) if start.HasField("relay_before") else None
-            tunnels._service = RelayService(tunnels._run, RelayLimits(start.relay_bytes_per_hour), before)
-            await streams.take(tunnels._service.serve)
-        return tunnels
+    async def serve_relay(self, start: dht_process_pb2.DhtStart) -> None:
+        before = read_figures(start.relay_before) if start.HasField("relay_before") else None
+        self._relay = RelayService(self._run, RelayLimits(start.relay_bytes_per_hour), before)
+        await self._streams.take(self._relay.serve)
 
-    async def open(self, wish: dht_process_pb2.DhtOpenTunnel) -> int:
-        return await self._opened.open(wish.relay, PeerId(wish.target))
+    async def carry_out(self, request: dht_process_pb2.DhtRequest, reply: dht_process_pb2.DhtReply) -> None:
+        match request.WhichOneof("kind"):
+            case "store":
+                await self._dht.store(request.store)
+            case "find":
+                reply.records.extend(await self._dht.find(list(request.find.keys)))
+            case "status":
+                await self.describe(reply)
+            case "attach":
+                self._attach(request.attach)
+            case "open_tunnel":
+                reply.port = await self._opened.open(request.open_tunnel.relay, PeerId(request.open_tunnel.target))
+            case kind:
+                reply.failed = f"unexpected request {kind}"
 
-    def attach(self, wish: dht_process_pb2.DhtAttach) -> None:
+    async def describe(self, reply: dht_process_pb2.DhtReply) -> None:
+        reply.situation.CopyFrom(await self._dht.situation())
+        if self._relay is not None:
+            reply.situation.relay.CopyFrom(write_figures(self._relay.figures()))
+        for each, _ in self._attachments.values():
+            reply.situation.attachments.add(relay=each.relay, standing=each.standing, reason=each.reason)
+
+    def _attach(self, wish: dht_process_pb2.DhtAttach) -> None:
         """Attaches to exactly these relays; tunnels through others end. Raises ProtocolViolation."""
         host, _, port = wish.local.rpartition(":")
         if len(wish.relays) > MAX_RELAYS or (wish.relays and not (host and port.isdecimal())):
@@ -75,37 +88,6 @@ class ChildTunnels:
                 attachment = Attachment(relay, self._run, self._streams.dial, self._incoming)
                 self._attachments[relay] = (attachment, self._tasks.create_task(attachment.keep()))
 
-    def describe(self, situation: dht_process_pb2.DhtSituation) -> None:
-        if self._service is not None:
-            situation.relay.CopyFrom(write_figures(self._service.figures()))
-        for each, _ in self._attachments.values():
-            situation.attachments.add(relay=each.relay, standing=each.standing, reason=each.reason)
-
-
-@dataclass(frozen=True, slots=True)
-class _Doing:
-    service: DhtService
-    tunnels: ChildTunnels
-
-    async def carry_out(self, request: dht_process_pb2.DhtRequest, reply: dht_process_pb2.DhtReply) -> None:
-        match request.WhichOneof("kind"):
-            case "store":
-                await self.service.store(request.store)
-            case "find":
-                reply.records.extend(await self.service.find(list(request.find.keys)))
-            case "status":
-                await self.describe(reply)
-            case "attach":
-                self.tunnels.attach(request.attach)
-            case "open_tunnel":
-                reply.port = await self.tunnels.open(request.open_tunnel)
-            case kind:
-                reply.failed = f"unexpected request {kind}"
-
-    async def describe(self, reply: dht_process_pb2.DhtReply) -> None:
-        reply.situation.CopyFrom(await self.service.situation())
-        self.tunnels.describe(reply.situation)
-
 
 class _Desk:
     """Takes requests from the node and answers each once, several at a time."""
@@ -116,10 +98,10 @@ class _Desk:
         self._writing = asyncio.Lock()
         self._free = asyncio.Semaphore(MAX_CONCURRENT_REQUESTS)
 
-    async def serve(self, doing: _Doing, tasks: asyncio.TaskGroup) -> None:
+    async def serve(self, work: _Work, tasks: asyncio.TaskGroup) -> None:
         while (request := await self.next()) is not None:
             await self._free.acquire()
-            tasks.create_task(self._answer(doing, request))
+            tasks.create_task(self._answer(work, request))
         raise _Finished("the node closed the pipe")
 
     async def next(self) -> dht_process_pb2.DhtRequest | None:
@@ -131,10 +113,10 @@ class _Desk:
             self._writer.write(data)
             await self._writer.drain()
 
-    async def _answer(self, doing: _Doing, request: dht_process_pb2.DhtRequest) -> None:
+    async def _answer(self, work: _Work, request: dht_process_pb2.DhtRequest) -> None:
         reply = dht_process_pb2.DhtReply(number=request.number)
         try:
-            await doing.carry_out(request, reply)
+            await work.carry_out(request, reply)
         except Exception as error:
             # hivemind has no exceptions of its own for a network that lets it down: it may be anything, assertions
             # included.
@@ -173,12 +155,14 @@ async def _start_and_serve(desk: _Desk, request: dht_process_pb2.DhtRequest) -> 
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(service.stay_joined())
             tasks.create_task(_watch_daemon(service))
-            doing = _Doing(service, await ChildTunnels.start(Libp2pStreams(service.daemon), request.start, tasks))
+            work = _Work(service, RunId(request.start.run), tasks)
+            if request.start.relay_bytes_per_hour:
+                await work.serve_relay(request.start)
             await service.first_join()
             reply = dht_process_pb2.DhtReply(number=request.number)
-            await doing.describe(reply)
+            await work.describe(reply)
             await desk.reply(reply)
-            await desk.serve(doing, tasks)
+            await desk.serve(work, tasks)
     except* _Finished as finished:
         log.info("stopping: %s", finished.exceptions[0])
     finally:

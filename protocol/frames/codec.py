@@ -18,6 +18,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Final, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import DecodeError, Message
 
 from protocol.generated import link_pb2 as wire
 from swarm.vocabulary.averaging_messages import LinkRate
@@ -31,6 +32,7 @@ Around = Any
 MessageType = Any  # A descriptor
 Convert = Callable[[Any, Around], Any]
 Made = TypeVar("Made")
+Parsed = TypeVar("Parsed", bound=Message)
 
 _PARTS_OF_A_SECOND: Final = {"ms": 1000, "us": 1_000_000}
 
@@ -114,6 +116,14 @@ def faultless(made: Made) -> Made:
     if fault is not None:
         raise ProtocolViolation(f"{type(made).__name__}: {fault}")
     return made
+
+
+def parsed(kind: type[Parsed], data: bytes, fault: str) -> Parsed:
+    """The protobuf message in `data`. Raises ProtocolViolation with `fault`."""
+    try:
+        return kind.FromString(data)
+    except (DecodeError, UnicodeDecodeError, ValueError):
+        raise ProtocolViolation(fault) from None
 
 
 def checked_version(version: AnchorVersion) -> AnchorVersion:

@@ -7,8 +7,6 @@ import re
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, NamedTuple, get_args, get_type_hints
 
-from google.protobuf.message import DecodeError
-
 from protocol.frames.codec import (
     Around,
     Converter,
@@ -19,6 +17,7 @@ from protocol.frames.codec import (
     faultless,
     field_converter,
     inner_type,
+    parsed,
     read_enum,
 )
 from protocol.frames.tensors import CHUNK_TAG, Chunk, TensorFrame, decode_chunk, read_header, wire_header
@@ -164,10 +163,7 @@ def decode_hash_list(data: bytes, *, digest: bytes, elements: int, chunk_element
     """Parses a peer's hash list; the caller checks by hashing that it leads to `digest`. Raises ProtocolViolation."""
     if len(data) > MAX_ANSWER_BYTES:
         raise ProtocolViolation(f"hash list: {len(data)} bytes are more than {MAX_ANSWER_BYTES}")
-    try:
-        said = wire.HashList.FromString(data)
-    except DecodeError:
-        raise ProtocolViolation(f"hash list: {len(data)} bytes are none") from None
+    said = parsed(wire.HashList, data, f"hash list: {len(data)} bytes are none")
     if (said.elements, said.chunk_elements) != (elements, chunk_elements):
         raise ProtocolViolation(
             f"hash list: {said.elements} elements in chunks of {said.chunk_elements};"
@@ -373,10 +369,7 @@ def decode(data: bytes) -> Frame:
     if is_chunk(data):
         return decode_chunk(data)
     name = _name_of(data)
-    try:
-        said = getattr(wire.Frame.FromString(data), name)
-    except DecodeError:
-        raise ProtocolViolation(f"{len(data)} bytes are not a frame") from None
+    said = getattr(parsed(wire.Frame, data, f"{len(data)} bytes are not a frame"), name)
     kind = _KINDS[name]
     try:
         message = kind.converter.read(said, None)

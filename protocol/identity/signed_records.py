@@ -8,11 +8,9 @@ import math
 import re
 from collections import OrderedDict
 from collections.abc import Iterator
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
-from google.protobuf.message import DecodeError, Message
-
-from protocol.frames.codec import checked_peer, checked_version
+from protocol.frames.codec import Parsed, checked_peer, checked_version, parsed
 from protocol.generated import records_pb2
 from protocol.identity.certificates import peer_of_certificate
 from protocol.identity.keys import Identity, peer_id_of, verify
@@ -46,8 +44,6 @@ _RUN = re.compile(r"[0-9a-f]{64}")
 _HOST_NAME = re.compile(r"(?=.{1,253}\Z)(?!-)[A-Za-z0-9-]{1,63}(?<!-)(\.(?!-)[A-Za-z0-9-]{1,63}(?<!-))*")
 _PORT = re.compile(r"[1-9][0-9]{0,4}")
 _MULTIADDR = re.compile(r"/[!-~]+")
-
-Parsed = TypeVar("Parsed", bound=Message)
 
 
 def directory_key(run: RunId, module: ModuleId | None) -> str:
@@ -86,8 +82,8 @@ def decode_announced(data: bytes, *, run: RunId, now: float | None) -> Announcem
     if known is not None:
         _check_run_and_time(known, run, now)
         return known
-    envelope = _parse(records_pb2.SignedRecord(), data, "record")
-    announcement = _announcement_of(_parse(records_pb2.Announcement(), envelope.body, "record body"))
+    envelope = _parse(records_pb2.SignedRecord, data, "record")
+    announcement = _announcement_of(_parse(records_pb2.Announcement, envelope.body, "record body"))
     _check_run_and_time(announcement, run, now)
     _check_fields(announcement)
     _check_signature(envelope, announcement)
@@ -111,12 +107,9 @@ def _signed_bytes(announcement: Announcement, body: bytes) -> bytes:
     return _DOMAIN + directory_key(announcement.run, announcement.module).encode() + b"\0" + body
 
 
-def _parse(message: Parsed, data: bytes, what: str) -> Parsed:
+def _parse(kind: type[Parsed], data: bytes, what: str) -> Parsed:
     """Raises ProtocolViolation unless `data` is the one canonical encoding of the message."""
-    try:
-        message.ParseFromString(data)
-    except (DecodeError, UnicodeDecodeError, ValueError):
-        raise ProtocolViolation(f"{what}: not the expected protobuf message") from None
+    message = parsed(kind, data, f"{what}: not the expected protobuf message")
     message.DiscardUnknownFields()
     if message.SerializeToString(deterministic=True) != data:
         raise ProtocolViolation(f"{what}: not in canonical form (unknown, repeated or reordered fields)")

@@ -76,8 +76,7 @@ async def start_daemon(start: dht_process_pb2.DhtStart) -> P2P:
 
 async def any_answers(addresses: list[Multiaddr]) -> bool:
     # After a failed dial p2pd refuses to retry for 5 s, too long for a swarm that starts at once.
-    answers = await asyncio.gather(*(_answers(address) for address in addresses))
-    return any(answers)
+    return any(await asyncio.gather(*map(_answers, addresses)))
 
 
 async def _answers(address: Multiaddr) -> bool:

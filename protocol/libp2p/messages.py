@@ -8,9 +8,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Final
 
-from google.protobuf.message import DecodeError
-
-from protocol.frames.codec import printable
+from protocol.frames.codec import parsed, printable
 from protocol.generated import relay_pb2
 from swarm.vocabulary.errors import ProtocolViolation, Rejected, Unreachable
 from swarm.vocabulary.types import PeerId
@@ -48,11 +46,7 @@ class RelayStream:
             data = await self.reader.readexactly(length)
         except (asyncio.IncompleteReadError, OSError) as error:
             raise Unreachable("the stream ended") from error
-        message = relay_pb2.RelayMessage()
-        try:
-            message.ParseFromString(data)
-        except (DecodeError, UnicodeDecodeError, ValueError):
-            raise ProtocolViolation("relay: bytes on the stream are no message") from None
+        message = parsed(relay_pb2.RelayMessage, data, "relay: bytes on the stream are no message")
         if message.WhichOneof("kind") is None:
             raise ProtocolViolation("relay: a message says nothing that is known")
         return message

@@ -157,9 +157,7 @@ def _receipt_of(message: MicrobatchTensor, refusal: Refusal) -> Receipt:
 
 
 ROUND_TRIP_WEIGHT: Final = 1 / 8  # RFC 6298, section 2
-
 HORIZON_S: Final = 1.0  # Busy time after which a measurement counts 1/e, in seconds
-
 MOST_ON_THE_WAY: Final = 1024  # Tensors in flight that are remembered
 
 
@@ -294,7 +292,16 @@ class Asking:
         """Asks and waits for the answer, and for a place before. Errors as `Transport.ask`."""
         try:
             async with asyncio.timeout(timeout_s), self._places:
-                return await self._ask(question, say)
+                if self._closed is not None:
+                    raise self._closed
+                number, self._next_id = self._next_id, self._next_id % (2**32 - 1) + 1
+                result: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+                self._open[number] = (question.about, result)
+                try:
+                    say(QuestionFrame(number, question))
+                    return await result
+                finally:
+                    del self._open[number]
         except TimeoutError:
             raise Stalled(
                 f"{short(self._peer)} did not answer a {question.about.value} question within {timeout_s:g} s"
@@ -317,18 +324,6 @@ class Asking:
         for _, result in self._open.values():
             if not result.done():
                 result.set_exception(error)
-
-    async def _ask(self, question: Question, say: Callable[[SmallFrame], None]) -> bytes:
-        if self._closed is not None:
-            raise self._closed
-        number, self._next_id = self._next_id, self._next_id % (2**32 - 1) + 1
-        result: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        self._open[number] = (question.about, result)
-        try:
-            say(QuestionFrame(number, question))
-            return await result
-        finally:
-            del self._open[number]
 
 
 @dataclass(slots=True, eq=False)
@@ -354,13 +349,10 @@ class Answering:
         except PeerError as error:
             answer = _refusal(frame, str(error))
         else:
-            answer = (
-                AnswerFrame(frame.id, frame.question.about, content)
-                if len(content) <= MAX_ANSWER_BYTES
-                else _refusal(
-                    frame, f"the answer has {len(content)} bytes, more than the {MAX_ANSWER_BYTES} that travel"
-                )
-            )
+            answer = AnswerFrame(frame.id, frame.question.about, content)
+            if len(content) > MAX_ANSWER_BYTES:
+                why = f"the answer has {len(content)} bytes, more than the {MAX_ANSWER_BYTES} that travel"
+                answer = _refusal(frame, why)
         finally:
             self._open -= 1
         self.say(answer)
