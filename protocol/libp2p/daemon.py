@@ -19,7 +19,7 @@ from hivemind.utils.multiaddr import Multiaddr
 
 from protocol.generated import dht_process_pb2
 from protocol.libp2p import child_process
-from protocol.libp2p.messages import RelayStream
+from protocol.nat.relay import RelayStream
 from swarm.vocabulary.errors import ConfigError, IdentityError, Unreachable
 from swarm.vocabulary.types import PeerId
 
@@ -114,7 +114,7 @@ class Libp2pStreams:
         self._daemon = daemon
 
     async def dial(self, relay: str) -> RelayStream:
-        """Opens a stream; see `protocol.libp2p.messages.Dial`."""
+        """Opens a stream; see `protocol.nat.relay.Dial`."""
         match = _RELAY.fullmatch(relay)
         if match is None:
             raise Unreachable(f"{relay[:128]!r} is not like /ip4/ADDRESS/tcp/PORT/p2p/PEER")

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from protocol.codecs import memory
-from protocol.codecs.memory import buffer_for, to_device, to_host
-from protocol.transport.buffer_pool import BufferPool
+from protocol.codecs.memory import BufferPool, buffer_for, to_device, to_host
 from swarm.vocabulary.errors import ResourceExhausted
 
 CPU = torch.device("cpu")

@@ -9,9 +9,8 @@ from contextlib import asynccontextmanager
 import pytest
 
 from protocol.generated import relay_pb2
-from protocol.libp2p.messages import RelayStream, answer
 from protocol.nat import relay as ends
-from protocol.nat.relay import MAX_INCOMING, Attachment, Incoming, OpenTunnels
+from protocol.nat.relay import MAX_INCOMING, Attachment, Incoming, OpenTunnels, RelayStream, answer
 from swarm.vocabulary.errors import PeerError, ProtocolViolation, Rejected, ResourceExhausted, Unreachable
 from tests.protocol.announcements import RUN
 from tests.protocol.nat.relay_ends import ANNA, BERT, PING, attach, stream_pair

@@ -14,8 +14,7 @@ import pytest
 
 from protocol.interfaces.tensor_spec import DType, TensorSpec
 from protocol.interfaces.transport import Ask, Contact
-from protocol.libp2p.messages import RelayStream
-from protocol.nat.relay import Attachment, Incoming, OpenTunnels, RelayLimits, RelayService
+from protocol.nat.relay import Attachment, Incoming, OpenTunnels, RelayLimits, RelayService, RelayStream
 from protocol.transport.dialer import NoTunnels, Ways
 from swarm.vocabulary.errors import Unreachable
 from swarm.vocabulary.pipeline_messages import Close
