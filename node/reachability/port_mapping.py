@@ -157,14 +157,13 @@ _RESULTS: Final = {
 }
 
 
+@dataclass(frozen=True, eq=False)
 class NatPmp:
     """A `PortMapper` by NAT-PMP (RFC 6886). `gateway` finds the router, `port` is for tests."""
 
-    how = "NAT-PMP"
-
-    def __init__(self, gateway: Callable[[], str | None] = default_gateway, port: int = PORT) -> None:
-        self._gateway = gateway
-        self._port = port
+    how: ClassVar[str] = "NAT-PMP"
+    gateway: Callable[[], str | None] = default_gateway
+    port: int = PORT
 
     def map(self, port: int, external_port: int, lease_s: int) -> Mapping | NotMapped:
         answer = self._ask(_map_request(port, external_port, lease_s), 16)
@@ -184,11 +183,11 @@ class NatPmp:
         return None if isinstance(answer, NotMapped) else socket.inet_ntoa(answer[8:12])
 
     def _ask(self, request: bytes, length: int) -> bytes | NotMapped:
-        gateway = self._gateway()
+        gateway = self.gateway()
         if gateway is None:
             return NotMapped("no default gateway is known")
         try:
-            answer = _exchange(gateway, self._port, request)
+            answer = _exchange(gateway, self.port, request)
         except OSError as error:
             return NotMapped(f"the router at {gateway} does not speak it ({error.strerror or error})")
         if answer is None:

@@ -7,7 +7,7 @@ import ipaddress
 import logging
 import random
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, TypeVar
 
 from node.network.session import address_towards
@@ -38,33 +38,32 @@ BURST: Final = 16
 REFILL_S: Final = 10.0  # Of one address: enough for a home of nodes that start at once
 
 Got = TypeVar("Got")
-DialBack = Callable[[str, int, bytes], Awaitable[DialBackResult]]
 
 
+@dataclass(slots=True, eq=False)
 class Witness:
     """Answers DIAL_BACK questions by dialling the asker's own address, as TLS has proved it."""
 
     # The asker cannot choose the host, so nobody else can be made a target.
 
-    def __init__(self, far_end: Callable[[PeerId], FarEnd | None], clock: Clock, dial: DialBack = dial_back) -> None:
-        self._far_end = far_end
-        self._clock = clock
-        self._dial = dial
-        self._allowance = Allowance(BURST, REFILL_S)
-        self._under_way: set[PeerId] = set()
+    far_end: Callable[[PeerId], FarEnd | None]
+    clock: Clock
+    dial: Callable[[str, int, bytes], Awaitable[DialBackResult]] = dial_back
+    _allowance: Allowance = field(default_factory=lambda: Allowance(BURST, REFILL_S))
+    _under_way: set[PeerId] = field(default_factory=set)
 
     async def answer(self, asker: PeerId, question: Question) -> bytes:
         """Dials the asker back. Raises Busy beyond the limits of the asker, of its address, or of all askers."""
-        end = self._far_end(asker)
+        end = self.far_end(asker)
         if end is None:
             return encode_dial_back(DialBackResult("", DialBackOutcome.NOT_TRIED, "your link has just ended"))
         if asker in self._under_way or len(self._under_way) >= MAX_AT_ONCE:
             raise Busy("a dial-back is under way already; ask again in a few seconds")
-        if not self._allowance.take(end.host, self._clock.monotonic()):
+        if not self._allowance.take(end.host, self.clock.monotonic()):
             raise Busy("your address was dialled often enough; ask again in a minute")
         self._under_way.add(asker)
         try:
-            return encode_dial_back(await self._dial(end.host, question.port, end.certificate))
+            return encode_dial_back(await self.dial(end.host, question.port, end.certificate))
         finally:
             self._under_way.remove(asker)
 

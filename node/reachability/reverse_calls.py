@@ -74,57 +74,55 @@ FOLLOWED_BURST: Final = 4
 FOLLOWED_REFILL_S: Final = 5.0  # Of one caller
 MAX_FOLLOWED_AT_ONCE: Final = 16
 
-Learn = Callable[[PeerId, bytes], None]
 
-
+@dataclass(slots=True, eq=False)
 class Switchboard:
     """Answers CALL and CALLED questions. `learn` makes the caller's record known, so that it can be dialled."""
 
     # A caller names only itself: its own signed record says whom to dial. Both sides limit the rate.
 
-    def __init__(self, run: RunId, own: PeerId, links: GrpcTransport, learn: Learn, clock: Clock) -> None:
-        self._run = run
-        self._own = own
-        self._links = links
-        self._learn = learn
-        self._clock = clock
-        self._passed_on = Allowance(PASSED_ON_BURST, PASSED_ON_REFILL_S)
-        self._followed = Allowance(FOLLOWED_BURST, FOLLOWED_REFILL_S)
-        self._open: Counter[PeerId] = Counter()
-        self._following: set[PeerId] = set()
+    run: RunId
+    own: PeerId
+    links: GrpcTransport
+    learn: Callable[[PeerId, bytes], None]
+    clock: Clock
+    _passed_on: Allowance = field(default_factory=lambda: Allowance(PASSED_ON_BURST, PASSED_ON_REFILL_S))
+    _followed: Allowance = field(default_factory=lambda: Allowance(FOLLOWED_BURST, FOLLOWED_REFILL_S))
+    _open: Counter[PeerId] = field(default_factory=Counter)
+    _following: set[PeerId] = field(default_factory=set)
 
     async def pass_on(self, asker: PeerId, question: Question) -> bytes:
         """Has a linked peer open a link to the asker. Raises Busy, Rejected, or the called peer's error."""
-        end = self._links.far_end(asker)
-        if end is None or not self._passed_on.take(end.host, self._clock.monotonic()):
+        end = self.links.far_end(asker)
+        if end is None or not self._passed_on.take(end.host, self.clock.monotonic()):
             raise Busy("enough calls from your address were passed on; call again in a few seconds")
         if self._read(question.record).peer != asker:
             raise Rejected("the record that came with the call is another peer's")
         called = question.peer
-        if called is None or not self._links.is_linked(called):
+        if called is None or not self.links.is_linked(called):
             raise Rejected("the peer that you call has no link to this one")
         if self._open[called] >= MAX_AT_ONCE_TO_ONE:
             raise Busy("the peer that you call is being called by others; call again in a few seconds")
         self._open[called] += 1
         try:
-            return await self._links.ask(called, Question(QuestionAbout.CALLED, record=question.record), PASS_ON_S)
+            return await self.links.ask(called, Question(QuestionAbout.CALLED, record=question.record), PASS_ON_S)
         finally:
             self._open -= Counter((called,))  # and nothing is kept of 0
 
     async def follow(self, _sender: PeerId, question: Question) -> bytes:
         """Opens a link to the owner of the record unless there is one. Raises Busy, Rejected, or the dial's error."""
         caller = self._read(question.record).peer
-        if self._links.is_linked(caller):
+        if self.links.is_linked(caller):
             return b""
         if caller in self._following or len(self._following) >= MAX_FOLLOWED_AT_ONCE:
             raise Busy("a call is being followed already")
-        if not self._followed.take(caller, self._clock.monotonic()):
+        if not self._followed.take(caller, self.clock.monotonic()):
             raise Busy("this caller was dialled often enough")
-        self._learn(caller, question.record)
+        self.learn(caller, question.record)
         self._following.add(caller)
         try:
             async with asyncio.timeout(FOLLOW_S):
-                await self._links.connect(caller)
+                await self.links.connect(caller)
         except TimeoutError:
             raise Unreachable(f"{short(caller)} could not be connected to within {FOLLOW_S:g} s") from None
         finally:
@@ -133,9 +131,9 @@ class Switchboard:
 
     def _read(self, record: bytes) -> Announcement:
         """Raises ProtocolViolation when the record proves nothing, Rejected when it leads nowhere."""
-        caller = decode_announced(record, run=self._run, now=self._clock.wall())
+        caller = decode_announced(record, run=self.run, now=self.clock.wall())
         if not caller.addresses:
             raise Rejected("whoever calls must be able to be dialled")
-        if caller.peer == self._own:
+        if caller.peer == self.own:
             raise Rejected("a peer does not call itself")
         return caller
