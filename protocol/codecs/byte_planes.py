@@ -71,7 +71,9 @@ def decode(data: Tensor, out: Tensor) -> None:
     decompressor = zstandard.ZstdDecompressor()
     for part in _slices_of(words):
         planes = [_plane(next(bodies), len(part), decompressor) for _ in range(words.itemsize)]
-        _join(planes, part)
+        np.copyto(part, planes[-1])
+        for plane in reversed(planes[:-1]):
+            np.bitwise_or(np.left_shift(part, 8, out=part), plane, out=part)
 
 
 def _bodies_of(octets: Octets, lengths: list[int]) -> Iterator[Octets]:
@@ -109,13 +111,6 @@ def _plane(body: Octets, size: int, decompressor: zstandard.ZstdDecompressor) ->
         return np.frombuffer(decompressor.decompress(body.data, allow_extra_data=False), np.uint8)
     except zstandard.ZstdError as error:
         raise ProtocolViolation(f"a byte plane's body is no Zstandard frame: {error}") from None
-
-
-def _join(planes: list[Octets], part: Words) -> None:
-    """Writes the elements that have these planes, the least significant first."""
-    np.copyto(part, planes[-1])
-    for plane in reversed(planes[:-1]):
-        np.bitwise_or(np.left_shift(part, 8, out=part), plane, out=part)
 
 
 def _words_of(values: Tensor) -> Words:

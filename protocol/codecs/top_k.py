@@ -94,7 +94,9 @@ class TopK:
         check_encoded(levels, LARGEST_LEVEL, self.codec.name)
         lowest, highest = levels[:, :1], levels[:, 1:]
         share = (sizes - lowest).mul_(inverse_of(highest - lowest))
-        codes = torch.bucketize(share, self._borders(x.device), out_int32=True).to(torch.uint8)
+        squares = self._squares(x.device)
+        half_way = (squares[1:] + squares[:-1]).div_(2)
+        codes = torch.bucketize(share, half_way, out_int32=True).to(torch.uint8)
         codes.add_(kept < 0, alpha=self._highest_code + 1)
         levels_out, low, high, codes_out = _parts(out, chunk)
         levels_out.copy_(rounded.view(torch.uint8))
@@ -120,14 +122,6 @@ class TopK:
         most = self._highest_code
         return torch.tensor([code**2 / most**2 for code in range(most + 1)], device=device)
 
-    def _borders(self, device: torch.device) -> Tensor:
-        squares = self._squares(device)
-        return (squares[1:] + squares[:-1]).div_(2)
-
-
-def _extremes(sizes: Tensor) -> Tensor:
-    return torch.stack([sizes.amin(1), sizes.amax(1)], 1)
-
 
 def _two_means(sizes: Tensor) -> Tensor:
     """Of the smaller and of the larger ones: the two numbers nearest to all of them, or nearly."""
@@ -144,7 +138,7 @@ def _two_means(sizes: Tensor) -> Tensor:
     return torch.cat([low, high], 1)
 
 
-TOP_K_4: Final = TopK(Codec.TOP_K_4, _extremes)
+TOP_K_4: Final = TopK(Codec.TOP_K_4, lambda sizes: torch.stack([sizes.amin(1), sizes.amax(1)], 1))
 TOP_K_2: Final = TopK(Codec.TOP_K_2, _two_means)
 
 

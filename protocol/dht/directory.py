@@ -252,7 +252,8 @@ class DhtDirectory:
         start = self._start_message()
         async with running_child(start, self._identity) as (child, situation):
             self._situation = situation
-            self._port = self._port or _port_of(situation.multiaddrs)
+            ports = re.findall(r"/tcp/(\d+)", " ".join(situation.multiaddrs))
+            self._port = self._port or int(ports[0] if ports else 0)
             self._starts += 1
             self._child = child
             try:
@@ -305,11 +306,6 @@ class DhtDirectory:
 
 class _TakesPartAnew(Unreachable):
     pass
-
-
-def _port_of(multiaddrs: Sequence[str]) -> int:
-    ports = [int(found[1]) for multiaddr in multiaddrs if (found := re.search(r"/tcp/(\d+)", multiaddr))]
-    return ports[0] if ports else 0
 
 
 MAX_ATTACHED: Final = 2

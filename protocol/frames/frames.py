@@ -233,10 +233,6 @@ def _write_route(message: MicrobatchTensor | Recall, _: Around) -> dict[str, Any
     return {"route": _ROUTE.write(route, None)}
 
 
-def _write_forward(message: Forward, _: Around) -> dict[str, Any]:
-    return {**_write_route(message, None), "purpose": message.purpose.value}
-
-
 def _read_forward(said: wire.Forward, _: Around) -> Forward:
     route: _Route = _ROUTE.read(said.route, None)
     purpose = read_enum(Purpose, said.purpose, "purpose")
@@ -248,20 +244,16 @@ def _read_routed(kind: type[Backward | Recall], said: wire.Backward | wire.Recal
     return faultless(kind(route.microbatch, route.path, route.position))
 
 
-def _write_settled(message: Settled, _: Around) -> Any:
-    return _SETTLED.write(_Settled(message.microbatch, message.path.hops), None)
-
-
 def _read_settled(said: wire.Settled, _: Around) -> Settled:
     settled: _Settled = _SETTLED.read(said, None)
     return Settled(settled.microbatch, Path(settled.microbatch.data_node, settled.hops))
 
 
 _ALONG_A_PATH: Final[dict[type, Converter]] = {
-    Forward: Converter(_write_forward, _read_forward),
+    Forward: Converter(lambda sent, _: {**_write_route(sent, None), "purpose": sent.purpose.value}, _read_forward),
     Backward: Converter(_write_route, lambda said, _: _read_routed(Backward, said)),
     Recall: Converter(_write_route, lambda said, _: _read_routed(Recall, said)),
-    Settled: Converter(_write_settled, _read_settled),
+    Settled: Converter(lambda sent, _: _SETTLED.write(_Settled(sent.microbatch, sent.path.hops), None), _read_settled),
 }
 
 

@@ -328,16 +328,14 @@ class RelayService:
                     case "ping":
                         await stream.say(message)
                     case "decline":
-                        self._declined(stream.peer, message.decline)
+                        waiting = self._waiting.get(message.decline.number)
+                        if waiting is not None and waiting.target == stream.peer and not waiting.taken.done():
+                            why = printable(message.decline.reason[:MAX_REASON])
+                            waiting.taken.set_exception(Rejected(f"the far end declined: {why}"))
                     case kind:
                         raise ProtocolViolation(f"relay: who is attached said {kind}")
         except TimeoutError:
             raise Unreachable(f"an attachment was silent for {self._limits.idle_s:g} s") from None
-
-    def _declined(self, peer: PeerId, decline: relay_pb2.RelayDecline) -> None:
-        waiting = self._waiting.get(decline.number)
-        if waiting is not None and waiting.target == peer and not waiting.taken.done():
-            waiting.taken.set_exception(Rejected(f"the far end declined: {printable(decline.reason[:MAX_REASON])}"))
 
     async def _accept(self, stream: RelayStream, accept: relay_pb2.RelayAccept) -> None:
         waiting = self._waiting.get(accept.number)
