@@ -43,8 +43,8 @@ class RopeScalingSection(Section):
     """The stretching of the rotary embedding, by which a model reads longer rows than it was first trained on."""
 
     kind: Literal["linear", "llama3"]
-    """`linear` divides every frequency by `factor` (Chen et al. 2023, arXiv:2306.15595); `llama3` only the low ones,
-    and those between by less (Llama 3.1, arXiv:2407.21783). The keys below are only for `llama3`."""
+    """`linear` divides every frequency by `factor` (arXiv:2306.15595); `llama3` mainly the low ones
+    (arXiv:2407.21783)."""
     factor: Annotated[float, Field(ge=1, le=1e6, allow_inf_nan=False)]
     low_frequency_factor: Turns = 1.0
     """What turns less often than this within `original_positions` is divided by the whole factor."""
@@ -64,8 +64,8 @@ class ModelSection(Section):
     """A decoder of the Llama family: RMSNorm, rotary embedding, SwiGLU, grouped-query attention."""
 
     family: Literal["llama", "mistral", "qwen2", "qwen3"] = "llama"
-    """`mistral` computes as `llama` does; `qwen2` adds a bias to queries, keys and values; `qwen3` takes the RMSNorm of
-    each head's queries and keys."""
+    """`mistral` is `llama`; `qwen2` adds biases to queries, keys and values; `qwen3` an RMSNorm of each query and key
+    head."""
     vocabulary: Annotated[int, Field(ge=2, le=1_000_000)]
     """Rows of the embedding; at least the tokenizer's size."""
     hidden: Annotated[int, Field(ge=8, le=65_536)]
@@ -90,8 +90,7 @@ class ModelSection(Section):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Element type of hidden states on the wire and of the matrix products; parameters are kept in float32."""
     attention: Literal["causal", "documents"] = "causal"
-    """`documents`: a token sees the earlier ones of its own document, and microbatches are whole documents, of equal
-    cost. `causal`: the text is one stream cut into rows, and a token sees all that is before it in its row."""
+    """`documents`: microbatches are whole documents, masked from each other. `causal`: rows of one stream of text."""
     added_later: ClassVar[frozenset[str]] = frozenset(
         {
             "attention",
@@ -148,8 +147,7 @@ def block_parameters(model: ModelSection) -> int:
 
 
 def quadratic_share(model: ModelSection) -> float:
-    """The cost of a document's attention in tokens per squared token, by operations of a block (arXiv:2001.08361,
-    2.1)."""
+    """The cost of a document's attention in tokens per squared token, by operations (arXiv:2001.08361, 2.1)."""
     return model.query_size / block_parameters(model)
 
 
@@ -158,9 +156,8 @@ def document_cost(model: ModelSection, tokens: int) -> float:
 
 
 class InnerSection(Section):
-    """The inner optimizer and its hyperparameters. `soap` (Vyas et al. 2024, arXiv:2409.11321) and `muon` (Jordan et
-    al. 2024; Liu et al. 2025, arXiv:2502.16982) move the matrices of the blocks; the embedding, the head and the norms
-    are AdamW's in any case, with the same learning rate and decay."""
+    """The inner optimizer. `soap` (arXiv:2409.11321) and `muon` (arXiv:2502.16982) move block matrices; the rest is
+    AdamW's."""
 
     name: Literal["adamw", "soap", "muon"] = "adamw"
     learning_rate: Rate = 1e-3
@@ -176,11 +173,9 @@ class InnerSection(Section):
     refresh_steps: Annotated[int, Field(ge=1, le=1_000_000)] = 10
     """Of `soap`: a matrix's basis is refreshed every so many inner steps."""
     refresh_lag: Annotated[int, Field(ge=1, le=1_000_000)] = 2
-    """Of `soap`: so many inner steps later, at most `refresh_steps`, a refreshed basis is used; in between peers
-    compute it in idle time. 1 is the published algorithm."""
+    """Of `soap`: inner steps until a refreshed basis is used, at most `refresh_steps`. 1 is the published algorithm."""
     largest_side: Annotated[int, Field(ge=8, le=65_536)] = 2048
-    """Of `soap`: longer sides of a matrix have no basis. A refresh takes time by the cube of a side, and its memory by
-    the square."""
+    """Of `soap`: longer sides of a matrix have no basis. A refresh takes time by the cube of a side."""
     added_later: ClassVar[frozenset[str]] = frozenset({"momentum", "refresh_steps", "refresh_lag", "largest_side"})
 
     @model_validator(mode="after")
@@ -191,8 +186,8 @@ class InnerSection(Section):
 
 
 class ScheduleSection(Section):
-    """Learning rate over the tokens that the run has trained on: linear warm-up, then as `kind` says, down to
-    `final_ratio` of the peak."""
+    """Learning rate over the tokens of the run: linear warm-up, then as `kind` says, down to `final_ratio` of the
+    peak."""
 
     kind: Literal["constant", "cosine", "linear"] = "cosine"
     warmup_steps: Annotated[int, Field(ge=0)] = 20
@@ -203,8 +198,7 @@ class ScheduleSection(Section):
     warmup_tokens: Annotated[int, Field(ge=0)] | None = None
     """The peak is reached after this many tokens of the whole run."""
     total_tokens: Positive | None = None
-    """The end is reached after this many tokens of the whole run, whatever the number of replicas and of stages that
-    paths visit. Replaces `total_steps`."""
+    """The end is reached after this many tokens of the whole run. Replaces `total_steps`."""
     added_later: ClassVar[frozenset[str]] = frozenset({"warmup_tokens", "total_tokens"})
 
     @model_validator(mode="after")
@@ -240,12 +234,10 @@ class TrainingSection(Section):
     round_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 900.0
     """A round is due after so long at the latest, however few inner steps were taken, provided that there were any."""
     fragments: Annotated[int, Field(ge=1, le=MAX_FRAGMENTS)] = 1
-    """Parts of a module that are averaged at staggered times; each is due after `inner_steps`, so rounds come this much
-    more often."""
+    """Parts of a module that are averaged at staggered times, each after `inner_steps`."""
     staleness: Annotated[int, Field(ge=0, le=64)] = 0
-    """How many inner steps a data node may run ahead of its slowest microbatch. 0 waits for every microbatch of a step
-    before the next one starts, which makes a swarm reproduce one process; 1 and more keep the pipeline full across
-    steps."""
+    """Inner steps that a data node may run ahead of its slowest microbatch. 0 reproduces one process; 1 fills the
+    pipeline."""
     inner: InnerSection = InnerSection()
     schedule: ScheduleSection = ScheduleSection()
     outer: OuterSection = OuterSection()
@@ -269,8 +261,7 @@ MAX_DOTS_PER_LINE = 64
 """tomllib takes quadratic time over deeply dotted keys."""
 MAX_DEPTH = 8
 DEFAULT_PREFIX: Final = 256
-"""Tokens of a document that its route is chosen by: of bytes a few lines, which tell code from prose and one kind of
-prose from another."""
+"""Tokens of a document that choose its route: a few lines tell code from prose."""
 SOURCES: Final = (
     "`python-stdlib`, `path:FILE-OR-FOLDER`, `tokens:FOLDER` and `huggingface:OWNER/NAME[:CONFIG[:SPLIT[:COLUMN]]]`"
 )
@@ -288,18 +279,15 @@ class StagesSection(Section):
     """The cut of the model into stages, and the paths that are allowed."""
 
     blocks: Annotated[tuple[Annotated[int, Field(ge=0, le=1024)], ...], Field(min_length=1, max_length=MAX_STAGES)]
-    """Transformer blocks of each stage. Stage 0 also has the embedding, the final norm, the head and the loss; it may
-    have 0."""
+    """Transformer blocks of each stage. Stage 0 also has the embedding, the head and the loss; it may have 0."""
     experts: Experts | Annotated[tuple[Experts, ...], Field(min_length=1, max_length=MAX_STAGES)] = 1
-    """Modules at each stage but stage 0, which has one: a number for all of them, or one for each stage, the first of
-    which is 1. A document is routed to one of them at each stage."""
+    """Modules at each stage but stage 0: one number, or one for each stage, the first of which is 1."""
     per_path: Annotated[int, Field(ge=0, le=MAX_STAGES)] | None = None
     """Stages besides stage 0 that one path visits; all of them when absent."""
     reordering: Literal["none", "adjacent"] = "none"
     """`adjacent` lets a path visit two neighbouring stages in the other order (SkipPipe's rule)."""
     visit_ratio: Annotated[float, Field(ge=1, le=MAX_VISIT_RATIO, allow_inf_nan=False)] = 1.0
-    """How many times as often as another one a stage after stage 0 may be visited, where paths skip some: above 1, weak
-    stages are visited less and hold up the others less. 1 keeps visits equal."""
+    """Largest ratio of visits between two stages after stage 0. Above 1, weak stages are visited less."""
     added_later: ClassVar[frozenset[str]] = frozenset({"visit_ratio"})
 
     @property
@@ -351,17 +339,15 @@ class FilesSection(Section):
     bytes: Annotated[int, Field(ge=1, lt=2**63)]
     """Of all files together."""
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-    """Of every file's name and size, in the order of names. Not of what is in them, which would have to be read whole
-    at every start."""
+    """Of every file's name and size, in the order of names."""
 
 
 class DataSection(Section):
     """The source of text. Every data node reads the same source and takes its share of the documents."""
 
     source: Annotated[str, Field(min_length=1, max_length=512)] = "python-stdlib"
-    """`python-stdlib`, `path:FILE-OR-FOLDER`, `tokens:FOLDER` (shards of tokens, as `skipstone tokenize` makes
-    them), or `huggingface:OWNER/NAME[:CONFIG[:SPLIT[:COLUMN]]]`. A path says where the author has the text; whoever
-    joins by link says with --text where it lies there."""
+    """`python-stdlib`, `path:...` or `tokens:FOLDER` (others give their copy by --text), or
+    `huggingface:OWNER/NAME[:CONFIG[:SPLIT[:COLUMN]]]`."""
     files: FilesSection | None = None
     """Only of `path:` and `tokens:`; `skipstone new` writes it."""
     tokenizer: Annotated[str, Field(pattern=r"^(bytes|file:.+)$", max_length=512)] = "bytes"
@@ -371,14 +357,11 @@ class DataSection(Section):
     held_out: Share = 0.02
     """Share of the documents that is never trained on."""
     labels: Literal["all", "assistant"] = "all"
-    """The tokens that the model learns to predict. `assistant`: documents are conversations (JSON Lines with
-    `messages`, or a column of that name), written in ChatML, and only what the assistant says is predicted."""
+    """The tokens that the model learns to predict. `assistant`: what the assistant says in conversations (ChatML)."""
     revision: Annotated[str, Field(pattern=r"^[0-9a-f]{40}$")] | None = None
-    """Only of `huggingface:`: the commit of the data set, so that all data nodes read the same; `skipstone new` writes
-    it."""
+    """Only of `huggingface:`: the commit of the data set; `skipstone new` writes it."""
     dealt_by: Literal["documents", "files"] = "documents"
-    """`files` for `huggingface:`: an epoch walks the data set file by file, each in its own order, and data nodes are
-    dealt whole files where there are enough. `documents` for all others: documents of the whole text are shuffled."""
+    """`files` for `huggingface:`: data nodes walk the data set file by file. `documents` for all others: shuffled."""
     added_later: ClassVar[frozenset[str]] = frozenset({"labels", "revision", "dealt_by"})
 
     @property
@@ -430,21 +413,16 @@ class DataSection(Section):
 
 
 class CodecSection(Section):
-    """The strongest compression allowed for each kind of traffic. Peers compress hidden states and their gradients only
-    as far as a link needs it.
-    """
+    """The strongest compression of each kind of traffic. Microbatches use it only as far as a link needs it."""
 
     activations: Literal["none", "bf16", "int8", "int4"] = "none"
     """Hidden states between stages."""
     gradients: Literal["none", "bf16", "int8", "int4"] = "none"
     """Their gradients."""
     pseudo_gradients: Literal["none", "bf16", "int8", "int4", "top_k_4", "top_k_2"] = "none"
-    """What replicas send each other in a round, whatever the link: `int8` is 3.88 times smaller, with a relative error
-    of 6.5e-3. Of a contribution as `int4`, or one of the sparse ones (whose means come back as `int4`), what is left
-    out stays in the replica."""
+    """Between replicas in a round. `int4` and the sparse ones keep what is left out in the replica."""
     state: Literal["none", "planes"] = "planes"
-    """Of what newcomers download, which is lossless either way: `planes` lets it be shortened by a sixth where the link
-    is slow."""
+    """What newcomers download. `planes` shortens it without loss by a sixth where the link is slow."""
 
     @field_validator("activations", "gradients", mode="before")
     @classmethod
@@ -474,8 +452,7 @@ class StartSection(Section):
     """The existing model from which the run starts, as `skipstone new --from-model` has cut it."""
 
     modules: Annotated[tuple[HexDigest, ...], Field(min_length=1, max_length=MAX_STAGES)]
-    """The digest of each stage's first anchor, in order of stage: BLAKE3, as of the anchor that a round leads to. All
-    experts of a stage start alike. Who has the model's folder cuts a module from it; all others fetch it from peers."""
+    """BLAKE3 of each stage's first anchor, in order of stage. All experts of a stage start alike."""
 
 
 class Manifest(Section):
