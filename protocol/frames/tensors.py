@@ -230,15 +230,13 @@ class OutgoingTransfer:
         return encode_chunk(self.number, self._next, self._data[start : start + self._chunk_bytes])
 
 
+@dataclass(slots=True, eq=False)
 class Arrival:
     """Counts and checks the chunks of one transfer and swallows them; `Assembly` also takes the data."""
 
-    __slots__ = ("_chunk_bytes", "_received", "frame")
-
-    def __init__(self, frame: TensorFrame, received: int = 0, chunk_bytes: int = 0) -> None:
-        self.frame = frame
-        self._received = received
-        self._chunk_bytes = chunk_bytes
+    frame: TensorFrame
+    _received: int = 0
+    _chunk_bytes: int = 0
 
     @property
     def complete(self) -> bool:
