@@ -122,7 +122,7 @@ def bare_process(connection: Connection, count: int, size_bytes: int) -> None:
     from benchmarks.transport import END_OF_BATCH, LONGEST_MESSAGE, dialled, echo_batches
     from protocol.identity.certificates import make_credentials
     from protocol.identity.keys import Identity
-    from protocol.interfaces.directory import Contact
+    from protocol.interfaces.transport import Contact
     from protocol.transport.grpc_streams import DialledStream, make_server
 
     identity = Identity.generate()

@@ -33,7 +33,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from protocol.codecs import decode, encode
-from protocol.codecs.host_memory import buffer_for
+from protocol.codecs.memory import buffer_for
 from protocol.manifest.manifest import Manifest, manifest_from_table
 from swarm.vocabulary.types import Codec, MicrobatchId, ModuleId, PeerId
 

@@ -40,7 +40,7 @@ from node.runtime.malloc import keep_freed_memory
 from protocol.identity.certificates import make_credentials
 from protocol.identity.keys import Identity
 from protocol.interfaces.clock import SystemClock
-from protocol.interfaces.directory import Contact
+from protocol.interfaces.transport import Contact
 from protocol.transport.grpc_transport import GrpcTransport
 from protocol.transport.settings import TransportSettings
 from swarm.vocabulary.types import AnchorVersion

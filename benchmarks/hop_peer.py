@@ -22,7 +22,7 @@ from node.concurrency.compute_thread import ComputeThread
 from node.model.optimizer import Accumulator, InnerOptimizer, StepFigures
 from node.network.dispatcher import Dispatcher
 from node.network.local_peer import LocalPeer, OwnRecord
-from node.network.membership_sync import KnownPeers
+from node.network.session import KnownPeers
 from node.pipeline.admission import Admission, hidden_tensor
 from node.pipeline.runner import Job, LinkCodecs, MicrobatchRunner, Output, PathEnds, Worker, WorkerThread
 from node.pipeline.tensor_io import Wire, receive_buffers

@@ -42,8 +42,7 @@ from node.model.blocks import Linear
 from node.model.device import flush_denormals
 from node.model.optimizers.adamw import AdamW
 from node.model.parts import build_block_stack
-from protocol.manifest.manifest import Manifest
-from protocol.manifest.training import InnerSection
+from protocol.manifest.manifest import InnerSection, Manifest
 from swarm.pipeline.custody_events import Work
 from swarm.vocabulary.types import ModuleId, PeerId
 

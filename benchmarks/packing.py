@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import kit
 from benchmarks.kit import run_of, tell
 from node.data.packing import BLOCK_MICROBATCHES, MOST_DOCUMENTS, tokens_of_block, tokens_of_last
-from protocol.manifest.model import quadratic_share
+from protocol.manifest.manifest import quadratic_share
 from swarm.workload.packing import Room, pack_and_end
 
 WINDOW: Final = 8

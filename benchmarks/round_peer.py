@@ -33,8 +33,7 @@ from protocol.identity.certificates import make_credentials
 from protocol.identity.keys import Identity
 from protocol.identity.signatures import EntrySeal, PieceSignatures
 from protocol.interfaces.clock import SystemClock
-from protocol.interfaces.directory import Contact
-from protocol.interfaces.transport import Question, QuestionAbout
+from protocol.interfaces.transport import Contact, Question, QuestionAbout
 from protocol.transport.grpc_transport import GrpcTransport
 from protocol.transport.settings import TransportSettings
 from swarm.averaging.round_events import Caught, OtherReplica, RoundRules

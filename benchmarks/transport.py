@@ -29,9 +29,8 @@ from node.runtime.malloc import keep_freed_memory
 from protocol.identity.certificates import TlsCredentials, make_credentials
 from protocol.identity.keys import Identity
 from protocol.interfaces.clock import SystemClock
-from protocol.interfaces.directory import Contact
 from protocol.interfaces.tensor_spec import DType, TensorSpec
-from protocol.interfaces.transport import Question, Topic
+from protocol.interfaces.transport import Contact, Question, Topic
 from protocol.transport.grpc_streams import AcceptedStream, DialledStream, make_server, open_channel
 from protocol.transport.grpc_transport import GrpcTransport
 from protocol.transport.settings import TransportSettings

@@ -34,8 +34,7 @@ from node.local_swarm.setup import LocalSwarmOptions, Place
 from node.pipeline.runner import Job
 from node.pipeline.worker import HopWorker
 from node.solo.trainer import SoloTrainer, WholeModel, evaluate
-from protocol.manifest.manifest import Manifest
-from protocol.manifest.model import quadratic_share
+from protocol.manifest.manifest import Manifest, quadratic_share
 from swarm.pipeline.custody_events import Work
 from swarm.workload.microbatch_sizes import Size
 from swarm.workload.packing import Piece
@@ -100,7 +99,7 @@ class Spec:
     token_s: float = 0.0
     """Forward time of one token without attention; 0: the device is not emulated."""
     share: float = 0.0
-    """`protocol.manifest.model.quadratic_share`."""
+    """`protocol.manifest.manifest.quadratic_share`."""
     tokens: int = 0
     """Of a microbatch that is rows of one stream."""
     sequence: int = 0

@@ -1,5 +1,4 @@
-"""Bytes: identity, certificates, manifest, signed records, frames, gRPC transport, DHT. Of `swarm` it imports the
-vocabulary only."""
+"""Bytes: identity, certificates, manifest, signed records, frames, gRPC transport, DHT."""
 
 import os
 

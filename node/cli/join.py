@@ -91,7 +91,7 @@ def _experts(stages: StagesSection) -> str:
 
 def _parameters(manifest: Manifest) -> int:
     """Of all modules together; in figures, because a manifest may describe a model that nobody could build."""
-    from protocol.manifest.model import block_parameters
+    from protocol.manifest.manifest import block_parameters
 
     model, blocks = manifest.model, manifest.stages.blocks
     apart = sum(own * experts for own, experts in zip(blocks, manifest.stages.experts_of_each, strict=True))

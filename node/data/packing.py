@@ -29,8 +29,7 @@ from node.data.documents import Fragment, Place, permutation
 from node.data.labels import UNSCORED
 from node.data.tokenizers import Tokens
 from node.experts.router import DocumentRouter, even_bias
-from protocol.manifest.manifest import Manifest
-from protocol.manifest.model import document_cost, quadratic_share
+from protocol.manifest.manifest import Manifest, document_cost, quadratic_share
 from swarm.experts.routes import best_route, in_shares
 from swarm.vocabulary.types import Affinity, Route
 from swarm.workload.microbatch_sizes import Size

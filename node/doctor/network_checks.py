@@ -12,8 +12,7 @@ from node.doctor.finding import Finding, Level, bounded_async
 from node.network.reach_status import ReachMode, ReachStep, Standing, held_by
 from node.network.session import NetworkSession, visit
 from node.observability.status import parse_status
-from node.reachability.ladder import climb
-from node.reachability.monitor import ways_to_map
+from node.reachability.monitor import climb, ways_to_map
 from node.reachability.port_mapping import Router
 from node.reachability.reach_test import witnesses_of
 from node.reachability.reverse_calls import Attachments

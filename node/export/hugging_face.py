@@ -23,8 +23,7 @@ from typing import Any, Final
 
 from node.model.shapes import Shape, parameter_bytes, parameter_shapes
 from node.observability.version import installed_version
-from protocol.manifest.manifest import Manifest
-from protocol.manifest.model import ModelSection
+from protocol.manifest.manifest import Manifest, ModelSection
 from protocol.manifest.signing import SignedManifest
 from swarm.vocabulary.types import ModuleId
 

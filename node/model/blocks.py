@@ -1,5 +1,5 @@
 """The transformer block of the Llama family, named and computed as Hugging Face's LlamaForCausalLM does, and those of
-Mistral, Qwen2 and Qwen3, which differ from it in biases and norms (`protocol.manifest.model.ModelSection`).
+Mistral, Qwen2 and Qwen3, which differ from it in biases and norms (`protocol.manifest.manifest.ModelSection`).
 
 Parameters are float32 and every product casts them to the element type of its input, so the caller chooses the
 precision by what it passes in: float32 hidden states give float32 products, bfloat16 ones bfloat16 products. An
@@ -26,7 +26,7 @@ from node.model.cut_documents import CutDocuments
 from node.model.document_attention import document_attention
 from node.model.packed.narrow_copy import Narrow
 from node.model.packed.split_weight import SplitWeight
-from protocol.manifest.model import ModelSection
+from protocol.manifest.manifest import ModelSection
 
 Documents = tuple[int, ...] | CutDocuments
 """The tokens of each document of the only row; nothing where rows are of one stream. Or a device's pieces of some."""

@@ -15,7 +15,7 @@ from swarm.pipeline.custody import DEFAULT_SLOTS
 from swarm.vocabulary.types import Reasoned
 
 if TYPE_CHECKING:
-    from protocol.manifest.training import InnerSection
+    from protocol.manifest.manifest import InnerSection
 
 
 class MomentType(enum.Enum):

@@ -29,8 +29,7 @@ from node.model.optimizers.inner_rule import AtDeadline, InnerRule, ParameterSta
 from node.model.optimizers.muon import Muon
 from node.model.optimizers.soap import Soap
 from node.model.shapes import demand_of, has_eight_bits, is_block_matrix
-from protocol.manifest.manifest import Manifest
-from protocol.manifest.training import InnerSection, ScheduleSection, TrainingSection
+from protocol.manifest.manifest import InnerSection, Manifest, ScheduleSection, TrainingSection
 from swarm.vocabulary.errors import SkipstoneError, StateError
 from swarm.vocabulary.types import MicrobatchId, ModuleId
 from swarm.workload.step_rule import StepRule

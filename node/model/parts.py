@@ -18,8 +18,7 @@ from node.model.blocks import Block, Documents, Embedding, Linear, RMSNorm, Rota
 from node.model.head_loss import SummedLoss
 from node.model.initialization import initialise
 from node.model.shapes import EMBEDDING
-from protocol.manifest.manifest import Manifest
-from protocol.manifest.model import ModelSection
+from protocol.manifest.manifest import Manifest, ModelSection
 from swarm.vocabulary.types import ModuleId
 
 LOGITS_AT_ONCE: Final = 2**25

@@ -8,8 +8,7 @@ import math
 from collections.abc import Mapping
 from typing import Final
 
-from protocol.manifest.manifest import Manifest
-from protocol.manifest.model import ModelSection
+from protocol.manifest.manifest import Manifest, ModelSection
 from swarm.vocabulary.types import ModuleId
 
 Shape = tuple[int, ...]

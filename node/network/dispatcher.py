@@ -9,34 +9,24 @@ from typing import Any, Final, Protocol, get_args
 
 from node.network.local_peer import LocalPeer
 from protocol.interfaces.tensor_spec import TensorSpec
-from protocol.interfaces.transport import Question, QuestionAbout, Refusal, Topic
+from protocol.interfaces.transport import TOPICS, Question, QuestionAbout, Refusal, Topic
 from swarm.membership.membership import Membership
-from swarm.vocabulary.averaging_messages import RoundControl, RoundPiece, StateControl
+from swarm.vocabulary.averaging_messages import RoundPiece
 from swarm.vocabulary.errors import PeerError, Rejected
-from swarm.vocabulary.pipeline_messages import ControlMessage, MicrobatchControl, TensorMessage
+from swarm.vocabulary.pipeline_messages import ControlMessage, TensorMessage
 from swarm.vocabulary.types import PeerId
 
 Answer = Callable[[PeerId, Question], Awaitable[bytes]]
-"""Answers a peer's question, as `protocol.interfaces.transport.LinkHandler.answer`."""
 Receive = Callable[[PeerId, Any], None]
-"""Takes in a small message from a peer."""
 Kinds = type | UnionType
 
 NONE: Final[Mapping[Any, Any]] = MappingProxyType({})
-TYPES: Final = {
-    Topic.MICROBATCHES: frozenset(get_args(MicrobatchControl)),
-    Topic.ROUNDS: frozenset(get_args(RoundControl)),
-    Topic.STATE: frozenset(get_args(StateControl)),
-}
-"""The types of the small messages about each topic."""
 
 
 class TensorReceiver(Protocol):
     """The receiver of tensors of some types of messages. As `protocol.interfaces.transport.LinkHandler`."""
 
-    def admit(self, sender: PeerId, message: Any, tensor: TensorSpec) -> memoryview | Refusal:
-        """Admits or refuses a tensor by its header. Raises ProtocolViolation."""
-        ...
+    def admit(self, sender: PeerId, message: Any, tensor: TensorSpec) -> memoryview | Refusal: ...
 
     def received(self, sender: PeerId, message: Any, tensor: TensorSpec, buffer: memoryview) -> None: ...
 
@@ -112,7 +102,7 @@ class Dispatcher:
         return known is not None and known.module is not None
 
     def minds(self, sender: PeerId, topic: Topic) -> bool:
-        if self._messages.keys().isdisjoint(TYPES[topic]):
+        if self._messages.keys().isdisjoint(TOPICS[topic]):
             return False
         match topic:
             case Topic.MICROBATCHES | Topic.STATE:  # visitors fetch state, too

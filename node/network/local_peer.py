@@ -34,21 +34,14 @@ class LocalPeer:
     steps: int = 0
     anchor: AnchorVersion | None = None
     reach: Standing = NOT_LOOKED
-    via: tuple[PeerId, ...] = ()
-    """Through whom it can be called while it has no addresses."""
-    relay: str = ""
-    """The multiaddr at which it serves tunnels for others; empty when it does not."""
-    memory_bytes: int = 0
-    """The room that it has for a module (`swarm.membership.room.Room.announced`), of the machine's memory."""
-    device_bytes: int = 0
-    """Of its compute device's own."""
-    visits: Callable[[], tuple[int, ...]] = tuple
-    """Launched visits by stage, of a data node."""
-    incarnation: int = field(init=False)
-    """When this life began, for others to tell it from the one before."""
+    via: tuple[PeerId, ...] = ()  # Peers that can call it
+    relay: str = ""  # Multiaddr at which it serves tunnels; or empty
+    memory_bytes: int = 0  # For a module (`Room.announced`), of the machine
+    device_bytes: int = 0  # Of its compute device
+    visits: Callable[[], tuple[int, ...]] = tuple  # Launched by stage, of a data node
+    incarnation: int = field(init=False)  # Start of this life
     _sequence: int = field(default=0, init=False)
-    _began: float = field(init=False)
-    """By the clock that never goes back."""
+    _began: float = field(init=False)  # Monotonic
 
     def __post_init__(self) -> None:
         self.incarnation = max(1, int(self.clock.wall() * 1000))
@@ -97,10 +90,8 @@ class OwnRecord:
     def __init__(self, own: LocalPeer, identity: Identity) -> None:
         self._own = own
         self._identity = identity
-        self._last = b""
-        """The last one that could be encoded; none before the first."""
+        self._last = b""  # The last encodable one
         self.is_encodable = True
-        """Whether how things are could be said the last time."""
 
     def fresh(self) -> bytes:
         """A new signed record, or the last one while the state cannot be encoded."""

@@ -23,10 +23,8 @@ _ROUTE: Final = re.compile(r"[0-9]{1,4}\.[0-9]{1,4}(,[0-9]{1,4}\.[0-9]{1,4}){0,1
 class AskedPaths:
     """The paths of an evaluation: which stages of a model are to be run."""
 
-    stages_per_path: int | None = None
-    """Of those after stage 0; None for all of them."""
-    every_subset: bool = False
-    """The whole ring of evenly spread choices, and not only the first."""
+    stages_per_path: int | None = None  # None: all
+    every_subset: bool = False  # All evenly spread choices, not only the first
 
     def of(self, manifest: Manifest) -> tuple[tuple[int, ...], ...]:
         """The paths through the stages after stage 0 of each. Raises ConfigError: the run has not so many stages."""
@@ -38,26 +36,18 @@ WHOLE_MODEL: Final = AskedPaths()
 
 @dataclass(frozen=True, slots=True)
 class RouteLoss:
-    """Held-out loss of the text of one route."""
-
-    loss: float
-    """Nats per token."""
+    loss: float  # Nats per token
     tokens: int
     microbatches: int
 
 
 @dataclass(frozen=True, slots=True)
-class HeldOutLoss:
+class HeldOutLoss(RouteLoss):
     """Held-out loss on one path."""
 
-    loss: float
-    """Nats per token."""
-    tokens: int
-    microbatches: int
-    sizes: SizeSummary | None = None
-    """Of the text's microbatches; None where nobody says."""
+    sizes: SizeSummary | None = None  # Number of microbatches, if known
     routes: Mapping[str, RouteLoss] = field(default_factory=dict)
-    """Of each route of the text, such as `1.0,2.1`; empty in a run without experts."""
+    """Of each route, such as `1.0,2.1`; empty without experts."""
 
 
 def summed_loss(losses: Sequence[tuple[float, int]]) -> RouteLoss:
@@ -93,7 +83,6 @@ def loss_report(measured: Sequence[tuple[tuple[int, ...], HeldOutLoss]]) -> dict
 
 
 def answer_of(measured: HeldOutLoss) -> dict[str, Any]:
-    """The figures as JSON, without what there is not."""
     return {key: value for key, value in to_json(measured).items() if value or key not in ("sizes", "routes")}
 
 

@@ -1,8 +1,4 @@
-"""The exchange of the run's files between peers: its router and its tokenizer.
-
-A peer that has a file answers questions about it. A peer that needs one asks others until one gives the file that the
-manifest names.
-"""
+"""The exchange of the run's files between peers: its router and its tokenizer."""
 
 from __future__ import annotations
 
@@ -19,18 +15,13 @@ from protocol.manifest.manifest import Manifest
 from swarm.vocabulary.errors import ProtocolViolation, Stalled, StateError
 from swarm.vocabulary.types import PeerId
 
-PEERS_AT_ONCE: Final = 2
-"""Peers that are asked for the tokenizer at once: a slow or lying one delays nobody, half of the bytes are wasted."""
-PIECES_AT_ONCE: Final = 4
-"""Half of the questions that may be open to a peer."""
-WHOLE_S: Final = 300.0
-"""Timeout for a whole tokenizer from one peer, in seconds: 20 MB, as large as today's are, at 70 kB/s."""
+PEERS_AT_ONCE: Final = 2  # A slow or lying one delays nothing; half of the bytes are wasted
+PIECES_AT_ONCE: Final = 4  # Half of the questions that may be open to a peer
+WHOLE_S: Final = 300.0  # 20 MB, as large as today's are, at 70 kB/s
 
 
 async def fetch_router(session: NetworkSession, manifest: Manifest, patience_s: float) -> Router | None:
-    """Asks the visible peers for the router, several at once; None when the run has none. Raises Unreachable: no peer
-    gave it within `patience_s` seconds.
-    """
+    """Asks the visible peers for the router; None if the run has none. Raises Unreachable after `patience_s`."""
     if manifest.routing is None:
         return None
 
@@ -45,9 +36,7 @@ async def fetch_router(session: NetworkSession, manifest: Manifest, patience_s: 
 
 
 async def fetch_tokenizer(session: NetworkSession, sha256: str, patience_s: float) -> bytes:
-    """Asks the visible peers for the tokenizer's file. A peer that gave another file is not asked again. Raises
-    Unreachable: no peer gave it within `patience_s` seconds (and the time that the last ones asked took).
-    """
+    """Asks the visible peers for the tokenizer's file, each liar once. Raises Unreachable after `patience_s`."""
     liars = set[PeerId]()
 
     async def ask(peer: PeerId) -> bytes:

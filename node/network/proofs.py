@@ -14,14 +14,10 @@ from swarm.membership.rebalancing import LEAST_VOUCHED, proven_by
 from swarm.vocabulary.errors import PeerError
 from swarm.vocabulary.types import MicrobatchId, ModuleId, PeerId
 
-REMEMBERED_MICROBATCHES: Final = 1024
-"""The last ones computed here: whose they were, is asked."""
+REMEMBERED_MICROBATCHES: Final = 1024  # Remembered so that their data nodes are asked
 ASKED_DATA_NODES: Final = 8
-"""Those with most of them."""
-MAX_VOUCHED: Final = 256
-"""Peers that one data node can name."""
-MOST: Final = 0.5
-"""Of all data nodes, where none has given us work."""
+MAX_VOUCHED: Final = 256  # By one data node
+MOST: Final = 0.5  # Data nodes asked if none has given us work
 ASK_TIMEOUT_S: Final = 5.0
 ASK_AGAIN_S: Final = 5.0
 

@@ -1,13 +1,4 @@
-"""The steps of the reachability ladder: the ways by which others can reach a node, best first.
-
-    direct       others connect to the node's own port
-    mapped       the router forwards a port to it, because it was asked to (UPnP or NAT-PMP)
-    reverse      neither, but it keeps links to a few peers, and through them it is called: then it opens a link itself
-    unreachable  there is nobody to hold on to either
-    unknown      nobody was there to find it out
-
-More steps may come (`relay`): whoever reads a step has to expect words that it does not know.
-"""
+"""The steps of the reachability ladder: direct, mapped (by a router), reverse (called through peers), unreachable."""
 
 from __future__ import annotations
 
@@ -31,10 +22,8 @@ class ReachStep(enum.Enum):
 class ReachMode(enum.Enum):
     """The measures that a node takes so that others can reach it. It finds out how they do in any case."""
 
-    AUTO = "auto"
-    """Asks the router for a port when its own cannot be reached."""
-    DIRECT = "direct"
-    """Asks no router."""
+    AUTO = "auto"  # Asks the router for a port if its own is unreachable
+    DIRECT = "direct"  # Asks no router
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +32,10 @@ class Standing:
 
     step: ReachStep
     reason: str
-    address: str | None = None
-    """`host:port` at which others have connected; None when they have not."""
-    fix: str = ""
-    """What a person can do to reach a better step."""
-    translated: bool = False
-    """Whether a router stands between that translates addresses, so that it may be worth asking it for a port."""
-    seen_host: str = ""
-    """The address that the others see."""
+    address: str | None = None  # `host:port` at which others have connected
+    fix: str = ""  # Advice for a better step
+    translated: bool = False  # Whether there is address translation
+    seen_host: str = ""  # Our address as others see it
 
 
 def held_by(standing: Standing, via: Sequence[PeerId]) -> Standing:

@@ -1,4 +1,4 @@
-"""A machine's presence in the network of one run: its directory, its links, its view of the others."""
+"""A machine's presence in the network of one run: its directory, its links, its synchronised view of the others."""
 
 from __future__ import annotations
 
@@ -6,46 +6,255 @@ import asyncio
 import ipaddress
 import logging
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from node.concurrency.task_groups import task_scope
+from node.concurrency.task_groups import set_or_after, task_scope
+from node.concurrency.task_tracker import TaskTracker
 from node.network.dispatcher import Dispatcher
 from node.network.local_peer import LocalPeer, OwnRecord
-from node.network.membership_sync import KnownPeers, MembershipSync
-from node.observability.events import Event, EventSink
+from node.observability.events import Event, EventSink, PeerChange
+from node.observability.status import Status, parse_status
 from protocol.dht.directory import DhtDirectory, DirectorySettings, RelayTunnels
 from protocol.identity.certificates import make_credentials
 from protocol.identity.keys import Identity
 from protocol.identity.signatures import Routes
+from protocol.identity.signed_records import RECORD_LIFETIME_S, decode_announced
 from protocol.interfaces.clock import Clock, SystemClock
-from protocol.interfaces.transport import Question, QuestionAbout
+from protocol.interfaces.transport import Contact, Directory, Question, QuestionAbout, Transport
 from protocol.manifest.join_link import JoinLink
 from protocol.manifest.manifest import Manifest
 from protocol.manifest.signing import SignedManifest, read_signed_manifest
-from protocol.nat.reverse_connect import Calls
-from protocol.transport.dialer import Ways
+from protocol.transport.dialer import Calls, Ways
 from protocol.transport.grpc_transport import GrpcTransport
+from protocol.transport.handshake import end_for, is_duplicate
 from protocol.transport.settings import TransportSettings
-from swarm.membership.membership import Membership
+from swarm.membership.membership import Change, Membership
 from swarm.vocabulary.announcement import Announcement
-from swarm.vocabulary.errors import ManifestError, PeerError, ProtocolViolation, Unreachable
-from swarm.vocabulary.types import PeerId, PeerState, RunId, short
-
-Answer = TypeVar("Answer")
-
+from swarm.vocabulary.errors import ManifestError, PeerError, ProtocolViolation, Stalled, Unreachable
+from swarm.vocabulary.types import ModuleId, PeerId, PeerState, RunId, short
 
 log = logging.getLogger(__name__)
 
+LOOK_UP_EAGER_S = 0.5
+LOOK_UP_CALM_S = 5.0
+LOOKED_UP_AT_ONCE = 256  # Bounds the directory's load
+PUSH_S = 2.0
+PUBLISH_RETRY_S = 1.0
+PROBE_TIMEOUT_S = 5.0
+CLOCK_STEP_S = 5.0  # Drift of the wall clock between two looks that is logged
+FEW_REPLICAS = 2
+MAX_ASKED = 64
+
+
+class KnownPeers:
+    """The contacts from the membership view: a `protocol.interfaces.transport.AddressBook`."""
+
+    def __init__(self) -> None:
+        self._contacts: dict[PeerId, Contact] = {}
+
+    def replace_all(self, announcements: Iterable[Announcement]) -> None:
+        """Replaces the contacts: from now on exactly these can be dialled."""
+        self._contacts = {a.peer: Contact(a.peer, a.addresses, a.certificate, a.via, a.relay) for a in announcements}
+
+    def contact(self, peer: PeerId) -> Contact | None:
+        return self._contacts.get(peer)
+
+    def relay_of(self, peer: PeerId) -> str:
+        """The multiaddr at which the peer serves tunnels; empty when it does not, or is not known."""
+        contact = self._contacts.get(peer)
+        return "" if contact is None else contact.relay
+
+
+@dataclass(slots=True, eq=False)
+class MembershipSync:
+    """Keeps this node's membership view, and the others' view of this node, up to date."""
+
+    own: LocalPeer
+    record: OwnRecord
+    membership: Membership
+    book: KnownPeers
+    events: EventSink
+    directory: Directory
+    transport: Transport
+    changed: asyncio.Event = field(default_factory=asyncio.Event)  # Set with the view; the waiter clears it first
+    looked: asyncio.Event = field(default_factory=asyncio.Event)  # Set when the watched modules have been looked up
+    _modules: tuple[ModuleId, ...] = (ModuleId(0), ModuleId(1))
+    _publish_now: asyncio.Event = field(default_factory=asyncio.Event)
+    _look_now: asyncio.Event = field(default_factory=asyncio.Event)
+    _linked: set[PeerId] = field(default_factory=set)
+    _tasks: TaskTracker = field(default_factory=TaskTracker)
+
+    def watch(self, modules: Sequence[ModuleId]) -> None:
+        """Sets which modules' replicas to look up. Until this is called: those that every run is likely to have."""
+        self._modules = tuple(modules)
+        self.looked.clear()
+        self._look_now.set()
+
+    def announce(self) -> None:
+        """Tells others soon that something about this node has changed."""
+        self._publish_now.set()
+
+    def receiving(self, dispatcher: Dispatcher) -> AbstractContextManager[None]:
+        """Registers for what links say of peers, within the block."""
+        return dispatcher.registered(announced=self.announced, link_up=self.link_up, link_down=self.link_down)
+
+    async def run(self) -> None:
+        """Looks up and publishes periodically, until cancelled."""
+        async with self._tasks.running(), task_scope() as loops:
+            loops.create_task(self._look_up_for_ever())
+            loops.create_task(self._publish_for_ever())
+            loops.create_task(self._push_for_ever())
+
+    # ---- what the links bring ------------------------------------------------------------------------------------
+
+    def announced(self, sender: PeerId, record: bytes) -> None:
+        """Takes a linked peer's own record, or one that proves that another process uses our key."""
+        # On a link from its owner a record is fresh, so a clock that jumps costs nobody its linked peers.
+        try:
+            announcement = decode_announced(record, run=self.membership.run, now=None)
+        except ProtocolViolation as error:
+            log.debug("record from %s: %s", sender, error)
+            return
+        if announcement.peer == sender:
+            self._observe([announcement], wall=announcement.expires_at - RECORD_LIFETIME_S)
+        elif is_duplicate(
+            announcement, self.own.peer, self.own.certificate, self.own.incarnation, self.own.clock.wall()
+        ):
+            self._tasks.begin(end_for(announcement))
+
+    def link_up(self, peer: PeerId) -> None:
+        self._linked.add(peer)
+        self.membership.recover(peer)
+        self.events.emit(PeerChange(peer, "up", ""))
+        self.changed.set()
+
+    def link_down(self, peer: PeerId, error: PeerError) -> None:
+        """Notes that a link ended or failed. A visitor is gone with its link."""
+        known = self.membership.get(peer)
+        if known is not None and known.state is PeerState.VISITING:
+            self.membership.forget(peer)
+            self._publish_view()
+        elif known is None:  # a path led to a peer that we have not heard of yet
+            self._look_now.set()
+        elif not self.membership.is_suspect(peer, self.own.clock.monotonic()):
+            self._tasks.begin(self._probe(peer))
+        self.membership.fail(peer, self.own.clock.monotonic())
+        if peer in self._linked:
+            self._linked.remove(peer)
+            self.events.emit(PeerChange(peer, "down", str(error)))
+        self.changed.set()
+
+    async def _probe(self, peer: PeerId) -> Status | None:
+        """Asks for the peer's status at once, so that no microbatch has to find out whether it is gone."""
+        try:
+            return parse_status(await self.transport.ask(peer, Question(QuestionAbout.STATUS), PROBE_TIMEOUT_S))
+        except (Unreachable, Stalled) as error:
+            log.debug("%s does not answer: %s", peer, error)
+            self.membership.give_up(peer, self.own.clock.monotonic())
+            self.changed.set()
+        except PeerError as error:
+            log.debug("%s is there, but has nothing to say: %s", peer, error)
+        return None
+
+    async def serves(self, peer: PeerId, module: ModuleId) -> bool:
+        """Whether the peer answers, when asked, that it serves the module. A refusal is no such answer."""
+        said = await self._probe(peer)
+        return said is not None and (said.module, said.state) == (str(module), PeerState.SERVING.name.lower())
+
+    async def alive(self, modules: Sequence[ModuleId]) -> list[Announcement]:
+        """All announcements but those of peers that no longer answer."""
+        # A record outlives its peer by up to a minute. Only modules with few peers are asked: one more or less decides
+        # there.
+        known = [a for a in self.membership.peers() if a.module is not None]
+        replicas, wanted = Counter(a.module for a in known), frozenset(modules)
+        few = [a for a in known if a.module in wanted and replicas[a.module] <= FEW_REPLICAS]
+        asked = [a.peer for a in few if a.is_reachable][:MAX_ASKED]
+        await asyncio.gather(*(self._probe(peer) for peer in asked))
+        return [a for a in known if not self.membership.is_given_up(a.peer)]
+
+    # ---- loops ---------------------------------------------------------------------------------------------------
+
+    async def _look_up_for_ever(self) -> None:
+        while True:
+            watched = self._modules
+            try:
+                for start in range(0, len(watched), LOOKED_UP_AT_ONCE):
+                    found = await self.directory.look_up(watched[start : start + LOOKED_UP_AT_ONCE])
+                    self._observe(found, self.own.clock.wall())
+                    if watched is not self._modules:
+                        break
+                    if start + LOOKED_UP_AT_ONCE < len(watched):
+                        await asyncio.sleep(LOOK_UP_EAGER_S)
+                else:
+                    self.looked.set()
+            except Unreachable as error:
+                log.info("directory: %s", error)
+            if self.membership.expire(self.own.clock.monotonic()):
+                self._publish_view()
+            await set_or_after(self._look_now, LOOK_UP_CALM_S if self._is_complete() else LOOK_UP_EAGER_S)
+
+    async def _publish_for_ever(self) -> None:
+        while True:
+            wait = RECORD_LIFETIME_S / 3
+            try:
+                announcement = self.own.announcement()
+                self.transport.announce(self.record.of(announcement))
+                if self.record.is_encodable:
+                    await self.directory.publish(announcement)
+                else:
+                    wait = PUBLISH_RETRY_S
+            except Unreachable as error:
+                log.info("directory: %s", error)
+                wait = PUBLISH_RETRY_S
+            await set_or_after(self._publish_now, wait)
+
+    async def _push_for_ever(self) -> None:
+        """Load and progress reach those who use us faster than the directory could carry them."""
+        offset_s = self._clock_offset_s()
+        while True:
+            await asyncio.sleep(PUSH_S)
+            before_s, offset_s = offset_s, self._clock_offset_s()
+            if abs(offset_s - before_s) > CLOCK_STEP_S:
+                log.warning(
+                    "this machine's clock was set by %+.0f s (or the machine slept); links go on, newcomers "
+                    "find this node while it is right",
+                    offset_s - before_s,
+                )
+                self.announce()
+            self.transport.announce(self.record.fresh())
+
+    def _clock_offset_s(self) -> float:
+        return self.own.clock.wall() - self.own.clock.monotonic()
+
+    # ---- the view ------------------------------------------------------------------------------------------------
+
+    def _observe(self, announcements: Sequence[Announcement], wall: float) -> None:
+        now = self.own.clock.monotonic()
+        changes = [self.membership.observe(a, now=now, wall=wall) for a in announcements]
+        if any(change is not Change.IGNORED for change in changes):
+            self._publish_view()
+
+    def _publish_view(self) -> None:
+        self.book.replace_all(self.membership.peers())
+        self.changed.set()
+
+    def _is_complete(self) -> bool:
+        """Whether every module but our own has somebody to go to; while not, news is wanted fast."""
+        now = self.own.clock.monotonic()
+        joining = self.own.state in (PeerState.VISITING, PeerState.JOINING)
+        return not joining and self.membership.with_replicas(now) | {self.own.module} >= set(self._modules)
+
+
+Answer = TypeVar("Answer")
 
 ASK_TIMEOUT_S = 10.0
 PAUSE_S = 0.3
-LOOK_AROUND_S = 1.5
-"""Enough for one look-up of every module."""
-ASKED_AT_ONCE = 16
-"""For the manifest: whoever has it answers at once, and who never answers holds up nobody."""
+LOOK_AROUND_S = 1.5  # One look-up of every module
+ASKED_AT_ONCE = 16  # For the manifest
 MAX_LINK_PEERS = 4
 ANY_HOST = ("0.0.0.0", "::", "[::]")  # noqa: S104 - names of "all interfaces", not a decision to bind to them
 
@@ -58,11 +267,7 @@ class Answered(Generic[Answer]):
 
 
 async def first_good(peers: Sequence[PeerId], ask: Callable[[PeerId], Awaitable[Answer]]) -> Answered[Answer] | str:
-    """Asks all peers at once. Returns the first good answer, or the reason why the last one gave none.
-
-    Args:
-        ask: Raises PeerError or ManifestError on a missing or invalid answer.
-    """
+    """Asks all peers at once. Returns the first good answer, or the last failure."""
 
     async def attempt(peer: PeerId) -> Answered[Answer] | str:
         try:
@@ -119,10 +324,8 @@ class NetworkSession:
     tunnels: RelayTunnels
     book: KnownPeers
     routes: Routes
-    local_address: str
-    """`host:port` at which this machine's own programs reach the node."""
-    introduced: frozenset[PeerId]
-    """Who was named in the link that led here."""
+    local_address: str  # `host:port` for this machine's own programs
+    introduced: frozenset[PeerId]  # Peers in the join link
 
     @property
     def membership(self) -> Membership:
@@ -130,7 +333,6 @@ class NetworkSession:
 
     @property
     def link(self) -> JoinLink:
-        """The join link through this node."""
         return JoinLink(self.run, tuple(self.directory.multiaddrs()[:MAX_LINK_PEERS]))
 
     def others(self) -> list[Announcement]:
@@ -154,8 +356,7 @@ class NetworkSession:
             log.info("the directory learns of our leaving by silence: %s", error)
 
     async def fetch_manifest(self, patience_s: float) -> SignedManifest:
-        """Asks visible peers for the run's manifest, those in the link first. Raises Unreachable after `patience_s`
-        seconds."""
+        """Asks visible peers for the manifest, those in the link first. Raises Unreachable after `patience_s`."""
 
         async def ask(peer: PeerId) -> SignedManifest:
             text = await self.transport.ask(peer, Question(QuestionAbout.MANIFEST), ASK_TIMEOUT_S)
@@ -172,8 +373,7 @@ class NetworkSession:
         what: str,
         at_once: int = 1,
     ) -> Answer:
-        """The first good answer of a wanted peer; `what` completes "no peer ...". Raises Unreachable after
-        `patience_s`."""
+        """The first good answer; `what` completes "no peer ...". Raises Unreachable after `patience_s`."""
         last = "none was found in the directory"
         loop = asyncio.get_running_loop()
         deadline = loop.time() + patience_s
@@ -206,38 +406,22 @@ async def present(
     async with AsyncExitStack() as stack:
         directory = DhtDirectory(settings, identity, run, clock)
         tunnels = RelayTunnels(directory, book.relay_of)
-        transport = GrpcTransport(
-            credentials,
-            book,
-            dispatcher,
-            clock,
-            TransportSettings(listen_host=where.listen, listen_port=where.port),
-            own_record=record.fresh,
-            ways=Ways(Calls(book, clock, record.fresh, lambda: bool(own.addresses)), tunnels),
-        )
-        membership_sync = MembershipSync(own, record, membership, book, events, directory, transport)
-        stack.enter_context(membership_sync.receiving(dispatcher))
+        ways = Ways(Calls(book, clock, record.fresh, lambda: bool(own.addresses)), tunnels)
+        listen = TransportSettings(listen_host=where.listen, listen_port=where.port)
+        transport = GrpcTransport(credentials, book, dispatcher, clock, listen, own_record=record.fresh, ways=ways)
+        sync = MembershipSync(own, record, membership, book, events, directory, transport)
+        stack.enter_context(sync.receiving(dispatcher))
         await stack.enter_async_context(transport)
         host = await asyncio.to_thread(where.told_host, settings.initial_peers)  # names may have to be looked up
         own.addresses = (f"{host}:{transport.port}",)
         await stack.enter_async_context(directory)
         tasks = await stack.enter_async_context(task_scope())
-        running = tasks.create_task(membership_sync.run())
+        running = tasks.create_task(sync.run())
         try:
             introduced = frozenset(PeerId(multiaddr.rpartition("/")[2]) for multiaddr in settings.initial_peers)
+            routes, local = Routes(identity, run), where.local(transport.port)
             yield NetworkSession(
-                run,
-                identity,
-                own,
-                membership_sync,
-                dispatcher,
-                directory,
-                transport,
-                tunnels,
-                book,
-                Routes(identity, run),
-                where.local(transport.port),
-                introduced,
+                run, identity, own, sync, dispatcher, directory, transport, tunnels, book, routes, local, introduced
             )
         finally:
             running.cancel()

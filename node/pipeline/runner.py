@@ -30,11 +30,11 @@ from node.observability.failpoints import crash_point
 from node.observability.status import CodecChoice, CodecStatus, LinkStatus
 from node.pipeline.admission import Admission, allowed_codecs
 from protocol.codecs import Encoded
+from protocol.codecs.memory import BufferPool
 from protocol.interfaces.clock import Clock
 from protocol.interfaces.tensor_spec import TensorSpec
 from protocol.interfaces.transport import Refusal, Transport
 from protocol.manifest.manifest import Manifest
-from protocol.transport.buffer_pool import BufferPool
 from swarm.compression.microbatch_codecs import MOST_ERROR, Traffic, choose
 from swarm.pipeline.compute_queue import ArrivalForecast
 from swarm.pipeline.custody import Custody

@@ -16,8 +16,7 @@ from torch import Tensor
 from node.pipeline.runner import Job, Output
 from protocol.codecs import Encoded, decode, encode
 from protocol.codecs.blockwise import Expect, or_violates
-from protocol.codecs.host_memory import buffer_for, to_device
-from protocol.codecs.views import ELEMENT_TYPES
+from protocol.codecs.memory import ELEMENT_TYPES, buffer_for, to_device
 from swarm.vocabulary.errors import ProtocolViolation
 from swarm.vocabulary.types import Codec
 

@@ -39,8 +39,7 @@ from node.pipeline.several_devices import body_passes, head_passes
 from node.pipeline.split_backward import BlockByBlock, DeferredWeights, SplitDevice
 from node.pipeline.tensor_io import Wire
 from protocol.interfaces.tensor_spec import TensorSpec
-from protocol.manifest.manifest import Manifest
-from protocol.manifest.model import quadratic_share
+from protocol.manifest.manifest import Manifest, quadratic_share
 from swarm.pipeline.compute_queue import puts_weights_off
 from swarm.pipeline.custody_events import Work
 from swarm.vocabulary.announcement import Speed

@@ -1,11 +1,13 @@
-"""Monitor of a running node's reachability: tests it, announces changes, and gives mappings back."""
+"""Reachability of a running node: the ladder (half of the asked peers must connect) and its monitor."""
 
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import logging
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Final
@@ -15,23 +17,114 @@ from node.network.local_peer import LocalPeer
 from node.network.reach_status import NOT_LOOKED, ReachMode, ReachStep, Standing, held_by
 from node.network.session import NetworkSession
 from node.observability.events import EventSink, Reach
-from node.reachability.ladder import climb
-from node.reachability.port_mapping import NatPmp, PortMapper, Router, Upnp
-from node.reachability.reach_test import Witness, witnesses_of
+from node.reachability.port_mapping import Mapping, NatPmp, NotMapped, PortMapper, Router, Upnp
+from node.reachability.reach_test import Ask, Attempt, Witness, witnesses_of
 from node.reachability.reverse_calls import Attachments, Switchboard
 from protocol.dht.directory import DhtDirectory, RelayTunnels
 from protocol.identity.signed_records import MAX_RELAY_LENGTH
 from protocol.interfaces.transport import FarEnd, QuestionAbout
 from protocol.manifest.join_link import multiaddr_of
+from protocol.nat.dial_back import DialBackOutcome
 from swarm.vocabulary.errors import Unreachable
 from swarm.vocabulary.types import PeerId
+
+
+def judge(attempts: Sequence[Attempt], port: int, told_host: str | None) -> Standing:
+    """The verdict of the peers' attempts at `port`. A `told_host` is never replaced by what others see."""
+    # A witness in our own network proves little; those that see a public address count first.
+    tried = [t for t in attempts if t.result.outcome is not DialBackOutcome.NOT_TRIED]
+    if not tried:
+        return Standing(ReachStep.UNKNOWN, "no peer of the run could be asked to connect")
+    counted = [t for t in tried if ipaddress.ip_address(t.result.host).is_global] or tried
+    reached = [t for t in counted if t.result.outcome is DialBackOutcome.REACHED]
+    if 2 * len(reached) >= len(counted):
+        host = _most_common(reached)
+        said = f"{len(reached)} of {len(counted)} peers asked have connected to {joined(host, port)}"
+        address = None if told_host is not None else joined(host, port)
+        return Standing(ReachStep.DIRECT, said, address, seen_host=host)
+    host = _most_common(counted)
+    if told_host is not None and told_host != host:
+        said = (
+            f"others see this machine at {host}, where port {port} does not answer; whether {told_host} "
+            "leads here cannot be tested"
+        )
+        return Standing(ReachStep.UNKNOWN, said, seen_host=host)
+    return _unreachable(counted, host, port)
+
+
+async def climb(port: int, told_host: str | None, ask: Ask, router: Router | None) -> Standing:
+    """Tries the steps from the top. Keeps a mapping only if it has made the node reachable; no `router`, no mapping."""
+    if router is not None and router.mapping is not None:
+        standing = await _tested(router.mapping, told_host, ask)
+        if standing.step is not ReachStep.UNREACHABLE:
+            return standing
+        await router.close()
+    standing = judge(await ask(port), port, told_host)
+    if standing.step is not ReachStep.UNREACHABLE or not standing.translated or router is None:
+        return standing
+    mapping = await router.open(port)
+    if isinstance(mapping, NotMapped):
+        return replace(standing, reason=f"{standing.reason}; {mapping.reason}")
+    again = await _tested(mapping, told_host, ask)
+    if again.step is ReachStep.MAPPED:
+        return again
+    await router.close()
+    return replace(standing, reason=f"{standing.reason}; {_why_in_vain(mapping, again)}")
+
+
+def joined(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+async def _tested(mapping: Mapping, told_host: str | None, ask: Ask) -> Standing:
+    standing = judge(await ask(mapping.external_port), mapping.external_port, told_host)
+    if standing.step is not ReachStep.DIRECT:
+        return standing
+    address = joined(told_host or standing.seen_host, mapping.external_port)
+    return replace(
+        standing, step=ReachStep.MAPPED, address=address, reason=f"mapped by {mapping.how}: {standing.reason}"
+    )
+
+
+def _unreachable(counted: Sequence[Attempt], host: str, port: int) -> Standing:
+    translated = any(t.local_host not in (None, t.result.host) for t in counted)
+    failed = [t.result.outcome for t in counted if t.result.outcome is not DialBackOutcome.REACHED]
+    why = _IN_WORDS[Counter(failed).most_common(1)[0][0]]
+    said = f"{len(failed)} of {len(counted)} peers asked could not connect to {joined(host, port)}: {why}"
+    local = next((t.local_host for t in counted if t.local_host is not None), None)
+    fix = f"Let TCP port {port} in through the firewall of this machine or of its network; "
+    if translated:
+        fix = f"Switch on UPnP or NAT-PMP in your router, or forward TCP port {port} there to {local}:{port}; "
+    fix += f"keep the port with --port {port}."
+    return Standing(ReachStep.UNREACHABLE, said, fix=fix, translated=translated, seen_host=host)
+
+
+_IN_WORDS = {
+    DialBackOutcome.CLOSED: "the connection was refused",
+    DialBackOutcome.SILENT: "nothing came back",
+    DialBackOutcome.ANOTHER: "something else answers there",
+}
+
+
+def _why_in_vain(mapping: Mapping, tested: Standing) -> str:
+    """Why a port that the router says it has mapped is not reached."""
+    if mapping.external_host and tested.seen_host and mapping.external_host != tested.seen_host:
+        return (
+            f"the router has mapped a port, but its own address is {mapping.external_host}, and others see"
+            f" {tested.seen_host}: there is a second router before it, often the provider's"
+        )
+    return f"the router has mapped port {mapping.external_port} by {mapping.how}, and still: {tested.reason}"
+
+
+def _most_common(attempts: Sequence[Attempt]) -> str:
+    return Counter(t.result.host for t in attempts).most_common(1)[0][0]
+
 
 log = logging.getLogger(__name__)
 
 STEP_S: Final = 2.0
 _HIDDEN: Final = (ReachStep.REVERSE, ReachStep.UNREACHABLE)
-_OFFERS: Final = (ReachStep.DIRECT, ReachStep.UNKNOWN)
-"""Not with a mapped port: the DHT's own, where tunnels come in, is not mapped."""
+_OFFERS: Final = (ReachStep.DIRECT, ReachStep.UNKNOWN)  # Not with a mapped port: the DHT's own is not mapped
 
 FarEnds = Callable[[PeerId], FarEnd | None]
 
@@ -45,8 +138,7 @@ class RelayPart:
     tunnels: RelayTunnels
     relay_of: Callable[[PeerId], str]
     announce: Callable[[], None]
-    local_address: str
-    """`host:port` that tunnels to this node lead to."""
+    local_address: str  # `host:port` at the end of tunnels
     _attached: list[str] = field(default_factory=list)
 
     async def follow(self) -> None:
@@ -58,17 +150,14 @@ class RelayPart:
         relays = [relay for peer in self.own.via if (relay := self.relay_of(peer))] if hidden else []
         if relays != self._attached:
             self._attached = relays
-            await self._attach(relays)
+            try:
+                await self.tunnels.attach(relays, self.local_address)
+            except Unreachable as error:
+                log.info("attached to relays as soon as the DHT is back: %s", error)
         relay = self._offer()
         if relay != self.own.relay:
             self.own.relay = relay
             self.announce()
-
-    async def _attach(self, relays: list[str]) -> None:
-        try:
-            await self.tunnels.attach(relays, self.local_address)
-        except Unreachable as error:
-            log.info("attached to relays as soon as the DHT is back: %s", error)
 
     def _offer(self) -> str:
         """Where the node serves tunnels; empty while it does not, or cannot be dialled."""
@@ -82,15 +171,8 @@ class RelayPart:
 
 async def keep_in_step(session: NetworkSession, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep) -> None:
     """Follows the node's standing every few seconds, until cancelled."""
-    directory, membership_sync = session.directory, session.membership_sync
-    part = RelayPart(
-        session.own,
-        directory,
-        session.tunnels,
-        session.book.relay_of,
-        membership_sync.announce,
-        session.local_address,
-    )
+    announce, relay_of = session.membership_sync.announce, session.book.relay_of
+    part = RelayPart(session.own, session.directory, session.tunnels, relay_of, announce, session.local_address)
     while True:
         await part.follow()
         await sleep(STEP_S)
@@ -107,23 +189,15 @@ def without_tunnels(own: LocalPeer, far_end: FarEnds) -> FarEnds:
     return found
 
 
-AGAIN_S: Final = {
-    ReachStep.DIRECT: 600.0,
-    ReachStep.MAPPED: 600.0,
-    ReachStep.UNREACHABLE: 120.0,
-}
-"""Addresses change, routers restart, and their owners switch things on: the ladder is climbed again after so long."""
+# Addresses change and routers restart.
+AGAIN_S: Final = {ReachStep.DIRECT: 600.0, ReachStep.MAPPED: 600.0, ReachStep.UNREACHABLE: 120.0}
 FIRST_PAUSE_S: Final = 2.0
-LONGEST_PAUSE_S: Final = 60.0
-"""While nobody could be asked, the pause grows from the one to the other."""
-CONFIRM_S: Final = 5.0
-"""Pause before a second test, in seconds. Busy peers look like a firewall, so one failure does not count."""
-HOLD_S: Final = 2.0
-"""How often a node that cannot be dialled sees to the links through which it is called."""
+LONGEST_PAUSE_S: Final = 60.0  # First and longest pause without witnesses
+CONFIRM_S: Final = 5.0  # Pause before a second test. Busy peers look like a firewall.
+HOLD_S: Final = 2.0  # Interval of checks of the held links
 
 Climb = Callable[[], Awaitable[Standing]]
-Hold = Callable[[], Awaitable[tuple[PeerId, ...]]]
-"""Sees to it that such links stand, and says whose."""
+Hold = Callable[[], Awaitable[tuple[PeerId, ...]]]  # Opens the held links and returns their peers
 Sleep = Callable[[float], Awaitable[None]]
 
 
@@ -139,17 +213,18 @@ class Adoption:
     own: LocalPeer
     events: EventSink
     announce: Callable[[], None]
-    before: tuple[str, ...]
-    """The addresses that the node has without the ladder."""
-    climbed: Standing = NOT_LOOKED
-    """What the ladder said last."""
+    before: tuple[str, ...]  # Addresses without the ladder
+    climbed: Standing = NOT_LOOKED  # Last result
 
     def adopt(self, standing: Standing, via: tuple[PeerId, ...] = ()) -> None:
         """Adopts a standing. An unreachable node announces the peers in `via` in place of addresses."""
         self.climbed = standing
         known, known_via = self.own.reach, self.own.via
         self.own.reach, self.own.via = held_by(standing, via), via
-        addresses = self._addresses(standing)
+        if standing.step is ReachStep.UNREACHABLE:
+            addresses: tuple[str, ...] = ()  # trying would cost every peer its time
+        else:
+            addresses = self.before if standing.address is None else (standing.address,)
         same_way = addresses == self.own.addresses and self.own.reach.step is known.step
         self.own.addresses = addresses
         if not same_way or via != known_via:
@@ -157,12 +232,6 @@ class Adoption:
         if not same_way:
             step, reason, fix = self.own.reach.step.value, self.own.reach.reason, self.own.reach.fix
             self.events.emit(Reach(self.own.peer, step, ", ".join(addresses), reason, fix))
-
-    def _addresses(self, standing: Standing) -> tuple[str, ...]:
-        """None where nobody gets through: trying would cost every peer its time."""
-        if standing.step is ReachStep.UNREACHABLE:
-            return ()
-        return self.before if standing.address is None else (standing.address,)
 
 
 @asynccontextmanager
@@ -209,7 +278,9 @@ async def watch(
             if adoption.climbed.step is not ReachStep.UNKNOWN:
                 found = adoption.climbed  # that nobody could be asked just now changes nothing about what is known
         if found.step is ReachStep.UNREACHABLE:
-            await _hold_on(found, hold, adoption, wait_s, sleep)
+            for _ in range(math.ceil(wait_s / HOLD_S)):  # meanwhile the node is there for calls
+                adoption.adopt(found, await hold())
+                await sleep(HOLD_S)
             continue
         adoption.adopt(found)
         if router is not None and router.mapping is not None:
@@ -226,16 +297,7 @@ async def _climb_surely(climbing: Climb, before: Standing, sleep: Sleep) -> Stan
     return await climbing()
 
 
-async def _hold_on(standing: Standing, hold: Hold, adoption: Adoption, wait_s: float, sleep: Sleep) -> None:
-    """For so many seconds the node is there for calls."""
-    for _ in range(math.ceil(wait_s / HOLD_S)):
-        adoption.adopt(standing, await hold())
-        await sleep(HOLD_S)
-
-
 async def _until_lost(router: Router, wait_s: float, sleep: Sleep) -> None:
-    """For so many seconds, or until the mapping is lost."""
-
     async def wait() -> None:
         await sleep(wait_s)
 

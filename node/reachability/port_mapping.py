@@ -10,35 +10,29 @@ import socket
 import struct
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, ClassVar, Final, Protocol
 
 from node.concurrency.daemon_thread import aside
 
 log = logging.getLogger(__name__)
 
-LEASE_S: Final = 600
-"""What is forgotten, because this machine died, closes by itself after that."""
-ASK_ROUTER_S: Final = 15.0
-"""For one way of asking; its own time limits are shorter."""
+LEASE_S: Final = 600  # Mappings of a dead machine close by themselves
+ASK_ROUTER_S: Final = 15.0  # For one protocol
 CLOSE_S: Final = 3.0
-_HAS_GATEWAY: Final = 2
-"""RTF_GATEWAY of Linux's <linux/route.h>."""
+_HAS_GATEWAY: Final = 2  # RTF_GATEWAY of Linux's <linux/route.h>
 
 
 @dataclass(frozen=True, slots=True)
 class Mapping:
     """A TCP port of the router that leads to a port of this machine."""
 
-    how: str
-    """`UPnP` or `NAT-PMP`."""
+    how: str  # `UPnP` or `NAT-PMP`
     internal_port: int
     external_port: int
-    external_host: str | None
-    """The router's own address outside as it says; None when it does not."""
-    lease_s: float
-    """Seconds until the router forgets it; infinite where it forgets nothing."""
+    external_host: str | None  # The router's own claim
+    lease_s: float  # Seconds; infinite without a lease
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,36 +50,28 @@ class PortMapper(Protocol):
 
     def map(self, port: int, external_port: int, lease_s: int) -> Mapping | NotMapped:
         """Maps this machine's TCP port or renews the mapping; the router may choose another external port."""
-        ...
 
     def unmap(self, mapping: Mapping) -> NotMapped | None:
         """Takes the mapping back; says why if it cannot."""
-        ...
 
 
+@dataclass(slots=True, eq=False)
 class Router:
     """The mapping of one port, requested in the given ways in turn. Used by one task at a time; `close` at the end."""
 
-    def __init__(
-        self,
-        mappers: Sequence[PortMapper],
-        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
-        now: Callable[[], float] = time.monotonic,
-        lease_s: int = LEASE_S,
-    ) -> None:
-        self._mappers = mappers
-        self._sleep = sleep
-        self._now = now
-        self._lease_s = lease_s
-        self._asked_at = 0.0
-        self._used: PortMapper | None = None
-        self.mapping: Mapping | None = None
+    mappers: Sequence[PortMapper]
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+    now: Callable[[], float] = time.monotonic
+    lease_s: int = LEASE_S
+    mapping: Mapping | None = field(default=None, init=False)
+    _asked_at: float = field(default=0.0, init=False)
+    _used: PortMapper | None = field(default=None, init=False)
 
     async def open(self, port: int) -> Mapping | NotMapped:
         """Gets a mapping of this machine's port, by the first way that works."""
         await self.close()
         reasons = []
-        for mapper in self._mappers:
+        for mapper in self.mappers:
             answer = await self._ask(mapper, port, port)
             if isinstance(answer, Mapping):
                 self._used, self.mapping = mapper, answer
@@ -96,12 +82,12 @@ class Router:
     async def keep(self) -> NotMapped:
         """Renews the mapping at half and at three quarters of its lease. Returns when it is lost."""
         while (held := self.mapping) is not None and (mapper := self._used) is not None:
-            lease_s = min(held.lease_s, self._lease_s)  # what has no end is asked for again too: routers restart
-            await self._sleep(max(0.0, self._asked_at + lease_s / 2 - self._now()))
+            lease_s = min(held.lease_s, self.lease_s)  # what has no end is asked for again too: routers restart
+            await self.sleep(max(0.0, self._asked_at + lease_s / 2 - self.now()))
             answer = await self._ask(mapper, held.internal_port, held.external_port)
             if isinstance(answer, NotMapped):
                 log.info("the mapping of port %d is not renewed yet: %s", held.internal_port, answer.reason)
-                await self._sleep(lease_s / 4)
+                await self.sleep(lease_s / 4)
                 answer = await self._ask(mapper, held.internal_port, held.external_port)
             if isinstance(answer, NotMapped):
                 self.mapping = None
@@ -123,17 +109,13 @@ class Router:
         except OSError as error:
             failed = NotMapped(str(error.strerror or error))
         if failed is not None:
-            log.info(
-                "port %d of the router stays mapped for at most %.0f s: %s",
-                held.external_port,
-                held.lease_s,
-                failed.reason,
-            )
+            text = "port %d of the router stays mapped for at most %.0f s: %s"
+            log.info(text, held.external_port, held.lease_s, failed.reason)
 
     async def _ask(self, mapper: PortMapper, port: int, external_port: int) -> Mapping | NotMapped:
-        began = self._now()
+        began = self.now()
         try:
-            answer = await aside(lambda: mapper.map(port, external_port, self._lease_s), ASK_ROUTER_S)
+            answer = await aside(lambda: mapper.map(port, external_port, self.lease_s), ASK_ROUTER_S)
         except TimeoutError:
             return NotMapped(f"no answer within {ASK_ROUTER_S:g} s")
         except OSError as error:
@@ -161,8 +143,7 @@ def default_gateway(routes: Path = ROUTES) -> str | None:
 
 
 PORT: Final = 5351
-WAITS_S: Final = (0.25, 0.5, 1.0, 2.0)
-"""The RFC's first waits (section 3.1); its nine would take a minute for a router that does not speak it."""
+WAITS_S: Final = (0.25, 0.5, 1.0, 2.0)  # The RFC's first waits (section 3.1), in seconds
 
 _ASK_ADDRESS: Final = 0
 _MAP_TCP: Final = 2
@@ -176,14 +157,13 @@ _RESULTS: Final = {
 }
 
 
+@dataclass(frozen=True, eq=False)
 class NatPmp:
     """A `PortMapper` by NAT-PMP (RFC 6886). `gateway` finds the router, `port` is for tests."""
 
-    how = "NAT-PMP"
-
-    def __init__(self, gateway: Callable[[], str | None] = default_gateway, port: int = PORT) -> None:
-        self._gateway = gateway
-        self._port = port
+    how: ClassVar[str] = "NAT-PMP"
+    gateway: Callable[[], str | None] = default_gateway
+    port: int = PORT
 
     def map(self, port: int, external_port: int, lease_s: int) -> Mapping | NotMapped:
         answer = self._ask(_map_request(port, external_port, lease_s), 16)
@@ -203,12 +183,11 @@ class NatPmp:
         return None if isinstance(answer, NotMapped) else socket.inet_ntoa(answer[8:12])
 
     def _ask(self, request: bytes, length: int) -> bytes | NotMapped:
-        """The router's good answer of `length` bytes."""
-        gateway = self._gateway()
+        gateway = self.gateway()
         if gateway is None:
             return NotMapped("no default gateway is known")
         try:
-            answer = _exchange(gateway, self._port, request)
+            answer = _exchange(gateway, self.port, request)
         except OSError as error:
             return NotMapped(f"the router at {gateway} does not speak it ({error.strerror or error})")
         if answer is None:
@@ -243,8 +222,7 @@ def _exchange(gateway: str, port: int, request: bytes) -> bytes | None:
 
 SEARCH_S: Final = 2.0
 DESCRIPTION: Final = "skipstone"
-TRIES: Final = 3
-"""Ports outside that are tried when others have them already."""
+TRIES: Final = 3  # External ports tried
 
 _MULTICAST: Final = "239.255.255.250"
 _PORT: Final = 1900
@@ -258,74 +236,6 @@ _URL: Final = re.compile(r"http://([0-9.]{7,15})(?::[0-9]{1,5})?/.*")
 
 Search = Callable[[str], str | None]
 Connect = Callable[[str], tuple[Any, str]]
-
-
-# The search is our own, because miniupnpc's visits every device that answers. Only the default gateway is listened to,
-# and its description has to lie on the gateway itself.
-class Upnp:
-    """A `PortMapper` by UPnP with miniupnpc. `connect` reads a description's URL and gives device and control URL."""
-
-    how = "UPnP"
-
-    def __init__(
-        self,
-        gateway: Callable[[], str | None] = default_gateway,
-        search: Search | None = None,
-        connect: Connect | None = None,
-    ) -> None:
-        self._gateway = gateway
-        self._search = search or description_of
-        self._connect = connect or _by_miniupnpc
-        self._device: Any = None
-
-    def map(self, port: int, external_port: int, lease_s: int) -> Mapping | NotMapped:
-        device = self._device or self._find()
-        if isinstance(device, NotMapped):
-            return device
-        wanted, lease = external_port, float(lease_s)
-        for _ in range(TRIES):
-            failed = _add(device, wanted, port, int(lease) if lease < float("inf") else 0)
-            if failed is None:
-                self._device = device
-                return Mapping(self.how, port, wanted, _external_host(device), lease)
-            if "ConflictInMappingEntry" in failed:
-                wanted = random.randrange(20_000, 60_000)  # noqa: S311 - no secret
-            elif "OnlyPermanentLeasesSupported" in failed:
-                lease = float("inf")
-            else:
-                break
-        self._device = None
-        return NotMapped(f"the router said no: {failed}")
-
-    def unmap(self, mapping: Mapping) -> NotMapped | None:
-        if self._device is None:
-            return NotMapped("the router has not been found")
-        try:
-            self._device.deleteportmapping(mapping.external_port, "TCP")
-        except Exception as error:  # miniupnpc has no type of its own
-            return NotMapped(f"the router said no: {error}")
-        return None
-
-    def _find(self) -> Any:
-        """miniupnpc's device, or NotMapped."""
-        gateway = self._gateway()
-        if gateway is None:
-            return NotMapped("no default gateway is known")
-        location = self._search(gateway)
-        if location is None:
-            return NotMapped(f"the router at {gateway} did not answer the search")
-        try:
-            device, control = self._connect(location)
-        except ImportError:
-            return NotMapped(
-                f"the router at {gateway} speaks it, but miniupnpc is not installed here (`pip install "
-                "'skipstone[nat]'`)"
-            )
-        except Exception as error:  # miniupnpc has no type of its own
-            return NotMapped(f"the router at {gateway} offers no such service: {error}")
-        if not leads_to(gateway, control):
-            return NotMapped(f"the router at {gateway} sends us elsewhere, to {control[:80]}")
-        return device
 
 
 def leads_to(gateway: str, url: str) -> bool:
@@ -388,3 +298,63 @@ def _external_host(device: Any) -> str | None:
         return str(device.externalipaddress())
     except Exception:  # likewise; it is for people only
         return None
+
+
+# The search is our own, because miniupnpc's visits every device that answers. Only the default gateway is listened to,
+# and its description has to lie on the gateway itself.
+@dataclass(eq=False)
+class Upnp:
+    """A `PortMapper` by UPnP with miniupnpc. `connect` reads a description's URL and gives device and control URL."""
+
+    how: ClassVar[str] = "UPnP"
+
+    gateway: Callable[[], str | None] = default_gateway
+    search: Search = description_of
+    connect: Connect = _by_miniupnpc
+    _device: Any = None
+
+    def map(self, port: int, external_port: int, lease_s: int) -> Mapping | NotMapped:
+        device = self._device or self._find()
+        if isinstance(device, NotMapped):
+            return device
+        wanted, lease = external_port, float(lease_s)
+        for _ in range(TRIES):
+            failed = _add(device, wanted, port, int(lease) if lease < float("inf") else 0)
+            if failed is None:
+                self._device = device
+                return Mapping(self.how, port, wanted, _external_host(device), lease)
+            if "ConflictInMappingEntry" in failed:
+                wanted = random.randrange(20_000, 60_000)  # noqa: S311 - no secret
+            elif "OnlyPermanentLeasesSupported" in failed:
+                lease = float("inf")
+            else:
+                break
+        self._device = None
+        return NotMapped(f"the router said no: {failed}")
+
+    def unmap(self, mapping: Mapping) -> NotMapped | None:
+        if self._device is None:
+            return NotMapped("the router has not been found")
+        try:
+            self._device.deleteportmapping(mapping.external_port, "TCP")
+        except Exception as error:  # miniupnpc has no type of its own
+            return NotMapped(f"the router said no: {error}")
+        return None
+
+    def _find(self) -> Any:
+        gateway = self.gateway()
+        if gateway is None:
+            return NotMapped("no default gateway is known")
+        location = self.search(gateway)
+        if location is None:
+            return NotMapped(f"the router at {gateway} did not answer the search")
+        try:
+            device, control = self.connect(location)
+        except ImportError:
+            missing = "miniupnpc is not installed here (`pip install 'skipstone[nat]'`)"
+            return NotMapped(f"the router at {gateway} speaks it, but {missing}")
+        except Exception as error:  # miniupnpc has no type of its own
+            return NotMapped(f"the router at {gateway} offers no such service: {error}")
+        if not leads_to(gateway, control):
+            return NotMapped(f"the router at {gateway} sends us elsewhere, to {control[:80]}")
+        return device

@@ -7,8 +7,8 @@ import ipaddress
 import logging
 import random
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, field
+from typing import Final, TypeVar
 
 from node.network.session import address_towards
 from protocol.interfaces.clock import Clock
@@ -31,42 +31,39 @@ from swarm.vocabulary.types import PeerId, PeerState, short
 log = logging.getLogger(__name__)
 
 WITNESSES: Final = 3
-MAX_ASKED: Final = 9
-"""Peers that are asked at most until so many have answered."""
-ASK_TIMEOUT_S: Final = DIAL_BACK_S + 7.0
-"""The dial-back, and a link that has to be opened first."""
+MAX_ASKED: Final = 9  # Until WITNESSES have answered
+ASK_TIMEOUT_S: Final = DIAL_BACK_S + 7.0  # The dial-back, and a link that has to be opened first
 MAX_AT_ONCE: Final = 8
 BURST: Final = 16
-REFILL_S: Final = 10.0
-"""What one address gets: enough for a home of nodes that all start at once, and little for who looks for open ports."""
+REFILL_S: Final = 10.0  # Of one address: enough for a home of nodes that start at once
 
-DialBack = Callable[[str, int, bytes], Awaitable[DialBackResult]]
+Got = TypeVar("Got")
 
 
+@dataclass(slots=True, eq=False)
 class Witness:
     """Answers DIAL_BACK questions by dialling the asker's own address, as TLS has proved it."""
 
     # The asker cannot choose the host, so nobody else can be made a target.
 
-    def __init__(self, far_end: Callable[[PeerId], FarEnd | None], clock: Clock, dial: DialBack = dial_back) -> None:
-        self._far_end = far_end
-        self._clock = clock
-        self._dial = dial
-        self._allowance = Allowance(BURST, REFILL_S)
-        self._under_way: set[PeerId] = set()
+    far_end: Callable[[PeerId], FarEnd | None]
+    clock: Clock
+    dial: Callable[[str, int, bytes], Awaitable[DialBackResult]] = dial_back
+    _allowance: Allowance = field(default_factory=lambda: Allowance(BURST, REFILL_S))
+    _under_way: set[PeerId] = field(default_factory=set)
 
     async def answer(self, asker: PeerId, question: Question) -> bytes:
         """Dials the asker back. Raises Busy beyond the limits of the asker, of its address, or of all askers."""
-        end = self._far_end(asker)
+        end = self.far_end(asker)
         if end is None:
             return encode_dial_back(DialBackResult("", DialBackOutcome.NOT_TRIED, "your link has just ended"))
         if asker in self._under_way or len(self._under_way) >= MAX_AT_ONCE:
             raise Busy("a dial-back is under way already; ask again in a few seconds")
-        if not self._allowance.take(end.host, self._clock.monotonic()):
+        if not self._allowance.take(end.host, self.clock.monotonic()):
             raise Busy("your address was dialled often enough; ask again in a minute")
         self._under_way.add(asker)
         try:
-            return encode_dial_back(await self._dial(end.host, question.port, end.certificate))
+            return encode_dial_back(await self.dial(end.host, question.port, end.certificate))
         finally:
             self._under_way.remove(asker)
 
@@ -77,12 +74,10 @@ class Attempt:
 
     witness: PeerId
     result: DialBackResult
-    local_host: str | None
-    """This machine's own address towards the witness. Another one than the witness sees means address translation."""
+    local_host: str | None  # Towards the witness; a host other than the witness sees means address translation
 
 
-Ask = Callable[[int], Awaitable[Sequence[Attempt]]]
-"""Has a few peers try a port of ours; empty when there is nobody to ask."""
+Ask = Callable[[int], Awaitable[Sequence[Attempt]]]  # Has a few peers try a port of ours; empty without peers
 
 
 def witnesses_of(
@@ -93,16 +88,21 @@ def witnesses_of(
     async def ask(port: int) -> list[Attempt]:
         candidates = [a for a in membership.peers() if a.is_reachable and a.state is not PeerState.VISITING]
         choose(candidates)
-        order = scattered(candidates)[:MAX_ASKED]
-        found: list[Attempt] = []
-        while order and len(found) < WITNESSES:
-            wanted = WITNESSES - len(found)
-            now, order = order[:wanted], order[wanted:]
-            answers = await asyncio.gather(*(_ask_one(links, a.peer, port) for a in now))
-            found += [answer for answer in answers if answer is not None]
-        return found
+        order = [a.peer for a in scattered(candidates)][:MAX_ASKED]
+        return await in_waves(order, WITNESSES, lambda peer: _ask_one(links, peer, port))
 
     return ask
+
+
+async def in_waves(
+    peers: Sequence[PeerId], wanted: int, attempt: Callable[[PeerId], Awaitable[Got | None]]
+) -> list[Got]:
+    """Attempts as many at once as are still wanted; returns what was got."""
+    found: list[Got] = []
+    while peers and (missing := wanted - len(found)):
+        now, peers = peers[:missing], peers[missing:]
+        found += [got for got in await asyncio.gather(*map(attempt, now)) if got is not None]
+    return found
 
 
 def scattered(candidates: Sequence[Announcement]) -> list[Announcement]:

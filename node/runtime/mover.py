@@ -10,8 +10,7 @@ from typing import Protocol
 
 from node.network.proofs import Proofs
 from node.network.session import NetworkSession
-from protocol.manifest.manifest import Manifest
-from protocol.manifest.model import block_parameters
+from protocol.manifest.manifest import Manifest, block_parameters
 from swarm.membership.placement import Workload
 from swarm.membership.rebalancing import MoveRules, MoveWatch, Standing
 from swarm.membership.room import Needs

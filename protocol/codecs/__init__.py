@@ -1,11 +1,5 @@
-"""Encoding of tensors to bytes and back, with any codec.
-
-`encode` and `decode` take tensors of any shape on any device, such as hidden states. They encode where the tensor is
-and copy only the small encoding. What a codec cannot express (NaN, infinity, what does not shrink) is sent with a wider
-one, named by the returned spec. `encode_into` and `decode_into` take float32 vectors in the caller's memory, such as
-pseudo-gradients; there an inexpressible value is an error. Both directions are deterministic, bit for bit. Sizes are
-`TensorSpec.byte_length`.
-"""
+"""Encoding of tensors to bytes and back, with any codec, deterministic bit for bit. A wider codec replaces one that
+cannot express a tensor."""
 
 from __future__ import annotations
 
@@ -18,14 +12,43 @@ from torch import Tensor
 
 from protocol.codecs import byte_planes as planes
 from protocol.codecs import outliers
-from protocol.codecs.blockwise import INT4, INT8, Blockwise, Expect, or_violates
-from protocol.codecs.host_memory import to_device, to_host
-from protocol.codecs.plain import HalfPrecision, Unchanged
+from protocol.codecs.blockwise import INT4, INT8, Blockwise, Expect, in_slices, or_violates
+from protocol.codecs.memory import (
+    DTYPES,
+    ELEMENT_TYPES,
+    Vector,
+    octets_of,
+    octets_of_tensor,
+    tensor_of,
+    to_device,
+    to_host,
+)
 from protocol.codecs.top_k import TOP_K_2, TOP_K_4
-from protocol.codecs.views import DTYPES, ELEMENT_TYPES, Vector, octets_of, octets_of_tensor, tensor_of
 from protocol.interfaces.tensor_spec import DType, TensorSpec
 from swarm.vocabulary.errors import StateError
 from swarm.vocabulary.types import Codec
+
+
+class Unchanged:
+    """The codec NONE. All tensors of a call are on one device."""
+
+    def encode(self, values: Tensor, out: Tensor) -> None:
+        out.copy_(values.view(torch.uint8))
+
+    def decode(self, data: Tensor, out: Tensor) -> None:
+        out.view(torch.uint8).copy_(data)
+
+
+class HalfPrecision:
+    """The codec BF16. Elements are float32 or bfloat16, on one device in a call."""
+
+    def encode(self, values: Tensor, out: Tensor) -> None:
+        for half, value in in_slices(out.view(torch.bfloat16).view(-1, 1), values.view(-1, 1)):
+            half.copy_(value)
+
+    def decode(self, data: Tensor, out: Tensor) -> None:
+        for value, half in in_slices(out.view(-1, 1), data.view(torch.bfloat16).view(-1, 1)):
+            value.copy_(half)
 
 
 class _Simple(Protocol):
@@ -48,11 +71,8 @@ _SIMPLE: Final[dict[Codec, _Simple]] = {
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A tensor's encoding: the bytes that travel."""
-
     spec: TensorSpec
     data: memoryview
-    """`spec.byte_length` bytes."""
 
 
 def encode(values: Tensor, codec: Codec) -> Encoded:
@@ -80,7 +100,6 @@ def _encode(values: Tensor, spec: TensorSpec) -> Encoded:
 
 
 def _encode_planes(values: Tensor) -> Encoded:
-    """On the CPU."""
     data = planes.encode(values.view(-1))
     if data is None:
         return encode(values, Codec.NONE)
@@ -89,17 +108,11 @@ def _encode_planes(values: Tensor) -> Encoded:
 
 
 def decode(spec: TensorSpec, data: memoryview, out: Tensor, expect: Expect = or_violates) -> None:
-    """Writes the elements into `out`, a contiguous tensor of `spec`'s shape and element type.
-
-    With NONE, BF16 and PLANES they may be anything; what the other codecs give is finite, but for channels sent apart.
-
-    Args:
-        expect: takes the checks of `data` on the device, for INT8 and INT4. If it does not look at them at once, `out`
-            may be written with anything.
+    """Writes the elements into `out`, contiguous, of `spec`'s shape and type.
 
     Raises:
         ProtocolViolation: `data` is no encoding; `out` is untouched, but with PLANES may be written in part.
-        ValueError: `data` has another length, or `out` another form, than `spec` says.
+        ValueError: `data` or `out` has another length or form than `spec` says.
     """
     if data.nbytes != spec.byte_length or tuple(out.shape) != spec.shape or out.dtype is not ELEMENT_TYPES[spec.dtype]:
         raise ValueError(f"{data.nbytes} bytes and a tensor {out.dtype} {tuple(out.shape)} do not go with {spec}")
@@ -127,29 +140,19 @@ def _decode_planes(octets: Tensor, out: Tensor) -> None:
 
 
 def encoded_bytes(codec: Codec, elements: int) -> int:
-    """The length in bytes of the encoding of so many float32 elements."""
     return TensorSpec((elements,), DType.FLOAT32, codec).byte_length
 
 
 def encode_into(codec: Codec, values: Vector, out: memoryview) -> None:
-    """Writes the encoding of `values` [elements] into `out`, which has exactly `encoded_bytes` bytes.
-
-    Raises:
-        StateError: the codec cannot express a value (not finite, or near the largest float32); `out` is then undefined.
-        ValueError: `out` has another length.
-    """
+    """Writes the encoding of `values` into `out`. Raises StateError (inexpressible; `out` is undefined), ValueError
+    (length)."""
     _check(codec, values, out)
     if len(values):
         _SIMPLE[codec].encode(tensor_of(values), octets_of(out.cast("B")))
 
 
 def decode_into(codec: Codec, data: memoryview, out: Vector) -> None:
-    """Writes what `data` encodes into `out` [elements]. With NONE and BF16 that may be anything, else it is finite.
-
-    Raises:
-        ProtocolViolation: `data` is no encoding; `out` is untouched.
-        ValueError: `data` has another length than an encoding of `out` has.
-    """
+    """Writes what `data` encodes into `out`. Raises ProtocolViolation (`out` is untouched), ValueError (length)."""
     _check(codec, out, data)
     if len(out):
         _SIMPLE[codec].decode(octets_of(data.cast("B")), tensor_of(out))

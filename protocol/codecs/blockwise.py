@@ -1,19 +1,10 @@
 """The codecs INT8 and INT4: blocks of elements, each block with one scale.
 
-INT8: blocks of 128, 33 bytes for 32 elements. The encoding of n elements is n codes (int8), then ceil(n / 128) scales
-(float32, little-endian). A scale is the block's largest magnitude / 127; an element decodes to code * scale. The
-relative error on normal data is 6.5e-3.
-
-INT4: blocks of 64, 34 bytes for 64 elements. The encoding is ceil(n / 2) bytes of codes, then ceil(n / 64) scales
-(bfloat16, little-endian). A block of w elements takes ceil(w / 2) bytes; byte i has the code of element i in its lower
-half and that of element ceil(w / 2) + i in its upper half (0 where there is none). A code is a whole number from 0 to
-15; an element decodes to (code - 8) * scale. A scale is the block's element of largest magnitude / -8, so all sixteen
-codes are used and a scale may be negative. The relative error on normal data is 0.1.
-
-Codes are rounded to nearest, ties to even. The magnitude of a scale is 0, or from SMALLEST_SCALE to `largest_scale`.
-
-The CPU works in slices that fit a core's cache, just too small for torch to share one among threads: threads that wait
-for each other over such slices on a busy machine were 1000 times slower. A GPU takes everything in one slice.
+INT8: n codes (int8), then ceil(n / 128) scales (float32). scale = largest magnitude / 127; element = code * scale.
+INT4: ceil(n / 2) bytes of codes, then ceil(n / 64) scales (bfloat16). Byte i of a block of w elements has the code of
+element i in its lower half, of element ceil(w / 2) + i in its upper half. scale = element of largest magnitude / -8;
+element = (code - 8) * scale. All is little-endian and rounded to nearest, ties to even. A scale is 0 or from
+SMALLEST_SCALE. Relative errors on normal data: 6.5e-3 and 0.1.
 """
 
 from __future__ import annotations
@@ -31,43 +22,33 @@ from swarm.vocabulary.errors import ProtocolViolation, StateError
 from swarm.vocabulary.types import Codec
 
 SMALLEST_SCALE: Final = float(np.finfo(np.float32).tiny)
-"""Smallest normal float32. Processors disagree about smaller numbers, and their inverse overflows: such blocks become
-zeros."""
+"""Smallest normal float32: processors disagree about smaller numbers, and their inverse overflows."""
 
 SLICE_ELEMENTS: Final = 255 * 128
-"""128 KiB of float32. torch shares work among threads from 32768 elements on (its GRAIN_SIZE)."""
-SLICES_OF_ONE_THREAD: Final = 4
-"""Slices taken at once when torch has one thread: fewer calls, and half a MiB still fits a core's cache."""
-SPAN_ELEMENTS: Final = 24 * SLICE_ELEMENTS
-"""3 MiB of float32. The scales of a span are computed together."""
+"""128 KiB of float32: just too small for torch to share among threads, which was far slower on a busy machine."""
+SLICES_OF_ONE_THREAD: Final = 4  # Slices taken at once if torch has one thread
+SPAN_ELEMENTS: Final = 24 * SLICE_ELEMENTS  # 3 MiB of float32, whose scales are computed together
 EVERYTHING: Final = 2**62
 
 _ROUNDING: Final = 1.5 * 2.0**23
-"""Added to a float32 below 2^22, rounds it, ties to even, and leaves the whole number in the lowest bits, in two's
-complement. One step instead of three, and torch's own rounding takes threads from 2048 elements on."""
+"""Added to a float32 below 2^22, rounds it, ties to even, into the lowest bits (two's complement)."""
 _ROUNDED_ZERO: Final = 0x4B400000
-"""The bits of _ROUNDING."""
-_EIGHT: Final = torch.int64
-"""Eight INT4 codes of whole blocks are handled as one number; no step carries from one code into the next."""
+_EIGHT: Final = torch.int64  # Eight INT4 codes are handled as one number; no step carries into the next code
 _LOWER_HALVES: Final = 0x0F0F0F0F0F0F0F0F
-_SIGNS: Final = -0x7F7F7F7F7F7F7F80
-"""0x80 in each byte. Adding 0x78 to a code and flipping its sign subtracts 8."""
+_SIGNS: Final = -0x7F7F7F7F7F7F7F80  # 0x80 in each byte: adding 0x78 to a code and flipping its sign subtracts 8
 _SIGNS_LESS_8: Final = 0x7878787878787878
 
 
 Expect = Callable[[Tensor, str], None]
-"""Takes a bool on the device that must hold, and the fault if it does not. To look at it waits for the device, so a
-caller may collect such bools and look at all of them with the result."""
+"""Takes a bool on the device that must hold, and the fault otherwise. Looking at it waits for the device."""
 
 
 def or_cannot_express(holds: Tensor, fault: str) -> None:
-    """Raises StateError unless `holds`."""
     if not bool(holds):
         raise StateError(fault)
 
 
 def or_violates(holds: Tensor, fault: str) -> None:
-    """Raises ProtocolViolation unless `holds`."""
     if not bool(holds):
         raise ProtocolViolation(fault)
 
@@ -80,29 +61,14 @@ class Blockwise:
     block: int
     scale_type: torch.dtype
     largest_scale: float
-    """No code times this is infinite."""
-
-    @property
-    def largest_value(self) -> float:
-        """Largest magnitude that the codec can express."""
-        return self.largest_scale * (8 if self._is_packed else 127)
 
     @property
     def _is_packed(self) -> bool:
-        """Whether two codes share a byte."""
         return self.codec is Codec.INT4
 
     def encode(self, values: Tensor, out: Tensor, expect: Expect = or_cannot_express) -> None:
-        """Writes codes and scales.
-
-        Args:
-            values: [n], float32 or bfloat16.
-            out: bytes, as many as `TensorSpec.byte_length` says.
-            expect: takes whether the codec can express the values.
-
-        Raises:
-            StateError: a value is not finite, or near the largest float32; `out` is then undefined.
-        """
+        """Writes codes and scales of `values` [n]. Raises StateError if a value is not finite or too large; `out` is
+        undefined."""
         elements, device, packed = len(values), values.device, self._is_packed
         code_bytes = self._code_bytes(elements)
         scales = torch.empty(blocks_of(elements, self.block), 1, device=device)
@@ -124,11 +90,7 @@ class Blockwise:
         out[code_bytes:].copy_(scales.to(self.scale_type).view(-1).view(torch.uint8))
 
     def decode(self, data: Tensor, out: Tensor, expect: Expect = or_violates) -> None:
-        """Writes code * scale, each rounded once to float32, into `out` [n], float32 or bfloat16.
-
-        Raises:
-            ProtocolViolation: a scale is impossible; `out` is untouched.
-        """
+        """Writes code * scale into `out` [n]. Raises ProtocolViolation for an impossible scale; `out` is untouched."""
         elements, device, packed = len(out), out.device, self._is_packed
         scales = data[self._code_bytes(elements) :].clone().view(self.scale_type).float().view(-1, 1)
         check_received(scales.abs() if packed else scales, self.largest_scale, self.codec.name, expect)
@@ -244,7 +206,6 @@ class Piece:
 
     @property
     def width(self) -> int:
-        """Elements of a block."""
         return (self.stop - self.start) // (self.end - self.first)
 
 
@@ -260,14 +221,12 @@ def pieces(elements: int, width: int, at_once: int) -> Iterator[Piece]:
 
 
 def slice_elements(device: torch.device) -> int:
-    """Elements computed at once."""
     if device.type != "cpu":
         return EVERYTHING
     return SLICE_ELEMENTS * (1 if torch.get_num_threads() > 1 else SLICES_OF_ONE_THREAD)
 
 
 def span_elements(device: torch.device) -> int:
-    """Elements whose scales are computed at once."""
     return SPAN_ELEMENTS if device.type == "cpu" else EVERYTHING
 
 

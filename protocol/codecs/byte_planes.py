@@ -1,18 +1,9 @@
-"""The codec PLANES: the elements without loss, their bytes sorted by rank, so that those that are alike lie together
-and can be shortened.
+"""The codec PLANES: the elements without loss, their bytes sorted by rank and compressed (ZipNN, arXiv:2411.05239).
 
-Elements are float32 or bfloat16, of w = 4 or 2 bytes. They are cut into slices of SLICE_BYTES / w elements, the last
-one maybe shorter. A slice of m elements has w planes of m bytes: plane k has byte k of each element in order, byte 0
-being the least significant. The encoding is
-
-    one length for each plane (unsigned 32 bits, little-endian) || one body for each plane
-
-both in order of the slices and, within a slice, of the planes. A body as long as its plane is the plane itself. A
-shorter one is a frame of Zstandard (RFC 8878) that states its content size, needs no dictionary, and holds the plane.
-
-In trained weights the highest byte, sign and exponent, takes few values and shrinks to a third. The mantissa's are
-noise, which Zstandard notices after a look at a few KB: such planes are stored and cost little more than being copied.
-(ZipNN, Hershcovitch et al. 2024, arXiv:2411.05239.)
+Slices of SLICE_BYTES / w elements (the last one maybe shorter) have w planes each: plane k has byte k of each element.
+The encoding is one length for each plane (unsigned 32 bits, little-endian), then one body for each plane, in order of
+slices and planes. A body as long as its plane is the plane; a shorter one a Zstandard frame (RFC 8878) that states its
+content size and needs no dictionary.
 """
 
 from __future__ import annotations
@@ -28,21 +19,17 @@ from torch import Tensor
 
 from swarm.vocabulary.errors import ProtocolViolation
 
-SLICE_BYTES: Final = 2**20
-"""Small enough for a slice and its planes to stay in a core's cache."""
+SLICE_BYTES: Final = 2**20  # A slice and its planes stay in a core's cache
 
 _FEW_MATCHES: Final = zstandard.ZstdCompressionParameters.from_level(
     1, window_log=16, hash_log=6, min_match=7, strategy=zstandard.STRATEGY_FAST
 )
-"""Level 1 that hardly looks for repetitions (runs of equal bytes it still finds). Among exponents there are only chance
-ones, which are not worth their references: without them encoding and decoding take half the time, and the result is a
-tenth shorter."""
+"""Level 1 that hardly looks for repetitions, of which exponents have few: half the time, a tenth shorter."""
 _LENGTH: Final = np.dtype("<u4")
 _WORDS: Final[dict[torch.dtype, np.dtype[Any]]] = {torch.float32: np.dtype("<u4"), torch.bfloat16: np.dtype("<u2")}
 
 Octets = npt.NDArray[np.uint8]
 Words = npt.NDArray[Any]
-"""Elements as whole numbers of the same width."""
 
 
 def encode(values: Tensor) -> Tensor | None:
@@ -53,7 +40,8 @@ def encode(values: Tensor) -> Tensor | None:
     end = lengths.nbytes
     compressor = zstandard.ZstdCompressor(compression_params=_FEW_MATCHES)
     for number, plane in enumerate(_planes_of(words)):
-        body = _shortened(plane, compressor)
+        frame = compressor.compress(plane.data)
+        body = np.frombuffer(frame, np.uint8) if len(frame) < len(plane) else plane
         if end + len(body) >= len(out):
             return None
         out[end : end + len(body)] = body
@@ -74,29 +62,18 @@ def _planes_of(words: Words) -> Iterator[Octets]:
             yield plane
 
 
-def _shortened(plane: Octets, compressor: zstandard.ZstdCompressor) -> Octets:
-    """The plane's body."""
-    frame = compressor.compress(plane.data)
-    return np.frombuffer(frame, np.uint8) if len(frame) < len(plane) else plane
-
-
 def decode(data: Tensor, out: Tensor) -> None:
-    """Writes what `data` encodes. Takes no more memory than two slices, whatever `data` says.
-
-    Args:
-        data: [bytes], uint8, on the CPU.
-        out: [n], float32 or bfloat16, contiguous, on the CPU.
-
-    Raises:
-        ProtocolViolation: `data` encodes nothing of `out`'s type and length; what `out` holds is then not defined.
-    """
+    """Writes what `data` encodes into `out` [n], taking memory for two slices. Raises ProtocolViolation; `out` is
+    undefined."""
     words, octets = _words_of(out), data.numpy()
     lengths = _checked_lengths(octets, words)
     bodies = _bodies_of(octets, lengths)
     decompressor = zstandard.ZstdDecompressor()
     for part in _slices_of(words):
         planes = [_plane(next(bodies), len(part), decompressor) for _ in range(words.itemsize)]
-        _join(planes, part)
+        np.copyto(part, planes[-1])
+        for plane in reversed(planes[:-1]):
+            np.bitwise_or(np.left_shift(part, 8, out=part), plane, out=part)
 
 
 def _bodies_of(octets: Octets, lengths: list[int]) -> Iterator[Octets]:
@@ -134,13 +111,6 @@ def _plane(body: Octets, size: int, decompressor: zstandard.ZstdDecompressor) ->
         return np.frombuffer(decompressor.decompress(body.data, allow_extra_data=False), np.uint8)
     except zstandard.ZstdError as error:
         raise ProtocolViolation(f"a byte plane's body is no Zstandard frame: {error}") from None
-
-
-def _join(planes: list[Octets], part: Words) -> None:
-    """Writes the elements that have these planes, the least significant first."""
-    np.copyto(part, planes[-1])
-    for plane in reversed(planes[:-1]):
-        np.bitwise_or(np.left_shift(part, 8, out=part), plane, out=part)
 
 
 def _words_of(values: Tensor) -> Words:

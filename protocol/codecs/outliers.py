@@ -1,11 +1,7 @@
-"""Blockwise encoding of matrices whose outlier channels are sent apart, in bfloat16.
+"""Blockwise encoding of matrices whose outlier channels are sent apart (Dettmers et al. 2022, LLM.int8()).
 
-In trained models a few places of the hidden states have magnitudes tens to thousands of times those of the others, the
-same ones for nearly all tokens (Dettmers et al. 2022, LLM.int8()). In a block with one of them a few codes are left for
-all others.
-
-They follow the blockwise encoding: k channel numbers (unsigned 16 bits, little-endian, rising), then k columns of
-bfloat16, one number a row. In the blocks these channels are zeros.
+After the blocks, where they are zeros: k channel numbers (unsigned 16 bits, little-endian, rising), then k columns of
+bfloat16, one number a row.
 """
 
 from __future__ import annotations
@@ -18,31 +14,19 @@ import torch
 from torch import Tensor
 
 from protocol.codecs.blockwise import Blockwise, Expect, or_violates
-from protocol.codecs.host_memory import to_host
+from protocol.codecs.memory import to_host
 from protocol.interfaces.tensor_spec import TensorSpec, most_outliers
 from swarm.vocabulary.errors import StateError
 
-TIMES_THE_MEDIAN: Final = 8.0
-"""How much larger than the median channel's largest element an outlier channel's is."""
-SAMPLED_ROWS: Final = 64
-"""Rows searched: the same channels stand out in all. A missed one costs accuracy in its own blocks only."""
+TIMES_THE_MEDIAN: Final = 8.0  # Largest element of an outlier channel, in medians of all channels' largest elements
+SAMPLED_ROWS: Final = 64  # The same channels stand out in all rows. A missed one costs accuracy in its own blocks only.
 LARGEST_CHANNEL: Final = 2**16
 _FIGURES_BYTES: Final = 16
-"""Two int64 at the end of a device's encoding: number of outliers, and whether the codec can express the rest."""
+"""Two int64 behind a device's encoding: number of outliers, and whether the rest can be expressed."""
 
 
 def encode(values: Tensor, spec: TensorSpec, codec: Blockwise) -> tuple[TensorSpec, Tensor]:
-    """Encodes a contiguous tensor where it is.
-
-    Args:
-        spec: of the tensor, without outliers.
-
-    Returns:
-        The spec with the outliers that were found, and the encoding on the CPU [bytes].
-
-    Raises:
-        StateError: the codec cannot express a value.
-    """
+    """Encodes a contiguous tensor; returns its spec with the outliers, and the bytes on the CPU. Raises StateError."""
     if not values.is_cpu:
         return encode_without_waiting(values, spec, codec)
     channels = _found(values)
@@ -55,11 +39,7 @@ def encode(values: Tensor, spec: TensorSpec, codec: Blockwise) -> tuple[TensorSp
 
 
 def encode_without_waiting(values: Tensor, spec: TensorSpec, codec: Blockwise) -> tuple[TensorSpec, Tensor]:
-    """Encodes as `encode` does, but waits for the device once, for one copy of the result.
-
-    The copy has space for the largest number of outliers (an eighth more than INT8 alone, a quarter more than INT4),
-    for their number is only known on the device. The unused space is cut off here.
-    """
+    """`encode` with one wait for the device: space for all possible outliers is copied and cut off here."""
     most, base = most_apart(values), spec.byte_length
     space = 2 * most * (1 + spec.rows)
     out = torch.empty(base + space + _FIGURES_BYTES, dtype=torch.uint8, device=values.device)
@@ -127,10 +107,7 @@ def _found(values: Tensor) -> Tensor:
 
 
 def find_without_looking(values: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest outlier channels, rising, filled up with the number of channels; and their number, an int64.
-
-    Of equally large ones the first are taken.
-    """
+    """The largest outlier channels, rising, padded with the number of channels; and their number, an int64."""
     most, channels = most_apart(values), values.shape[-1]
     largest, stand_out = _standing_out(values)
     sizes = torch.where(stand_out, largest, -1.0)

@@ -1,30 +1,16 @@
-"""The codecs TOP_K_4 and TOP_K_2: of each chunk of 4096 elements the 192 of largest magnitude, or the 256; all others
-decode to 0.
+"""The codecs TOP_K_4 and TOP_K_2: the 192 or 256 largest of each chunk of 4096 elements; all others decode to 0.
 
-252 and 260 bytes for 4096 elements: 65 and 63 times less than float32. What is left out has to be sent another time by
-who encodes (`node.averaging.exchange.pseudo_gradient`), or the sum of many encodings is not that of what was encoded.
+A chunk of w elements sends n = ceil(w * 192 / 4096) of them (256 with TOP_K_2) in rising order, in whole bytes whose
+lowest bit comes first:
 
-The encoding is that of each chunk, one after the other; the last chunk may be shorter. A chunk of w elements sends n =
-ceil(w * 192 / 4096) of them (256 with TOP_K_2), in the order of their places in the chunk, in these parts, each in
-whole bytes whose lowest bit comes first and whose unused bits are 0:
+    levels      the lowest and the highest one, bfloat16, little-endian
+    low bits    n times 4 bits: each place modulo 16
+    high bits   n + ceil(w / 16) bits, n of them 1: for the i-th place p the bit floor(p / 16) + i (Elias-Fano)
+    codes       n times 4 bits, or 2
 
-    levels      the lowest and the highest one, bfloat16, little-endian low bits    n times 4 bits: each place modulo 16
-    high bits   n + ceil(w / 16) bits, of which n are 1: for the i-th place p (i from 0) the bit of number floor(p / 16)
-    + i codes       n times 4 bits, or 2
-
-So a place takes 6.3 or 6 bits instead of 12, whichever places they are (the code of Elias 1974 and Fano 1971 for rising
-numbers). A code's upper bit is the sign (1 is negative), the rest a whole number j from 0 to m, which is 7 or 1. It
-stands for
-
-    lowest + (j / m)^2 * (highest - lowest)
-
-with the square rounded to float32 and so every operation after it. TOP_K_4 sends the smallest and the largest magnitude
-as its levels, and has more of the others where there are more magnitudes, near the smallest one: on normal data the
-kept elements have a relative error of 0.03. TOP_K_2 sends the means of the smaller and of the larger magnitudes: 0.09.
-A level is 0, or from SMALLEST_SCALE to LARGEST_LEVEL.
-
-With the same length, TOP_K_2 leaves less out (0.82 of the length of normal data; TOP_K_4 0.86), but where a few
-elements are far larger than the rest, two levels are too few (Student's t with 3 degrees of freedom: 0.69 and 0.66).
+A code's upper bit is the sign, the rest j from 0 to m (7 or 1): lowest + (j / m)^2 * (highest - lowest), each
+operation rounded to float32. Levels are the extreme magnitudes (TOP_K_4) or the means of the smaller and the larger
+ones (TOP_K_2): relative errors 0.03 and 0.09. A level is 0, or from SMALLEST_SCALE to LARGEST_LEVEL.
 """
 
 from __future__ import annotations
@@ -51,14 +37,11 @@ from protocol.interfaces.tensor_spec import PLACE_LOW_BITS, SPARSE_CHUNK, Sparse
 from swarm.vocabulary.errors import ProtocolViolation
 from swarm.vocabulary.types import Codec
 
-LARGEST_LEVEL: Final = float(np.finfo(np.float32).max) / 4
-"""So that nothing decodes to infinity, in bfloat16 neither."""
+LARGEST_LEVEL: Final = float(np.finfo(np.float32).max) / 4  # Nothing decodes to infinity, in bfloat16 neither
 _LOW_MASK: Final = (1 << PLACE_LOW_BITS) - 1
-_GATHER: Final = 0x0102040810204080
-"""Times the bytes of an int64 that are 0 or 1, has the k-th of them as bit 56 + k, and nothing else there."""
+_GATHER: Final = 0x0102040810204080  # Times an int64 of bytes 0 or 1: moves the k-th to bit 56 + k
 
-LLOYD_STEPS: Final = 2
-"""To find two levels (Lloyd 1982, "Least squares quantization in PCM"); more make no difference that can be seen."""
+LLOYD_STEPS: Final = 2  # Steps of Lloyd 1982 for the two levels
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,15 +49,11 @@ class TopK:
     """One of the two codecs. All tensors of a call are on one device."""
 
     codec: Codec
-    levels_of: Callable[[Tensor], Tensor]
-    """From the magnitudes [chunks, kept] of what is sent to the levels [chunks, 2]."""
+    levels_of: Callable[[Tensor], Tensor]  # From magnitudes [chunks, kept] to levels [chunks, 2]
 
     def encode(self, values: Tensor, out: Tensor) -> None:
-        """Writes the encoding of `values` [n], float32 or bfloat16, into `out`, which has as many bytes.
-
-        Raises:
-            StateError: a value is not finite, or near the largest float32; `out` is then undefined.
-        """
+        """Writes the encoding of `values` [n]. Raises StateError if a value is not finite or too large; `out` is
+        undefined."""
         written = 0
         for piece in pieces(len(values), SPARSE_CHUNK, span_elements(values.device)):
             chunk, count = SparseChunk(piece.width, self.codec), piece.end - piece.first
@@ -84,12 +63,7 @@ class TopK:
             written = end
 
     def decode(self, data: Tensor, out: Tensor) -> None:
-        """Writes what `data` encodes into `out` [n], float32 or bfloat16; most of it are zeros.
-
-        Raises:
-            ProtocolViolation: a level cannot be, or the places of a chunk are too many, too few, beyond its end or do
-                not rise; `out` is untouched.
-        """
+        """Writes what `data` encodes into `out` [n]. Raises ProtocolViolation if malformed; `out` is untouched."""
         read = 0
         found: list[tuple[Piece, Tensor, Tensor]] = []
         for piece in pieces(len(out), SPARSE_CHUNK, span_elements(out.device)):
@@ -120,7 +94,9 @@ class TopK:
         check_encoded(levels, LARGEST_LEVEL, self.codec.name)
         lowest, highest = levels[:, :1], levels[:, 1:]
         share = (sizes - lowest).mul_(inverse_of(highest - lowest))
-        codes = torch.bucketize(share, self._borders(x.device), out_int32=True).to(torch.uint8)
+        squares = self._squares(x.device)
+        half_way = (squares[1:] + squares[:-1]).div_(2)
+        codes = torch.bucketize(share, half_way, out_int32=True).to(torch.uint8)
         codes.add_(kept < 0, alpha=self._highest_code + 1)
         levels_out, low, high, codes_out = _parts(out, chunk)
         levels_out.copy_(rounded.view(torch.uint8))
@@ -146,15 +122,6 @@ class TopK:
         most = self._highest_code
         return torch.tensor([code**2 / most**2 for code in range(most + 1)], device=device)
 
-    def _borders(self, device: torch.device) -> Tensor:
-        """Half-way between the levels."""
-        squares = self._squares(device)
-        return (squares[1:] + squares[:-1]).div_(2)
-
-
-def _extremes(sizes: Tensor) -> Tensor:
-    return torch.stack([sizes.amin(1), sizes.amax(1)], 1)
-
 
 def _two_means(sizes: Tensor) -> Tensor:
     """Of the smaller and of the larger ones: the two numbers nearest to all of them, or nearly."""
@@ -171,7 +138,7 @@ def _two_means(sizes: Tensor) -> Tensor:
     return torch.cat([low, high], 1)
 
 
-TOP_K_4: Final = TopK(Codec.TOP_K_4, _extremes)
+TOP_K_4: Final = TopK(Codec.TOP_K_4, lambda sizes: torch.stack([sizes.amin(1), sizes.amax(1)], 1))
 TOP_K_2: Final = TopK(Codec.TOP_K_2, _two_means)
 
 

@@ -14,10 +14,11 @@ import tempfile
 from collections import deque
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import Message
 
+from protocol.frames.codec import Parsed, parsed
 from protocol.generated import dht_process_pb2
 from protocol.identity.keys import Identity
 from protocol.libp2p.child_process import with_packages
@@ -31,11 +32,8 @@ from swarm.vocabulary.errors import (
 )
 
 MAX_MESSAGE_BYTES = 16 * 2**20
-KEYS_PER_FIND = 16
-"""So that the answer fits even when every key is full: 16 x 256 records x 2 KiB are 8 MiB."""
+KEYS_PER_FIND = 16  # 16 full keys (256 records of 2 KiB) are 8 MiB
 _LENGTH_BYTES = 4
-
-Received = TypeVar("Received", bound=Message)
 
 
 def pack(message: Message) -> bytes:
@@ -46,7 +44,7 @@ def pack(message: Message) -> bytes:
     return len(data).to_bytes(_LENGTH_BYTES, "big") + data
 
 
-async def receive(reader: asyncio.StreamReader, into: type[Received]) -> Received | None:
+async def receive(reader: asyncio.StreamReader, into: type[Parsed]) -> Parsed | None:
     """The next message; None once the pipe is closed. Raises ProtocolViolation, after which nothing can be read."""
     try:
         length = int.from_bytes(await reader.readexactly(_LENGTH_BYTES), "big")
@@ -55,12 +53,7 @@ async def receive(reader: asyncio.StreamReader, into: type[Received]) -> Receive
         data = await reader.readexactly(length)
     except (asyncio.IncompleteReadError, ConnectionError):
         return None
-    message: Received = into()
-    try:
-        message.ParseFromString(data)
-    except (DecodeError, UnicodeDecodeError, ValueError):
-        raise ProtocolViolation("dht: bytes on the pipe are no message") from None
-    return message
+    return parsed(into, data, "dht: bytes on the pipe are no message")
 
 
 log = logging.getLogger(__name__)
@@ -81,8 +74,7 @@ class DhtChild:
         self._waiting: dict[int, asyncio.Future[dht_process_pb2.DhtReply]] = {}
         self._numbers = itertools.count(1)
         self._last_lines: deque[str] = deque(maxlen=_REMEMBERED_LINES)
-        self.ended = asyncio.Event()
-        """Set when the child is gone or has closed its side."""
+        self.ended = asyncio.Event()  # Set when the child is gone or has closed its side
 
     @property
     def process_id(self) -> int:

@@ -34,12 +34,9 @@ from swarm.vocabulary.types import RunId
 log = logging.getLogger(__name__)
 
 DIAL_TIMEOUT_S = 5.0
-FIRST_JOIN_PATIENCE_S = 2.0
-"""How long a start waits for the first try to join, which goes on in the background."""
-MISSING_RETRY_S = (0.2, 5.0)
-"""First and longest pause between tries while an initial peer has not answered yet."""
-MISSING_PATIENCE_S = 120.0
-"""After this long an initial peer that never answered is only looked for as often as everything else."""
+FIRST_JOIN_PATIENCE_S = 2.0  # Joining goes on in the background
+MISSING_RETRY_S = (0.2, 5.0)  # First and longest pause while an initial peer has not answered
+MISSING_PATIENCE_S = 120.0  # Then an initial peer is looked for as rarely as everything else
 REFRESH_S = 60.0
 MAX_BLACKLIST = 4096
 
@@ -68,7 +65,6 @@ class DhtService:
 
     @property
     def daemon(self) -> P2P:
-        """The p2pd that carries it, for streams of other kinds."""
         return self._node.p2p
 
     async def stop(self) -> None:

@@ -1,7 +1,4 @@
-"""The directory of a run's peers, on hivemind's DHT in a supervised child process (`protocol.dht.process`).
-
-A record from the DHT is believed only for its owner's signature.
-"""
+"""The directory of a run's peers, on hivemind's DHT in a supervised child process (`protocol.dht.process`)."""
 
 from __future__ import annotations
 
@@ -22,8 +19,8 @@ from protocol.generated import dht_process_pb2
 from protocol.identity.keys import Identity
 from protocol.identity.signed_records import decode_announced, directory_key, encode_record
 from protocol.interfaces.clock import Clock
-from protocol.interfaces.directory import Contact
-from protocol.nat.relay_server import RelayFigures, read_figures
+from protocol.interfaces.transport import Contact
+from protocol.nat.relay import RelayFigures, read_figures
 from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.errors import (
     ConfigError,
@@ -39,10 +36,8 @@ log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 2.0
 HEARTBEAT_TIMEOUT_S = 10.0
-RESTART_PAUSE_S = (0.1, 30.0)
-"""First and longest pause before a restart; doubled each time, shortened at random by up to half."""
-STEADY_S = 60.0
-"""A child that lived this long counts as well: the next pause is the first one again."""
+RESTART_PAUSE_S = (0.1, 30.0)  # First and longest pause; doubled each time, shortened at random by up to half
+STEADY_S = 60.0  # After this life the next pause is the first one again
 MAX_REMEMBERED_PEERS = 8192
 
 
@@ -51,19 +46,14 @@ class DirectorySettings:
     """How this node takes part in the DHT."""
 
     host: str = "0.0.0.0"  # noqa: S104  # peers are to reach it
-    """IP address to listen on; empty: none, for a client that only asks."""
-    port: int = 0
-    """TCP port to listen on; 0 for any free one, which is kept when the DHT has to be restarted."""
-    announce: tuple[str, ...] = ()
-    """Multiaddrs to tell others instead of those the machine sees, for a forwarded port."""
-    initial_peers: tuple[str, ...] = ()
-    """Multiaddrs (`/ip4/.../tcp/.../p2p/12D3Koo...`) of nodes that are in the DHT; none for a swarm's first node."""
-    client: bool = False
-    """Keep nothing for others and do not be asked: for a node that cannot be dialled."""
-    relay_bytes_per_hour: int = 0
-    """Carry tunnels for others, up to so much in any hour (`protocol.nat`); 0: none."""
+    """Empty: none, for a client that only asks."""
+    port: int = 0  # 0: any, kept over restarts of the DHT
+    announce: tuple[str, ...] = ()  # Multiaddrs for others, for a forwarded port
+    initial_peers: tuple[str, ...] = ()  # Multiaddrs (`/ip4/.../tcp/.../p2p/12D3Koo...`); none for a swarm's first node
+    client: bool = False  # Keeps nothing for others and is not asked
+    relay_bytes_per_hour: int = 0  # 0: no relay
     experts: tuple[int, ...] = (1, *(MAX_EXPERTS for _ in range(1, MAX_STAGES)))
-    """Modules of each stage, by the run's manifest: records of modules that do not exist are not kept."""
+    """Modules of each stage; records of others are not kept."""
     startup_timeout_s: float = 60.0
     publish_timeout_s: float = 15.0
     look_up_timeout_s: float = 15.0
@@ -89,10 +79,8 @@ class DirectoryStatistics:
 
     running: bool
     restarts: int
-    peers: int
-    """Other nodes in our routing table at the last heartbeat."""
-    records: int
-    """Records kept here for the swarm at the last heartbeat."""
+    peers: int  # Other nodes in our routing table
+    records: int  # Records kept here for the swarm
 
 
 class LatestSequences:
@@ -117,10 +105,7 @@ class LatestSequences:
 
 
 class DhtDirectory:
-    """The directory in a supervised child process, within `async with`.
-
-    While the DHT restarts, `publish` and `look_up` raise Unreachable. The last record is stored again afterwards.
-    """
+    """The directory, an async context manager. While the DHT restarts, methods raise Unreachable."""
 
     def __init__(self, settings: DirectorySettings, identity: Identity, run: RunId, clock: Clock) -> None:
         self._settings = settings
@@ -198,17 +183,14 @@ class DhtDirectory:
 
     @property
     def serves_tunnels(self) -> bool:
-        """Whether this node carries tunnels for others."""
         return self._settings.relay_bytes_per_hour > 0
 
     @property
     def port(self) -> int:
-        """The TCP port that the DHT listens on."""
         return self._port
 
     @property
     def situation(self) -> dht_process_pb2.DhtSituation:
-        """The DHT's state as of the last heartbeat."""
         return self._situation
 
     def multiaddrs(self) -> list[str]:
@@ -254,7 +236,9 @@ class DhtDirectory:
                 await self._live_once(started)
             except (SkipstoneError, OSError) as error:
                 if not started.done():
-                    started.set_exception(_as_ours(error))
+                    ours = isinstance(error, SkipstoneError)
+                    reason = f"the DHT process could not be started: {error}"
+                    started.set_exception(error if ours else ResourceExhausted(reason))
                     return
                 level = logging.INFO if isinstance(error, _TakesPartAnew) else logging.WARNING
                 log.log(level, "the DHT has to be restarted: %s", error)
@@ -268,7 +252,8 @@ class DhtDirectory:
         start = self._start_message()
         async with running_child(start, self._identity) as (child, situation):
             self._situation = situation
-            self._port = self._port or _port_of(situation.multiaddrs)
+            ports = re.findall(r"/tcp/(\d+)", " ".join(situation.multiaddrs))
+            self._port = self._port or int(ports[0] if ports else 0)
             self._starts += 1
             self._child = child
             try:
@@ -320,60 +305,39 @@ class DhtDirectory:
 
 
 class _TakesPartAnew(Unreachable):
-    """The DHT is ended because the node wants it so."""
-
-
-def _as_ours(error: SkipstoneError | OSError) -> SkipstoneError:
-    if isinstance(error, SkipstoneError):
-        return error
-    return ResourceExhausted(f"the DHT process could not be started: {error}")
-
-
-def _port_of(multiaddrs: Sequence[str]) -> int:
-    ports = [int(found[1]) for multiaddr in multiaddrs if (found := re.search(r"/tcp/(\d+)", multiaddr))]
-    return ports[0] if ports else 0
+    pass
 
 
 MAX_ATTACHED: Final = 2
-"""Relays that a peer stays attached to: a second one for when the first goes."""
-OPEN_S: Final = 16.0
-"""For one relay: to be dialled, and to have the far end accept."""
+OPEN_S: Final = 16.0  # For one relay: the dial, and the far end's acceptance
 
 
 @dataclass(frozen=True, slots=True)
 class RelayAttachment:
-    """The state of the attachment to one relay."""
-
     relay: str
     standing: bool
-    reason: str
-    """Why not."""
+    reason: str  # Why not
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class RelayTunnels:
     """Opens and takes tunnels through relays. `relay_of` gives a peer's relay multiaddr, or ""."""
 
-    def __init__(
-        self,
-        directory: DhtDirectory,
-        relay_of: Callable[[PeerId], str],
-        shuffle: Callable[[list[str]], None] = random.shuffle,
-    ) -> None:
-        self._directory = directory
-        self._relay_of = relay_of
-        self._shuffle = shuffle
+    directory: DhtDirectory
+    relay_of: Callable[[PeerId], str]
+    shuffle: Callable[[list[str]], None] = random.shuffle
 
     async def way_to(self, contact: Contact) -> str:
         """A local `host:port` that leads to the peer, for one connection within 10 s. Raises Unreachable."""
-        relays = [relay for peer in contact.via if (relay := self._relay_of(peer))]
+        relays = [relay for peer in contact.via if (relay := self.relay_of(peer))]
         if not relays:
             raise Unreachable(f"{short(contact.peer)} has no relay that is known here")
-        self._shuffle(relays)
+        self.shuffle(relays)
         reasons = []
         for relay in relays[:MAX_ATTACHED]:
             wish = dht_process_pb2.DhtOpenTunnel(relay=relay, target=contact.peer)
             try:
-                reply = await self._directory.ask(dht_process_pb2.DhtRequest(open_tunnel=wish), OPEN_S)
+                reply = await self.directory.ask(dht_process_pb2.DhtRequest(open_tunnel=wish), OPEN_S)
             except PeerError as error:
                 log.info("no tunnel to %s through %s: %s", short(contact.peer), relay, error)
                 reasons.append(f"{relay}: {error}")
@@ -382,16 +346,15 @@ class RelayTunnels:
         raise Unreachable(f"no tunnel to {short(contact.peer)}: {'; '.join(reasons)}")
 
     async def attach(self, relays: Sequence[str], local: str) -> None:
-        """Attaches to the first two relays, in the background; their tunnels lead to `local`. Raises Unreachable on a
-        restart."""
+        """Attaches to the first two relays in the background; tunnels lead to `local`. Raises Unreachable."""
         attach = dht_process_pb2.DhtAttach(relays=relays[:MAX_ATTACHED], local=local)
-        await self._directory.keep("attachments", dht_process_pb2.DhtRequest(attach=attach))
+        await self.directory.keep("attachments", dht_process_pb2.DhtRequest(attach=attach))
 
     def attachments(self) -> list[RelayAttachment]:
         """The states of the attachments that `attach` asked for, as of the DHT's last heartbeat (2 s)."""
-        standing = self._directory.situation.attachments
+        standing = self.directory.situation.attachments
         return [RelayAttachment(each.relay, each.standing, each.reason) for each in standing]
 
     def carried(self) -> RelayFigures:
         """The traffic carried for others since the node started, as of the last heartbeat."""
-        return read_figures(self._directory.situation.relay)
+        return read_figures(self.directory.situation.relay)

@@ -1,15 +1,6 @@
-"""Guards between hivemind's DHT and the bytes that strangers send it: bounds on size, work and plausibility.
+"""Guards between hivemind's DHT and strangers' bytes: bounds on size, work, expiry and DHT positions.
 
-hivemind 1.1.12 trusts its peers where it must not; each guard here answers one such place:
-
-* `guard_serializer`: nested msgpack extensions are decoded by recursion in C, so one packet of 1 KB ends the process.
-* `RecordRules`: any key, value, size and expiry is stored and returned, infinite and NaN ones too.
-* `GuardedStorage`: memory has no bound, and replays shorten the life of newer records (`protocol.dht.guards`).
-* `GuardedProtocol`: answers to a search are believed about their own expiry (an infinite one ends the search with the
-  liar's answer alone), one bad record spoils a whole answer, requests have no bound, and nodes choose their place in
-  the DHT freely.
-
-This module imports hivemind, so it belongs into the DHT's process; `protocol.libp2p.hivemind_import` goes first there.
+hivemind 1.1.12 decodes nested msgpack by recursion in C, stores anything, and believes answers about their own expiry.
 """
 
 from __future__ import annotations
@@ -63,8 +54,7 @@ class RecordStore:
     now: Callable[[], float]
     owners_of_key: int = MAX_OWNERS_OF_KEY
     max_records: int = MAX_RECORDS
-    longest_s: float = math.inf
-    """Longest time to expiry that is kept, in seconds: an older clock of this machine was ahead."""
+    longest_s: float = math.inf  # A record may expire later by an older, wrong clock of this machine
     _rooms: dict[Any, dict[str, Kept]] = field(default_factory=dict)
     _keys_of: dict[str, dict[Any, None]] = field(default_factory=dict)
     _count: int = 0
@@ -95,7 +85,6 @@ class RecordStore:
         return True
 
     def of_key(self, key: Any) -> dict[str, Kept]:
-        """The unexpired records under a key."""
         return {owner: kept for owner, kept in self._rooms.get(key, {}).items() if self._holds(kept)}
 
     def keys(self) -> Iterator[Any]:
@@ -125,14 +114,11 @@ class RecordStore:
 
 log = logging.getLogger(__name__)
 
-MAX_EXTENSION_DEPTH = 4
-"""Honest values have one level: the dictionary of a key's records."""
-MAX_PACKED_BYTES = (MAX_RECORD_BYTES + 128) * MAX_OWNERS_OF_KEY
-"""The records of one full key, with room for their owners' names."""
+MAX_EXTENSION_DEPTH = 4  # Honest values have one level
+MAX_PACKED_BYTES = (MAX_RECORD_BYTES + 128) * MAX_OWNERS_OF_KEY  # The records of one full key, with their owners' names
 MAX_KEYS_PER_REQUEST = 256
 BUDGET_BURST_BYTES = 4 * 2**20
-BUDGET_BYTES_PER_S = 256 * 2**10
-"""What one peer may make us check: about 200 records a second, a tenth of a core."""
+BUDGET_BYTES_PER_S = 256 * 2**10  # About 200 records a second, a tenth of a core
 LOOKUP_COST_BYTES = 4096
 
 

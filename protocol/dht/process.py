@@ -1,9 +1,4 @@
-"""The DHT's own process: `python -m protocol.dht.process`, supervised by `protocol.dht.directory`.
-
-A crash of hivemind or p2pd costs a restart of this process only. hivemind's own `hivemind.DHT` forks the node and
-hangs on long values, so its `DHTNode` runs on this event loop, controlled over stdin and stdout
-(`proto/dht_process.proto`). The process ends with its stdin.
-"""
+"""The DHT's own process, `python -m protocol.dht.process`, controlled over stdin and stdout (dht_process.proto)."""
 
 from __future__ import annotations
 
@@ -24,8 +19,7 @@ from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError  # noqa: E402
 
 from protocol.dht.dht_node import DhtService  # noqa: E402
 from protocol.libp2p.daemon import Libp2pStreams  # noqa: E402
-from protocol.nat.relay_client import Attachment, Incoming, OpenTunnels  # noqa: E402
-from protocol.nat.relay_server import RelayLimits, RelayService, read_figures, write_figures  # noqa: E402
+from protocol.nat.relay import Attachment, Incoming, OpenTunnels, RelayLimits, RelayService, read_figures, write_figures  # noqa: E402  # noqa: E402
 from swarm.vocabulary.errors import ProtocolViolation, ResourceExhausted, SkipstoneError  # noqa: E402
 from swarm.vocabulary.types import PeerId, RunId  # noqa: E402
 
@@ -33,47 +27,54 @@ log = logging.getLogger(__name__)
 
 MAX_CONCURRENT_REQUESTS = 32
 MAX_RELAYS = 4
-STOP_PATIENCE_S = 1.5
-"""p2pd that does not stop in this time is killed by the kernel when this process ends."""
+STOP_PATIENCE_S = 1.5  # Then the kernel kills p2pd as this process ends
 
 
 class _Finished(Exception):
     """Ends the task group: the node closed our stdin, or p2pd is gone."""
 
 
-class ChildTunnels:
-    """Relay, attachments and opened tunnels of this process, made by `start`. They end with the task group.
+class _Work:
+    """The DHT's node, and the relay, attachments and opened tunnels of this process, which carries their bytes."""
 
-    Bytes are carried here, beside p2pd, and not on the node's event loop. After a restart of this process the node has
-    its attachments made again.
-    """
-
-    def __init__(self, streams: Libp2pStreams, run: RunId, tasks: asyncio.TaskGroup) -> None:
-        self._streams = streams
+    def __init__(self, service: DhtService, run: RunId, tasks: asyncio.TaskGroup) -> None:
+        self._dht = service
+        self._streams = Libp2pStreams(service.daemon)
         self._run = run
         self._tasks = tasks
-        self._service: RelayService | None = None
-        self._opened = OpenTunnels(run, streams.dial, tasks)
+        self._relay: RelayService | None = None
+        self._opened = OpenTunnels(run, self._streams.dial, tasks)
         self._incoming = Incoming(("", 0))
         self._attachments: dict[str, tuple[Attachment, asyncio.Task[None]]] = {}
 
-    @classmethod
-    async def start(
-        cls, streams: Libp2pStreams, start: dht_process_pb2.DhtStart, tasks: asyncio.TaskGroup
-    ) -> ChildTunnels:
-        """Starts the tunnels, and the relay if the node serves one."""
-        tunnels = cls(streams, RunId(start.run), tasks)
-        if start.relay_bytes_per_hour:
-            before = read_figures(start.relay_before) if start.HasField("relay_before") else None
-            tunnels._service = RelayService(tunnels._run, RelayLimits(start.relay_bytes_per_hour), before)
-            await streams.take(tunnels._service.serve)
-        return tunnels
+    async def serve_relay(self, start: dht_process_pb2.DhtStart) -> None:
+        before = read_figures(start.relay_before) if start.HasField("relay_before") else None
+        self._relay = RelayService(self._run, RelayLimits(start.relay_bytes_per_hour), before)
+        await self._streams.take(self._relay.serve)
 
-    async def open(self, wish: dht_process_pb2.DhtOpenTunnel) -> int:
-        """Opens a tunnel; errors as `OpenTunnels.open`."""
-        return await self._opened.open(wish.relay, PeerId(wish.target))
+    async def carry_out(self, request: dht_process_pb2.DhtRequest, reply: dht_process_pb2.DhtReply) -> None:
+        match request.WhichOneof("kind"):
+            case "store":
+                await self._dht.store(request.store)
+            case "find":
+                reply.records.extend(await self._dht.find(list(request.find.keys)))
+            case "status":
+                await self.describe(reply)
+            case "attach":
+                self._attach(request.attach)
+            case "open_tunnel":
+                reply.port = await self._opened.open(request.open_tunnel.relay, PeerId(request.open_tunnel.target))
+            case kind:
+                reply.failed = f"unexpected request {kind}"
 
-    def attach(self, wish: dht_process_pb2.DhtAttach) -> None:
+    async def describe(self, reply: dht_process_pb2.DhtReply) -> None:
+        reply.situation.CopyFrom(await self._dht.situation())
+        if self._relay is not None:
+            reply.situation.relay.CopyFrom(write_figures(self._relay.figures()))
+        for each, _ in self._attachments.values():
+            reply.situation.attachments.add(relay=each.relay, standing=each.standing, reason=each.reason)
+
+    def _attach(self, wish: dht_process_pb2.DhtAttach) -> None:
         """Attaches to exactly these relays; tunnels through others end. Raises ProtocolViolation."""
         host, _, port = wish.local.rpartition(":")
         if len(wish.relays) > MAX_RELAYS or (wish.relays and not (host and port.isdecimal())):
@@ -87,40 +88,6 @@ class ChildTunnels:
                 attachment = Attachment(relay, self._run, self._streams.dial, self._incoming)
                 self._attachments[relay] = (attachment, self._tasks.create_task(attachment.keep()))
 
-    def describe(self, situation: dht_process_pb2.DhtSituation) -> None:
-        """Adds the tunnels' figures to the DHT's state."""
-        if self._service is not None:
-            situation.relay.CopyFrom(write_figures(self._service.figures()))
-        for each, _ in self._attachments.values():
-            situation.attachments.add(relay=each.relay, standing=each.standing, reason=each.reason)
-
-
-class _Doing:
-    """What requests are carried out with."""
-
-    def __init__(self, service: DhtService, tunnels: ChildTunnels) -> None:
-        self._service = service
-        self._tunnels = tunnels
-
-    async def carry_out(self, request: dht_process_pb2.DhtRequest, reply: dht_process_pb2.DhtReply) -> None:
-        match request.WhichOneof("kind"):
-            case "store":
-                await self._service.store(request.store)
-            case "find":
-                reply.records.extend(await self._service.find(list(request.find.keys)))
-            case "status":
-                await self.describe(reply)
-            case "attach":
-                self._tunnels.attach(request.attach)
-            case "open_tunnel":
-                reply.port = await self._tunnels.open(request.open_tunnel)
-            case kind:
-                reply.failed = f"unexpected request {kind}"
-
-    async def describe(self, reply: dht_process_pb2.DhtReply) -> None:
-        reply.situation.CopyFrom(await self._service.situation())
-        self._tunnels.describe(reply.situation)
-
 
 class _Desk:
     """Takes requests from the node and answers each once, several at a time."""
@@ -131,10 +98,10 @@ class _Desk:
         self._writing = asyncio.Lock()
         self._free = asyncio.Semaphore(MAX_CONCURRENT_REQUESTS)
 
-    async def serve(self, doing: _Doing, tasks: asyncio.TaskGroup) -> None:
+    async def serve(self, work: _Work, tasks: asyncio.TaskGroup) -> None:
         while (request := await self.next()) is not None:
             await self._free.acquire()
-            tasks.create_task(self._answer(doing, request))
+            tasks.create_task(self._answer(work, request))
         raise _Finished("the node closed the pipe")
 
     async def next(self) -> dht_process_pb2.DhtRequest | None:
@@ -146,10 +113,10 @@ class _Desk:
             self._writer.write(data)
             await self._writer.drain()
 
-    async def _answer(self, doing: _Doing, request: dht_process_pb2.DhtRequest) -> None:
+    async def _answer(self, work: _Work, request: dht_process_pb2.DhtRequest) -> None:
         reply = dht_process_pb2.DhtReply(number=request.number)
         try:
-            await doing.carry_out(request, reply)
+            await work.carry_out(request, reply)
         except Exception as error:
             # hivemind has no exceptions of its own for a network that lets it down: it may be anything, assertions
             # included.
@@ -188,12 +155,14 @@ async def _start_and_serve(desk: _Desk, request: dht_process_pb2.DhtRequest) -> 
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(service.stay_joined())
             tasks.create_task(_watch_daemon(service))
-            doing = _Doing(service, await ChildTunnels.start(Libp2pStreams(service.daemon), request.start, tasks))
+            work = _Work(service, RunId(request.start.run), tasks)
+            if request.start.relay_bytes_per_hour:
+                await work.serve_relay(request.start)
             await service.first_join()
             reply = dht_process_pb2.DhtReply(number=request.number)
-            await doing.describe(reply)
+            await work.describe(reply)
             await desk.reply(reply)
-            await desk.serve(doing, tasks)
+            await desk.serve(work, tasks)
     except* _Finished as finished:
         log.info("stopping: %s", finished.exceptions[0])
     finally:

@@ -1,20 +1,8 @@
-"""Converters between dataclasses of the vocabulary and the messages of link.proto, derived from their type annotations.
+"""Converters between dataclasses of the vocabulary and messages of link.proto, derived from their type annotations.
 
-Nothing is written down twice: a field travels in the field of its name, in the way that its annotated type and
-link.proto's have in common, and is held against the bounds it is declared with when it is read. Then the message is
-asked for its `fault`, if it has such a method. All of this is worked out once for each class.
-
-| in the dataclass | in link.proto |
-|---|---|
-| int, bool, bytes | the same |
-| float `x_s` | a double; or a whole number, `x_ms` or `x_us` |
-| str | a text for people: cut to its length when it is written, made printable when it is read |
-| an enum | its value |
-| PeerId | a text |
-| a dataclass | a message, without what it inherits from the message around; LinkRate is a number |
-| a tuple | a repeated field |
-| a frozenset | a repeated field in rising order, so that nothing comes twice |
-| something or None | nothing there, or 0, for None |
+A field travels in the field of its name and is checked against its declared bounds, then the message's `fault`.
+Seconds `x_s` may travel as whole `x_ms` or `x_us`; a text is cut and made printable; a frozenset rises;
+None is nothing or 0; a part omits what it inherits from the message around it.
 """
 
 from __future__ import annotations
@@ -30,6 +18,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Final, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import DecodeError, Message
 
 from protocol.generated import link_pb2 as wire
 from swarm.vocabulary.averaging_messages import LinkRate
@@ -38,11 +27,11 @@ from swarm.vocabulary.errors import ProtocolViolation
 from swarm.vocabulary.types import AnchorVersion, PeerId
 
 Around = Any
-"""Values that the surrounding message gives to all its parts, by name."""
-MessageType = Any
-"""The descriptor of a message of link.proto."""
+"""Values that the surrounding message gives to its parts, by name."""
+MessageType = Any  # A descriptor
 Convert = Callable[[Any, Around], Any]
 Made = TypeVar("Made")
+Parsed = TypeVar("Parsed", bound=Message)
 
 _PARTS_OF_A_SECOND: Final = {"ms": 1000, "us": 1_000_000}
 
@@ -50,10 +39,8 @@ _PARTS_OF_A_SECOND: Final = {"ms": 1000, "us": 1_000_000}
 class Converter(NamedTuple):
     """The conversion of one type's values, both ways."""
 
-    write: Convert
-    """To what the generated classes take: a number, a text, bytes, a list, or a dict for a message."""
-    read: Convert
-    """From what they have. Raises ProtocolViolation for what may not come, and nothing else."""
+    write: Convert  # To a number, a text, bytes, a list, or a dict for a message
+    read: Convert  # Raises ProtocolViolation
 
 
 @cache
@@ -128,6 +115,14 @@ def faultless(made: Made) -> Made:
     return made
 
 
+def parsed(kind: type[Parsed], data: bytes, fault: str) -> Parsed:
+    """The protobuf message in `data`. Raises ProtocolViolation with `fault`."""
+    try:
+        return kind.FromString(data)
+    except (DecodeError, UnicodeDecodeError, ValueError):
+        raise ProtocolViolation(fault) from None
+
+
 def checked_version(version: AnchorVersion) -> AnchorVersion:
     """The version, its fields checked. Raises ProtocolViolation when one is out of bounds."""
     checked: AnchorVersion = converter(AnchorVersion, wire.AnchorVersion.DESCRIPTOR).read(version, None)
@@ -188,7 +183,6 @@ def field_converter(hint: Any, field: Any, where: str) -> Converter:
 
 
 def inner_type(hint: Any) -> Any | None:
-    """The type `T` of `T | None`; None for any other."""
     if get_origin(hint) not in (Union, UnionType):
         return None
     [inner] = (kind for kind in get_args(hint) if kind is not NoneType)
@@ -232,8 +226,8 @@ def _scalar(kind: Any, bounds: Sequence[Any], field: Any, where: str) -> Convert
     check = _bounded(bounds, where)
     if kind is PeerId:
         return Converter(_as_is, lambda text, _: checked_peer(text))
-    if isinstance(kind, enum.EnumMeta):
-        return _enum(kind, where)
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        return Converter(lambda member, _: member.value, lambda number, _: read_enum(kind, number, where))
     if kind is str:
         most = bounds[0].most
         return Converter(lambda text, _: text[:most], lambda text, _: printable(check(text, None)))
@@ -245,17 +239,6 @@ def _scalar(kind: Any, bounds: Sequence[Any], field: Any, where: str) -> Convert
     if kind not in (int, bool, bytes, float):
         raise TypeError(f"{where}: no way for {kind} to travel")
     return Converter(_as_is, check)
-
-
-def _enum(kind: Any, where: str) -> Converter:
-    members = {member.value: member for member in kind}
-
-    def read(number: int, _: Around) -> Any:
-        if number not in members:
-            raise ProtocolViolation(f"{where} {number} is unknown")
-        return members[number]
-
-    return Converter(lambda member, _: member.value, read)
 
 
 def _bounded(bounds: Sequence[Any], where: str) -> Convert:
@@ -290,7 +273,6 @@ def parts_of_a_second(seconds: float, parts: int) -> int:
 
 
 def milliseconds(seconds: float) -> int:
-    """Seconds as whole milliseconds, as in what is signed."""
     return parts_of_a_second(seconds, 1000)
 
 
@@ -308,7 +290,6 @@ def checked_peer(text: str) -> PeerId:
 
 
 def read_enum(kind: type[EnumT], number: int, what: str) -> EnumT:
-    """The enum member of a number. Raises ProtocolViolation for an unknown one."""
     try:
         return kind(number)
     except ValueError:

@@ -1,26 +1,29 @@
-"""Frames of a link: their plain data, and their encoding as link.proto defines it.
-
-`decode` trusts nothing and raises only ProtocolViolation. Most messages are converted as they are declared
-(`protocol.frames.codec`): a new one is a message in link.proto, a field of its Frame, and a class of the same name in
-a union of the vocabulary. Routes differ from link.proto and have converters here.
-"""
+"""Frames of a link and their encoding (link.proto). `decode` trusts nothing and raises only ProtocolViolation."""
 
 from __future__ import annotations
 
 import enum
 import re
 from dataclasses import dataclass
-from typing import Annotated, Any, Final, NamedTuple, get_args
+from typing import Annotated, Any, Final, NamedTuple, get_args, get_type_hints
 
-from google.protobuf.message import DecodeError
-
-from protocol.frames import rpc
-from protocol.frames.codec import Around, Converter, checked_peer, converter, faultless, read_enum
-from protocol.frames.rpc import AnswerFrame, QuestionFrame
+from protocol.frames.codec import (
+    Around,
+    Converter,
+    MessageType,
+    checked_peer,
+    checked_version,
+    converter,
+    faultless,
+    field_converter,
+    inner_type,
+    parsed,
+    read_enum,
+)
 from protocol.frames.tensors import CHUNK_TAG, Chunk, TensorFrame, decode_chunk, read_header, wire_header
 from protocol.generated import link_pb2 as wire
-from protocol.interfaces.transport import MAX_RECORD_BYTES, Record, Topic
-from swarm.vocabulary.averaging_messages import RoundControl, SignedRoster, StateControl
+from protocol.interfaces.transport import MAX_RECORD_BYTES, TOPICS, Question, QuestionAbout, Record, Topic
+from swarm.vocabulary.averaging_messages import SignedRoster
 from swarm.vocabulary.bounds import Detail, Length, Range
 from swarm.vocabulary.errors import ProtocolViolation
 from swarm.vocabulary.pipeline_messages import (
@@ -28,7 +31,6 @@ from swarm.vocabulary.pipeline_messages import (
     ControlMessage,
     Documents,
     Forward,
-    MicrobatchControl,
     MicrobatchTensor,
     Position,
     Purpose,
@@ -37,7 +39,142 @@ from swarm.vocabulary.pipeline_messages import (
     Settled,
     TensorMessage,
 )
-from swarm.vocabulary.types import MAX_HOPS, Hop, MicrobatchId, ModuleId, Path, PeerId, RunId, SignedRoute, VersionRange
+from swarm.vocabulary.types import (
+    MAX_HOPS,
+    AnchorVersion,
+    Hop,
+    MicrobatchId,
+    ModuleId,
+    Path,
+    PeerId,
+    RunId,
+    SignedRoute,
+    VersionRange,
+)
+
+MAX_ANSWER_BYTES: Final = 68 * 1024
+
+_QUESTION: Final[MessageType] = wire.Question.DESCRIPTOR
+_ANSWER: Final[MessageType] = wire.Answer.DESCRIPTOR
+_ANSWER_FIELDS: Final = {about: about.value for about in QuestionAbout} | {QuestionAbout.EVALUATE: "evaluation"}
+_ANSWER_KINDS: Final = {field: about for about, field in _ANSWER_FIELDS.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class QuestionFrame:
+    """A question as a frame: the number that its answer repeats, and what is asked."""
+
+    id: int
+    question: Question
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerFrame:
+    """An answer as a frame. A refusal has `about` None and its text in `content`."""
+
+    id: int
+    about: QuestionAbout | None
+    content: bytes
+
+
+def _parts(about: QuestionAbout) -> dict[str, Converter]:
+    """The fields of a Question that are asked with; none of them may be missing."""
+    hints = get_type_hints(Question, include_extras=True)
+    asked: MessageType = _QUESTION.fields_by_name[about.value].message_type
+    return {
+        field.name: field_converter(inner_type(hints[field.name]) or hints[field.name], field, f"Question.{field.name}")
+        for field in asked.fields
+    }
+
+
+_ABOUT: Final = {about: _parts(about) for about in QuestionAbout}
+_REFUSAL: Final = field_converter(Detail, _ANSWER.fields_by_name["refused"], "a refusal")
+_CONTENT: Final = field_converter(
+    Annotated[bytes, Length(0, MAX_ANSWER_BYTES)], _ANSWER.fields_by_name["status"], "an answer"
+)
+
+
+def _write_question(frame: QuestionFrame, _: Around) -> dict[str, Any]:
+    question = frame.question
+    fields = {name: part.write(getattr(question, name), None) for name, part in _ABOUT[question.about].items()}
+    return {"id": frame.id, question.about.value: fields}
+
+
+def _read_question(question: wire.Question, _: Around) -> QuestionFrame:
+    kind = question.WhichOneof("about")
+    if kind is None:
+        raise ProtocolViolation("a question about nothing known")
+    about, said = QuestionAbout(kind), getattr(question, kind)
+    fields = {name: part.read(getattr(said, name), None) for name, part in _ABOUT[about].items()}
+    return QuestionFrame(question.id, Question(about, **fields))
+
+
+def _write_answer(answer: AnswerFrame, _: Around) -> dict[str, Any]:
+    if answer.about is None:
+        return {"id": answer.id, "refused": _REFUSAL.write(answer.content.decode(errors="replace"), None)}
+    return {"id": answer.id, _ANSWER_FIELDS[answer.about]: answer.content}
+
+
+def _read_answer(answer: wire.Answer, _: Around) -> AnswerFrame:
+    kind = answer.WhichOneof("about")
+    if kind is None:
+        raise ProtocolViolation("an answer without content")
+    if kind == "refused":
+        return AnswerFrame(answer.id, None, _REFUSAL.read(answer.refused, None).encode())
+    return AnswerFrame(answer.id, _ANSWER_KINDS[kind], _CONTENT.read(getattr(answer, kind), None))
+
+
+CONVERTERS: Final[dict[type, Converter]] = {
+    QuestionFrame: Converter(_write_question, _read_question),
+    AnswerFrame: Converter(_write_answer, _read_answer),
+}
+
+
+HASH_BYTES: Final = 32
+
+
+@dataclass(frozen=True, slots=True)
+class HashList:
+    """The content that a digest covers, but for the chunks themselves."""
+
+    version: AnchorVersion
+    elements: int  # Of the parameters; the momentum has as many
+    chunk_elements: int
+    hashes: tuple[bytes, ...]  # BLAKE3 of each chunk of the parameters, then of the momentum
+
+
+def encode_hash_list(hash_list: HashList) -> bytes:
+    """Serialises a hash list, at most 64 KiB for up to 10^9 elements."""
+    version = hash_list.version
+    data: bytes = wire.HashList(
+        round=version.round,
+        steps=version.steps,
+        tokens=version.tokens,
+        fragment=version.fragment,
+        elements=hash_list.elements,
+        chunk_elements=hash_list.chunk_elements,
+        hashes=b"".join(hash_list.hashes),
+    ).SerializeToString()
+    return data
+
+
+def decode_hash_list(data: bytes, *, digest: bytes, elements: int, chunk_elements: int) -> HashList:
+    """Parses a peer's hash list; the caller checks by hashing that it leads to `digest`. Raises ProtocolViolation."""
+    if len(data) > MAX_ANSWER_BYTES:
+        raise ProtocolViolation(f"hash list: {len(data)} bytes are more than {MAX_ANSWER_BYTES}")
+    said = parsed(wire.HashList, data, f"hash list: {len(data)} bytes are none")
+    if (said.elements, said.chunk_elements) != (elements, chunk_elements):
+        raise ProtocolViolation(
+            f"hash list: {said.elements} elements in chunks of {said.chunk_elements};"
+            f" this module has {elements} in chunks of {chunk_elements}"
+        )
+    count = 2 * -(-elements // chunk_elements)
+    if len(said.hashes) != count * HASH_BYTES:
+        raise ProtocolViolation(f"hash list: {len(said.hashes)} bytes are not {count} hashes of {HASH_BYTES} bytes")
+    version = checked_version(AnchorVersion(said.round, said.steps, said.tokens, said.fragment, digest))
+    hashes = tuple(said.hashes[at : at + HASH_BYTES] for at in range(0, len(said.hashes), HASH_BYTES))
+    return HashList(version, elements, chunk_elements, hashes)
+
 
 MAX_LIFETIME_MS: Final = 3_600_000
 
@@ -56,7 +193,6 @@ class _Route:
     labels: Annotated[int, Range(0, 2**32 - 1)]
 
     def fault(self) -> str | None:
-        """Why no microbatch goes this way; None when one may."""
         if (self.modules or self.documents or self.labels) and not self.signature:
             what = f"{len(self.modules)} modules, {len(self.documents)} documents and {self.labels} labels"
             return f"{what} that nobody has signed"
@@ -96,10 +232,6 @@ def _write_route(message: MicrobatchTensor | Recall, _: Around) -> dict[str, Any
     return {"route": _ROUTE.write(route, None)}
 
 
-def _write_forward(message: Forward, _: Around) -> dict[str, Any]:
-    return {**_write_route(message, None), "purpose": message.purpose.value}
-
-
 def _read_forward(said: wire.Forward, _: Around) -> Forward:
     route: _Route = _ROUTE.read(said.route, None)
     purpose = read_enum(Purpose, said.purpose, "purpose")
@@ -111,41 +243,31 @@ def _read_routed(kind: type[Backward | Recall], said: wire.Backward | wire.Recal
     return faultless(kind(route.microbatch, route.path, route.position))
 
 
-def _write_settled(message: Settled, _: Around) -> Any:
-    return _SETTLED.write(_Settled(message.microbatch, message.path.hops), None)
-
-
 def _read_settled(said: wire.Settled, _: Around) -> Settled:
     settled: _Settled = _SETTLED.read(said, None)
     return Settled(settled.microbatch, Path(settled.microbatch.data_node, settled.hops))
 
 
 _ALONG_A_PATH: Final[dict[type, Converter]] = {
-    Forward: Converter(_write_forward, _read_forward),
+    Forward: Converter(lambda sent, _: {**_write_route(sent, None), "purpose": sent.purpose.value}, _read_forward),
     Backward: Converter(_write_route, lambda said, _: _read_routed(Backward, said)),
     Recall: Converter(_write_route, lambda said, _: _read_routed(Recall, said)),
-    Settled: Converter(_write_settled, _read_settled),
+    Settled: Converter(lambda sent, _: _SETTLED.write(_Settled(sent.microbatch, sent.path.hops), None), _read_settled),
 }
-"""By class."""
 
 
 MAX_SMALL_FRAME_BYTES: Final = 72 * 1024
-"""Of every frame that is not a chunk: a path of 256 hops takes about 20 KiB, a roster of 256 members about 24 KiB, an
-answer 68 KiB."""
+"""Every frame but a chunk: a path of 256 hops takes about 20 KiB, an answer 68."""
 
 MAX_AGE_MS: Final = 2**48
 
 OptionalRecord = Annotated[bytes, Length(1, MAX_RECORD_BYTES, or_none=True)]
-"""A SignedRecord, unchecked; empty for none."""
 
 _RUN_ID: Final = re.compile(r"[0-9a-f]{64}")
-_BYTES: Final = 2
-"""The wire type of what has a length before it, as every field has."""
+_BYTES: Final = 2  # Wire type of a length-delimited field
 
 
 class FarewellReason(enum.Enum):
-    """Why a side ends a link. The value is link.proto's."""
-
     UNSPECIFIED = 0
     LEAVING = 1
     DUPLICATE = 2
@@ -163,32 +285,23 @@ class Hello:
     peer: PeerId
     run: RunId
     versions: VersionRange
-    record: OptionalRecord
-    """Empty when the peer has none yet."""
-    incarnation: int = 0
-    """Of the process, 64 bits at random."""
+    record: OptionalRecord  # Empty before the first
+    incarnation: int = 0  # Random, 64 bits
     age_ms: int = 0
-    """Of the process."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ping:
-    """Asks for a Pong with the same token, by which the round trip is measured."""
-
     token: int
 
 
 @dataclass(frozen=True, slots=True)
 class Pong:
-    """The answer to a Ping."""
-
     token: int
 
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """Withdraws or refuses the rest of a transfer."""
-
     transfer: int
 
 
@@ -198,14 +311,11 @@ class Farewell:
 
     reason: FarewellReason
     detail: Detail = ""
-    record: OptionalRecord = b""
-    """With SAME_KEY: that of the other process."""
+    record: OptionalRecord = b""  # With SAME_KEY: the other process's
 
 
 @dataclass(frozen=True, slots=True)
 class AnnouncementFrame:
-    """The sender's signed record."""
-
     record: Record
 
 
@@ -250,10 +360,7 @@ def decode(data: bytes) -> Frame:
     if is_chunk(data):
         return decode_chunk(data)
     name = _name_of(data)
-    try:
-        said = getattr(wire.Frame.FromString(data), name)
-    except DecodeError:
-        raise ProtocolViolation(f"{len(data)} bytes are not a frame") from None
+    said = getattr(parsed(wire.Frame, data, f"{len(data)} bytes are not a frame"), name)
     kind = _KINDS[name]
     try:
         message = kind.converter.read(said, None)
@@ -325,46 +432,39 @@ def _read_record(record: bytes) -> bytes:
 
 
 class _Kind(NamedTuple):
-    """One field of Frame."""
-
     what: type
     converter: Converter
     topic: Topic | None
-    """Of what only says something. Who sends a tensor is told when it is not wanted."""
     has_tensor: bool
 
 
-_TOPICS: Final = {
-    **dict.fromkeys(get_args(MicrobatchControl), Topic.MICROBATCHES),
-    **dict.fromkeys(get_args(RoundControl), Topic.ROUNDS),
-    **dict.fromkeys(get_args(StateControl), Topic.STATE),
-}
+_TOPIC_OF: Final = {kind: topic for topic, kinds in TOPICS.items() for kind in kinds}
 _WITH_TENSOR: Final = get_args(TensorMessage)
 _BY_HAND: Final[dict[type, Converter]] = {
     Hello: Converter(_write_hello, _read_hello),
     AnnouncementFrame: Converter(lambda frame, _: frame.record, lambda said, _: AnnouncementFrame(_read_record(said))),
     **_ALONG_A_PATH,
-    **rpc.CONVERTERS,
+    **CONVERTERS,
 }
 _NAMES: Final[dict[str, type]] = {
-    **{kind.__name__: kind for kind in (Hello, Ping, Pong, Cancel, Farewell, *_WITH_TENSOR, *_TOPICS)},
+    **{kind.__name__: kind for kind in (Hello, Ping, Pong, Cancel, Farewell, *_WITH_TENSOR, *_TOPIC_OF)},
     "Roster": SignedRoster,
     "Question": QuestionFrame,
     "Answer": AnswerFrame,
     "announcement": AnnouncementFrame,
 }
-"""By the name of the message in link.proto, or of the field that is none."""
+"""Names in link.proto by class."""
 
 
 def _kind(field: Any) -> _Kind:
     what = _NAMES[field.message_type.name if field.message_type else field.name]
     return _Kind(
-        what, _BY_HAND.get(what) or converter(what, field.message_type), _TOPICS.get(what), what in _WITH_TENSOR
+        what, _BY_HAND.get(what) or converter(what, field.message_type), _TOPIC_OF.get(what), what in _WITH_TENSOR
     )
 
 
 _KINDS: Final = {field.name: _kind(field) for field in wire.Frame.DESCRIPTOR.fields if field.name != "chunk"}
-"""By the name of the field."""
+"""Kinds by field name."""
 _FIELD_OF: Final = {kind.what: name for name, kind in _KINDS.items()}
 _BY_TAG: Final = {
     field.number << 3 | _BYTES: field.name for field in wire.Frame.DESCRIPTOR.fields if field.name in _KINDS

@@ -17,11 +17,9 @@ from swarm.vocabulary.pipeline_messages import Backward, Forward, TensorMessage
 from swarm.vocabulary.types import Codec
 
 MAX_CHUNK_BYTES: Final = 1024 * 1024
-MIN_CHUNK_BYTES: Final = 4096
-"""Of every chunk but the last of a transfer: fewer would cost the receiver more than they bring."""
+MIN_CHUNK_BYTES: Final = 4096  # Of every chunk but a transfer's last
 MAX_CHUNK_FRAME_BYTES: Final = MAX_CHUNK_BYTES + 64
-CHUNK_TAG: Final = 0x12
-"""First byte of a frame that holds a chunk: field 2, length-delimited."""
+CHUNK_TAG: Final = 0x12  # First byte of a chunk's frame: field 2, length-delimited
 
 _TRANSFER_TAG: Final = 0x08
 _INDEX_TAG: Final = 0x10
@@ -105,7 +103,6 @@ def _append_varint(buffer: bytearray, value: int) -> None:
 
 
 def _varint(frame: bytes, at: int) -> tuple[int, int]:
-    """A uint32 and the position after it."""
     value = 0
     for place in range(_LONGEST_UINT32):
         byte = frame[at + place]
@@ -177,10 +174,8 @@ def _misfit(message: TensorMessage, tensor: TensorSpec) -> str | None:
     return None
 
 
-CHUNK_S: Final = 0.02
-"""How long a small frame may have to wait behind one chunk."""
+CHUNK_S: Final = 0.02  # Longest wait of a small frame behind one chunk, in seconds
 LEAST_CHUNK_BYTES: Final = 64 * 1024
-"""However slow the link: each frame has a cost of its own."""
 
 
 def chunk_bytes_for(goodput_bytes_per_s: float, most: int) -> int:
@@ -196,9 +191,7 @@ def chunk_count_of(byte_length: int, chunk_bytes: int) -> int:
 
 
 class OutgoingTransfer:
-    """The frames of one tensor to be sent, made one at a time: besides the one that the stream has, at most one is
-    copied ahead.
-    """
+    """The frames of one tensor, made one at a time; at most one is copied ahead."""
 
     __slots__ = ("_ahead", "_chunk_bytes", "_chunk_count", "_data", "_header", "_next", "number")
 
@@ -221,15 +214,12 @@ class OutgoingTransfer:
         return self._next == self._chunk_count
 
     def next_frame(self) -> bytes:
-        """The next frame: first the header, then chunk after chunk."""
         frame = self._frame() if self._ahead is None else self._ahead
         self._ahead = None
         self._next += 1
         return frame
 
     def prepare(self) -> None:
-        """Makes the next frame now, while the stream is busy with another, so that `next_frame` will have it at
-        hand."""
         if self._ahead is None and not self.finished:
             self._ahead = self._frame()
 
@@ -240,20 +230,13 @@ class OutgoingTransfer:
         return encode_chunk(self.number, self._next, self._data[start : start + self._chunk_bytes])
 
 
+@dataclass(slots=True, eq=False)
 class Arrival:
-    """The receiver's side of one transfer: counts its chunks and checks their order and sizes; keeps none of their
-    data.
+    """Counts and checks the chunks of one transfer and swallows them; `Assembly` also takes the data."""
 
-    The first chunk says how large chunks are, and the header's count has to agree with it. As it stands it swallows a
-    refused transfer; `Assembly` also takes the data.
-    """
-
-    __slots__ = ("_chunk_bytes", "_received", "frame")
-
-    def __init__(self, frame: TensorFrame, received: int = 0, chunk_bytes: int = 0) -> None:
-        self.frame = frame
-        self._received = received
-        self._chunk_bytes = chunk_bytes
+    frame: TensorFrame
+    _received: int = 0
+    _chunk_bytes: int = 0
 
     @property
     def complete(self) -> bool:

@@ -1,15 +1,9 @@
-"""TLS certificates that prove a peer id, and the authority that makes TLS let them in.
+"""TLS certificates that prove a peer id, signed by the run's authority.
 
-gRPC's TLS takes no Ed25519 certificates. So each start makes a throw-away P-256 key, and the node's identity signs it
-by the extension of the libp2p TLS specification (https://github.com/libp2p/specs/blob/master/tls/tls.md).
-
-A server names its roots before it knows the caller. The certificates of a run are therefore signed by the *run's
-authority*, whose key follows from the RunId and proves only "knows the run". (New roots at each handshake crash gRPC
-1.85: the old ones are freed while in use.) A caller trusts exactly the contact's certificate.
-
-That certificate thus is a trust root and must stand for nobody else: `peer_of_certificate` refuses one that may sign
-others or has another name. CA:FALSE is not enough: gRPC's TLS 1.85 accepts a leaf signed with a root's key unless the
-root's key usage excludes it.
+gRPC's TLS takes no Ed25519: each start makes a P-256 key, which the identity signs in the libp2p TLS extension
+(https://github.com/libp2p/specs/blob/master/tls/tls.md). The authority's key follows from the RunId and proves only
+"knows the run". A caller trusts exactly the contact's certificate, so `peer_of_certificate` refuses one that may sign
+others. CA:FALSE is not enough: gRPC 1.85 accepts a leaf signed by a root unless the root's key usage excludes it.
 """
 
 from __future__ import annotations
@@ -32,8 +26,7 @@ from protocol.identity.keys import KEY_BYTES, LIBP2P_PUBLIC_KEY_PREFIX, Identity
 from swarm.vocabulary.errors import ProtocolViolation
 from swarm.vocabulary.types import SIGNATURE_BYTES, PeerId, RunId
 
-MAX_CERTIFICATE_BYTES: Final = 1024
-"""Of DER. Ours have about 605; a record in the DHT (2 KiB) carries one."""
+MAX_CERTIFICATE_BYTES: Final = 1024  # DER; ours have about 605. A DHT record (2 KiB) carries one.
 
 _LIBP2P_EXTENSION: Final = x509.ObjectIdentifier("1.3.6.1.4.1.53594.1.1")
 _SIGNATURE_PURPOSE: Final = b"libp2p-tls-handshake:"
@@ -43,11 +36,7 @@ _SIGNATURE_PURPOSE: Final = b"libp2p-tls-handshake:"
 _KEY_HEADER: Final = bytes.fromhex("30680424") + LIBP2P_PUBLIC_KEY_PREFIX
 _SIGNATURE_HEADER: Final = bytes.fromhex("0440")
 
-# The dates say nothing: what ends a certificate is that its key, which never leaves the process, ends with it; who
-# dials
-# besides follows what is announced (a record lives 10 minutes). A window that starts at a fixed date, and not "now",
-# lets
-# machines with wrong clocks talk to each other, and a node run for years needs no new certificate in mid-run.
+# A certificate ends with its key, which never leaves the process. Fixed dates let machines with wrong clocks talk.
 _NOT_BEFORE: Final = datetime(2000, 1, 1, tzinfo=UTC)
 _NOT_AFTER: Final = datetime(2100, 1, 1, tzinfo=UTC)
 
@@ -65,7 +54,6 @@ _USAGES: Final = (
 _SIGNS_HANDSHAKES_ONLY: Final = x509.KeyUsage(**{field: field == "digital_signature" for field in _USAGES})
 _P256_ORDER: Final = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
 _CACHED_AUTHORITIES: Final = 16
-"""A node is in one run; more are for the records of others that come its way."""
 
 _MALFORMED: Final = (
     ValueError,
@@ -77,14 +65,6 @@ _MALFORMED: Final = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class _Authority:
-    """Anybody can make the same key; the certificates of two makers differ in serial number and signature only."""
-
-    key: ec.EllipticCurvePrivateKey
-    certificate: x509.Certificate
-
-
 @dataclass(frozen=True, slots=True, repr=False)
 class TlsCredentials:
     """A peer's certificate for a run, its private key, and the run's authority. The repr leaves the key out."""
@@ -94,8 +74,7 @@ class TlsCredentials:
     certificate_der: bytes
     certificate_pem: bytes
     private_key_pem: bytes
-    authority_pem: bytes
-    """The root that a server lets callers in by."""
+    authority_pem: bytes  # Root of the callers' certificates
 
     def __repr__(self) -> str:
         return f"TlsCredentials(fingerprint={fingerprint(self.certificate_der).hex()})"
@@ -104,14 +83,14 @@ class TlsCredentials:
 def make_credentials(identity: Identity, run: RunId) -> TlsCredentials:
     """A new P-256 key with a certificate that proves `identity.peer` and is let in by the peers of `run`."""
     key = ec.generate_private_key(ec.SECP256R1())
-    authority = _authority(run)
+    authority_key, authority = _authority(run)
     certificate = (
-        _certificate(_name(identity.peer), authority.certificate.subject, key.public_key())
+        _certificate(_name(identity.peer), authority.subject, key.public_key())
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(_SIGNS_HANDSHAKES_ONLY, critical=True)
         .add_extension(x509.SubjectAlternativeName([x509.DNSName(identity.peer)]), critical=False)
         .add_extension(_libp2p_extension(identity, key.public_key()), critical=False)
-        .sign(authority.key, SHA256())
+        .sign(authority_key, SHA256())
     )
     return TlsCredentials(
         peer=identity.peer,
@@ -119,7 +98,7 @@ def make_credentials(identity: Identity, run: RunId) -> TlsCredentials:
         certificate_der=certificate.public_bytes(Encoding.DER),
         certificate_pem=certificate.public_bytes(Encoding.PEM),
         private_key_pem=key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()),
-        authority_pem=authority.certificate.public_bytes(Encoding.PEM),
+        authority_pem=authority.public_bytes(Encoding.PEM),
     )
 
 
@@ -132,16 +111,14 @@ def peer_of_certificate(der: bytes, run: RunId) -> PeerId:
         key = certificate.public_key()
         digest = certificate.signature_hash_algorithm
         extensions = certificate.extensions
-        common_names = [
-            attribute.value for attribute in certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
-        ]
+        common_names = [name.value for name in certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)]
     except _MALFORMED as error:
         raise ProtocolViolation(f"certificate: not one X.509 certificate in DER: {error}") from None
     if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP256R1):
         raise ProtocolViolation("certificate: the key is not on the curve P-256")
     if not isinstance(digest, SHA256):
         raise ProtocolViolation("certificate: the signature is not ECDSA with SHA-256")
-    _check_signed_by(_authority(run), certificate)
+    _check_signed_by(_authority(run)[1], certificate)
     peer = _proven_peer(extensions, key)
     if common_names != [peer]:
         raise ProtocolViolation(f"certificate: the common name is not {peer}, which the libp2p extension proves")
@@ -160,8 +137,8 @@ def fingerprint(der: bytes) -> bytes:
 
 
 @functools.lru_cache(maxsize=_CACHED_AUTHORITIES)
-def _authority(run: RunId) -> _Authority:
-    """The run's authority key, which is no secret, so that the modulus favours some keys does not matter."""
+def _authority(run: RunId) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
+    """The run's authority. The key is no secret, so that the modulus favours some keys does not matter."""
     scalar = int.from_bytes(hashlib.sha256(b"skipstone-authority:" + run.encode()).digest(), "big")
     key = ec.derive_private_key(scalar % (_P256_ORDER - 1) + 1, ec.SECP256R1())
     name = _name(f"skipstone run {run[:32]}")
@@ -172,7 +149,7 @@ def _authority(run: RunId) -> _Authority:
         .add_extension(usage, critical=True)
         .sign(key, SHA256())
     )
-    return _Authority(key, certificate)
+    return key, certificate
 
 
 def _certificate(subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey) -> x509.CertificateBuilder:
@@ -202,9 +179,9 @@ def _subject_public_key_info(key: ec.EllipticCurvePublicKey) -> bytes:
     return key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
 
 
-def _check_signed_by(authority: _Authority, certificate: x509.Certificate) -> None:
+def _check_signed_by(authority: x509.Certificate, certificate: x509.Certificate) -> None:
     try:
-        certificate.verify_directly_issued_by(authority.certificate)
+        certificate.verify_directly_issued_by(authority)
     except InvalidSignature:
         raise ProtocolViolation("certificate: the signature is not that of this run's authority") from None
     except _MALFORMED as error:

@@ -1,9 +1,4 @@
-"""A node's identity: one Ed25519 key in one file, and the libp2p peer id that follows from it.
-
-The peer id is the libp2p one (https://github.com/libp2p/specs/blob/master/peer-ids/peer-ids.md): base58btc of the
-identity multihash of the protobuf-encoded public key. An Ed25519 key is short enough that the id *is* the key, so
-whoever knows a peer's id can check its signatures without asking anybody.
-"""
+"""A node's identity: one Ed25519 key in a file, and its libp2p peer id, which contains the public key."""
 
 from __future__ import annotations
 
@@ -30,11 +25,10 @@ from swarm.vocabulary.types import SIGNATURE_BYTES, PeerId
 KEY_BYTES: Final = 32
 PEER_ID_CHARACTERS: Final = 52
 MAX_KEY_FILE_BYTES: Final = 4096
-KEYS_KEPT: Final = 4096
-"""Of the peers asked about last: reading base58 takes half as long as verifying a signature."""
+KEYS_KEPT: Final = 4096  # Reading base58 takes half as long as verifying a signature
 
 LIBP2P_PUBLIC_KEY_PREFIX: Final = bytes.fromhex("08011220")
-"""Fields of libp2p's PublicKey protobuf before the key: type 1 (Ed25519), 32 bytes of data."""
+"""libp2p's PublicKey protobuf before the key: type 1 (Ed25519), 32 bytes."""
 _LIBP2P_PRIVATE_KEY_PREFIX: Final = bytes.fromhex("08011240")
 _IDENTITY_MULTIHASH_PREFIX: Final = bytes.fromhex("0024")
 
@@ -51,7 +45,6 @@ class Identity:
 
     @classmethod
     def generate(cls) -> Self:
-        """A new identity, not saved anywhere."""
         return cls(Ed25519PrivateKey.generate())
 
     @classmethod
@@ -66,8 +59,7 @@ class Identity:
 
     @classmethod
     def create(cls, path: Path) -> Self:
-        """Generates an identity and saves it in a private folder. Raises IdentityError if `path` exists or is not
-        writable."""
+        """Generates an identity and saves it in a private folder. Raises IdentityError."""
         identity = cls.generate()
         pem = identity._key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
         try:
@@ -103,8 +95,7 @@ class Identity:
         return self._public_key
 
     def sign(self, data: bytes) -> bytes:
-        """An Ed25519 signature (RFC 8032), 64 bytes. `data` starts with a purpose, so that no signature serves another
-        one."""
+        """An Ed25519 signature (RFC 8032). `data` starts with a purpose, so that no signature serves another one."""
         return self._key.sign(data)
 
     def libp2p_private_key(self) -> bytes:

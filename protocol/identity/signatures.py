@@ -1,21 +1,8 @@
-"""Signatures of routes and of rounds, Ed25519 (RFC 8032) by keys whose public halves are in the peer ids.
+"""Ed25519 signatures of routes and of rounds (RFC 8032); the signer's public key is in its peer id.
 
-A data node signs the route of a microbatch, so that no peer on the way can change it. The signature covers
-
-    "skipstone-route:2" 0 | run (32 bytes) | number (8) | purpose (1) | lifetime in ms (4) | modules: stage (2), expert
-    (2) each
-
-with all integers big-endian; for a microbatch of documents
-
-    "skipstone-route-documents:1" 0 | ... as above, with the number of modules (2) before them | tokens of each document
-    (4)
-
-and for documents of which only some tokens are labels
-
-    "skipstone-route-labels:1" 0 | ... as that, with the number of labels (4) before the tokens of each document
-
-A member of a round signs its entry (the bytes are in link.proto, at Entry) and the pieces that it contributes: a
-piece's signature covers the tensor's BLAKE3 hash and holds for one attempt at one round of one module of one run.
+A data node signs purpose 0 | run (32 bytes) | number (8) | purpose (1) | lifetime in ms (4) | modules: stage (2) and
+expert (2) each, all big-endian. With documents the number of modules (2) precedes them and the tokens of each document
+(4) follow; with labels their number (4) precedes the documents.
 """
 
 from __future__ import annotations
@@ -85,11 +72,9 @@ class PieceSignatures:
         self._identity = identity
 
     def sign(self, piece: Contribution, data_hash: bytes) -> bytes:
-        """The signature of a piece, 64 bytes. The piece's own signature does not matter."""
         return self._identity.sign(self._statement(piece, data_hash))
 
     def holds(self, peer: PeerId, piece: Contribution, data_hash: bytes, signature: bytes) -> bool:
-        """Whether this peer has signed a contribution with this hash."""
         try:
             key = public_key_of(peer)
         except ProtocolViolation:
@@ -104,15 +89,13 @@ class PieceSignatures:
 
 
 def hash_of_piece(data: memoryview) -> bytes:
-    """BLAKE3 of a piece as it is encoded."""
     return blake3(data).digest()
 
 
 DOMAIN: Final = b"skipstone-route:2\0"
 DOCUMENTS_DOMAIN: Final = b"skipstone-route-documents:1\0"
 LABELS_DOMAIN: Final = b"skipstone-route-labels:1\0"
-REMEMBERED: Final = 4096
-"""Verified signatures that are remembered: every microbatch comes again on its way back."""
+REMEMBERED: Final = 4096  # Verified signatures that are remembered: each microbatch comes again on its way back
 
 
 class Routes:
@@ -195,5 +178,4 @@ def _name_of(data_node: PeerId, signature: bytes, data: bytes) -> bytes:
 
 @lru_cache(maxsize=1024)
 def _key_of(data_node: PeerId) -> bytes:
-    """Raises ProtocolViolation."""
     return public_key_of(data_node)

@@ -1,8 +1,5 @@
-"""Signed announcement records, as peers keep them in the DHT and pass them on (`proto/records.proto`).
-
-A record is believed because its owner signed it: its key, expiry, sequence and certificate are inside the signature or
-checked here. There is exactly one byte string for a record; other encodings of protobuf are refused.
-"""
+"""Signed announcement records in the DHT and on links (`proto/records.proto`): exactly one byte string for each
+record."""
 
 from __future__ import annotations
 
@@ -10,25 +7,21 @@ import ipaddress
 import math
 import re
 from collections import OrderedDict
-from typing import Final, TypeVar
+from collections.abc import Iterator
+from typing import Any, Final
 
-from google.protobuf.message import DecodeError, Message
-
-from protocol.frames.codec import checked_peer, checked_version
+from protocol.frames.codec import Parsed, checked_peer, checked_version, parsed
 from protocol.generated import records_pb2
 from protocol.identity.certificates import peer_of_certificate
 from protocol.identity.keys import Identity, peer_id_of, verify
 from swarm.vocabulary.announcement import MAX_VISITED_STAGES, Announcement
 from swarm.vocabulary.errors import ProtocolViolation
-from swarm.vocabulary.types import MAX_COUNT, AnchorVersion, ModuleId, PeerId, PeerState, RunId, VersionRange
+from swarm.vocabulary.types import MAX_COUNT, AnchorVersion, ModuleId, PeerState, RunId, VersionRange
 
 KEY_PREFIX = "skipstone/"
 MAX_RECORD_BYTES = 2048
-RECORD_LIFETIME_S = 60.0
-"""From signing to expiry, by the signer's clock."""
-MAX_LIFETIME_S = 2 * RECORD_LIFETIME_S
-"""Longest time to expiry, in seconds: the signer's clock may be a minute ahead. Later expiry wins, so this is also how
-long a wrong clock can stand in its owner's way."""
+RECORD_LIFETIME_S = 60.0  # From signing to expiry, by the signer's clock
+MAX_LIFETIME_S = 2 * RECORD_LIFETIME_S  # Longest time to expiry, in seconds: the signer's clock may be a minute ahead
 MAX_ADDRESSES = 8
 MAX_ADDRESS_LENGTH = 64
 MAX_VIA = 4
@@ -40,14 +33,17 @@ MAX_INCARNATION = 2**48 - 1
 
 _DOMAIN = b"skipstone-record:"
 _REMEMBERED_RECORDS: Final = 4096
+# Fields of the announcement that the record has under the same name
+_SAME = (
+    *("run", "peer", "certificate", "tokens_per_second", "quadratic_share", "slots", "free_slots", "steps", "relay"),
+    *("incarnation", "sequence", "expires_at", "memory_bytes", "device_bytes"),
+)
+_SAME_TUPLES = ("addresses", "via", "visits")
 _NO_ANCHOR = AnchorVersion(0, 0, 0, 0, b"")
-"""What the fields say of a peer that has none."""
 _RUN = re.compile(r"[0-9a-f]{64}")
 _HOST_NAME = re.compile(r"(?=.{1,253}\Z)(?!-)[A-Za-z0-9-]{1,63}(?<!-)(\.(?!-)[A-Za-z0-9-]{1,63}(?<!-))*")
 _PORT = re.compile(r"[1-9][0-9]{0,4}")
 _MULTIADDR = re.compile(r"/[!-~]+")
-
-Parsed = TypeVar("Parsed", bound=Message)
 
 
 def directory_key(run: RunId, module: ModuleId | None) -> str:
@@ -73,8 +69,7 @@ def encode_record(announcement: Announcement, identity: Identity) -> bytes:
 
 
 _verified: OrderedDict[bytes, Announcement] = OrderedDict()
-"""Verified records by their bytes: the two signatures are expensive and repeat at every look-up. Refusals are not kept.
-"""
+"""Verified records by their bytes: the two signatures are expensive and repeat at every look-up."""
 
 
 def decode_announced(data: bytes, *, run: RunId, now: float | None) -> Announcement:
@@ -87,8 +82,8 @@ def decode_announced(data: bytes, *, run: RunId, now: float | None) -> Announcem
     if known is not None:
         _check_run_and_time(known, run, now)
         return known
-    envelope = _parse(records_pb2.SignedRecord(), data, "record")
-    announcement = _announcement_of(_parse(records_pb2.Announcement(), envelope.body, "record body"))
+    envelope = _parse(records_pb2.SignedRecord, data, "record")
+    announcement = _announcement_of(_parse(records_pb2.Announcement, envelope.body, "record body"))
     _check_run_and_time(announcement, run, now)
     _check_fields(announcement)
     _check_signature(envelope, announcement)
@@ -112,12 +107,9 @@ def _signed_bytes(announcement: Announcement, body: bytes) -> bytes:
     return _DOMAIN + directory_key(announcement.run, announcement.module).encode() + b"\0" + body
 
 
-def _parse(message: Parsed, data: bytes, what: str) -> Parsed:
+def _parse(kind: type[Parsed], data: bytes, what: str) -> Parsed:
     """Raises ProtocolViolation unless `data` is the one canonical encoding of the message."""
-    try:
-        message.ParseFromString(data)
-    except (DecodeError, UnicodeDecodeError, ValueError):
-        raise ProtocolViolation(f"{what}: not the expected protobuf message") from None
+    message = parsed(kind, data, f"{what}: not the expected protobuf message")
     message.DiscardUnknownFields()
     if message.SerializeToString(deterministic=True) != data:
         raise ProtocolViolation(f"{what}: not in canonical form (unknown, repeated or reordered fields)")
@@ -127,34 +119,18 @@ def _parse(message: Parsed, data: bytes, what: str) -> Parsed:
 def _body_of(announcement: Announcement) -> bytes:
     module, anchor = announcement.module, announcement.anchor or _NO_ANCHOR
     encoded: bytes = records_pb2.Announcement(
-        run=announcement.run,
-        peer=announcement.peer,
+        **{name: getattr(announcement, name) for name in (*_SAME, *_SAME_TUPLES)},
         state=announcement.state.name,
         has_module=module is not None,
         stage=0 if module is None else module.stage,
         expert=0 if module is None else module.expert,
-        addresses=announcement.addresses,
-        certificate=announcement.certificate,
         lowest_version=announcement.versions.lowest,
         highest_version=announcement.versions.highest,
-        tokens_per_second=announcement.tokens_per_second,
-        slots=announcement.slots,
-        free_slots=announcement.free_slots,
-        steps=announcement.steps,
         round=anchor.round,
-        digest=anchor.digest,
-        sequence=announcement.sequence,
-        expires_at=announcement.expires_at,
         anchor_steps=anchor.steps,
         anchor_tokens=anchor.tokens,
         fragment=anchor.fragment,
-        incarnation=announcement.incarnation,
-        via=announcement.via,
-        relay=announcement.relay,
-        quadratic_share=announcement.quadratic_share,
-        memory_bytes=announcement.memory_bytes,
-        device_bytes=announcement.device_bytes,
-        visits=announcement.visits,
+        digest=anchor.digest,
     ).SerializeToString(deterministic=True)
     return encoded
 
@@ -167,111 +143,63 @@ def _announcement_of(body: records_pb2.Announcement) -> Announcement:
     if not body.has_module and (body.stage or body.expert):
         raise ProtocolViolation("record: names a stage or an expert without a module")
     anchor = AnchorVersion(body.round, body.anchor_steps, body.anchor_tokens, body.fragment, body.digest)
+    same: dict[str, Any] = {name: getattr(body, name) for name in _SAME}
+    same |= {name: tuple(getattr(body, name)) for name in _SAME_TUPLES}
     return Announcement(
-        run=RunId(body.run),
-        peer=PeerId(body.peer),
+        **same,
         state=state,
         module=ModuleId(body.stage, body.expert) if body.has_module else None,
-        addresses=tuple(body.addresses),
-        certificate=body.certificate,
         versions=VersionRange(body.lowest_version, body.highest_version),
-        tokens_per_second=body.tokens_per_second,
-        slots=body.slots,
-        free_slots=body.free_slots,
-        steps=body.steps,
         anchor=None if anchor == _NO_ANCHOR else anchor,
-        incarnation=body.incarnation,
-        sequence=body.sequence,
-        expires_at=body.expires_at,
-        via=tuple(PeerId(peer) for peer in body.via),
-        relay=body.relay,
-        quadratic_share=body.quadratic_share,
-        memory_bytes=body.memory_bytes,
-        device_bytes=body.device_bytes,
-        visits=tuple(body.visits),
     )
 
 
 def _check_fields(announcement: Announcement) -> None:
     """The bounds on every field, the same when we write and when we read."""
-    _check_names(announcement)
-    _check_ways(announcement)
-    _check_figures(announcement)
-    if len(announcement.certificate) > MAX_CERTIFICATE_BYTES:
-        raise ProtocolViolation(f"record: a certificate has at most {MAX_CERTIFICATE_BYTES} bytes")
+    for address in announcement.addresses[:MAX_ADDRESSES]:
+        _check_address(address)
+    for fine, fault in _bounds(announcement):
+        if not fine:
+            raise ProtocolViolation(f"record: {fault}")
+    for peer in announcement.via:
+        checked_peer(peer)
+    if announcement.anchor is not None:
+        checked_version(announcement.anchor)
+
+
+def _bounds(a: Announcement) -> Iterator[tuple[bool, str]]:
+    relay, versions = a.relay, a.versions
+    yield bool(_RUN.fullmatch(a.run)), "a run is named by 64 lower-case hexadecimal digits"
+    is_visiting = a.state is PeerState.VISITING
+    yield (a.module is None) == is_visiting, f"state {a.state.name} does not go with module {a.module}"
+    yield len(a.addresses) <= MAX_ADDRESSES, f"{len(a.addresses)} addresses are more than the {MAX_ADDRESSES} allowed"
+    yield len(a.via) <= MAX_VIA, f"{len(a.via)} peers to be called through are more than the {MAX_VIA} allowed"
+    yield not (a.via and a.addresses), "a peer that has addresses is not called through others"
+    once = len(set(a.via)) == len(a.via) and a.peer not in a.via
+    yield once, "a peer to be called through is named twice, or is the announced peer itself"
+    own = len(relay) <= MAX_RELAY_LENGTH and _MULTIADDR.fullmatch(relay) and relay.endswith(f"/p2p/{a.peer}")
+    yield not relay or bool(own), f"{relay[:MAX_RELAY_LENGTH]!r} is not a multiaddr of the peer's own"
+    known = 1 <= versions.lowest <= versions.highest <= MAX_VERSION
+    yield known, f"protocol versions {versions.lowest} to {versions.highest} make no sense"
+    yield 0 <= a.tokens_per_second <= MAX_COUNT, f"{a.tokens_per_second} tokens per second make no sense"  # nor NaN
+    yield 0 <= a.quadratic_share <= 1, f"a quadratic share of {a.quadratic_share} makes no sense"
+    yield 0 <= a.free_slots <= a.slots <= MAX_SLOTS, f"{a.free_slots} free of {a.slots} slots make no sense"
+    for size in (a.memory_bytes, a.device_bytes):
+        yield 0 <= size <= MAX_COUNT, f"{size} bytes of memory make no sense"
+    counted = len(a.visits) <= MAX_VISITED_STAGES and all(0 <= count <= MAX_COUNT for count in a.visits)
+    yield counted, f"visits of more than {MAX_VISITED_STAGES} stages, or too many of one"
+    yield not a.visits or a.module == ModuleId(0), "only a data node launches visits"
+    yield 0 <= a.steps <= MAX_COUNT, f"step {a.steps} is out of range"
+    yield 1 <= a.incarnation <= MAX_INCARNATION, f"incarnation {a.incarnation} is not from 1 to {MAX_INCARNATION}"
+    yield math.isfinite(a.expires_at), f"expiry {a.expires_at} is no time"
+    yield 1 <= a.sequence <= MAX_COUNT, f"sequence {a.sequence} is not from 1 to {MAX_COUNT}"
+    fits = len(a.certificate) <= MAX_CERTIFICATE_BYTES
+    yield fits, f"a certificate has at most {MAX_CERTIFICATE_BYTES} bytes"
 
 
 def _check_certificate(announcement: Announcement) -> None:
     if peer_of_certificate(announcement.certificate, announcement.run) != announcement.peer:
         raise ProtocolViolation(f"record: the certificate does not belong to {announcement.peer}")
-
-
-def _check_names(announcement: Announcement) -> None:
-    if not _RUN.fullmatch(announcement.run):
-        raise ProtocolViolation("record: a run is named by 64 lower-case hexadecimal digits")
-    if (announcement.module is None) != (announcement.state is PeerState.VISITING):
-        raise ProtocolViolation(
-            f"record: state {announcement.state.name} does not go with module {announcement.module}"
-        )
-
-
-def _check_ways(announcement: Announcement) -> None:
-    """How the peer is reached, and how others are through it."""
-    if len(announcement.addresses) > MAX_ADDRESSES:
-        raise ProtocolViolation(
-            f"record: {len(announcement.addresses)} addresses are more than the {MAX_ADDRESSES} allowed"
-        )
-    for address in announcement.addresses:
-        _check_address(address)
-    _check_via(announcement)
-    relay = announcement.relay
-    fits = (
-        len(relay) <= MAX_RELAY_LENGTH and _MULTIADDR.fullmatch(relay) and relay.endswith(f"/p2p/{announcement.peer}")
-    )
-    if relay and not fits:
-        raise ProtocolViolation(f"record: {relay[:MAX_RELAY_LENGTH]!r} is not a multiaddr of the peer's own")
-
-
-def _check_via(announcement: Announcement) -> None:
-    via = announcement.via
-    if len(via) > MAX_VIA:
-        raise ProtocolViolation(f"record: {len(via)} peers to be called through are more than the {MAX_VIA} allowed")
-    if via and announcement.addresses:
-        raise ProtocolViolation("record: a peer that has addresses is not called through others")
-    if len(set(via)) < len(via) or announcement.peer in via:
-        raise ProtocolViolation("record: a peer to be called through is named twice, or is the announced peer itself")
-    for peer in via:
-        checked_peer(peer)
-
-
-def _check_figures(announcement: Announcement) -> None:
-    versions = announcement.versions
-    if not 1 <= versions.lowest <= versions.highest <= MAX_VERSION:
-        raise ProtocolViolation(f"record: protocol versions {versions.lowest} to {versions.highest} make no sense")
-    if not (math.isfinite(announcement.tokens_per_second) and 0 <= announcement.tokens_per_second <= MAX_COUNT):
-        raise ProtocolViolation(f"record: {announcement.tokens_per_second} tokens per second make no sense")
-    if not 0 <= announcement.quadratic_share <= 1:  # nor NaN
-        raise ProtocolViolation(f"record: a quadratic share of {announcement.quadratic_share} makes no sense")
-    if not 0 <= announcement.free_slots <= announcement.slots <= MAX_SLOTS:
-        raise ProtocolViolation(f"record: {announcement.free_slots} free of {announcement.slots} slots make no sense")
-    for size in (announcement.memory_bytes, announcement.device_bytes):
-        if not 0 <= size <= MAX_COUNT:
-            raise ProtocolViolation(f"record: {size} bytes of memory make no sense")
-    if not 0 <= announcement.steps <= MAX_COUNT:
-        raise ProtocolViolation(f"record: step {announcement.steps} is out of range")
-    visits = announcement.visits
-    if len(visits) > MAX_VISITED_STAGES or not all(0 <= count <= MAX_COUNT for count in visits):
-        raise ProtocolViolation(f"record: visits of more than {MAX_VISITED_STAGES} stages, or too many of one")
-    if visits and announcement.module != ModuleId(0):
-        raise ProtocolViolation("record: only a data node launches visits")
-    if not 1 <= announcement.incarnation <= MAX_INCARNATION:
-        raise ProtocolViolation(f"record: incarnation {announcement.incarnation} is not from 1 to {MAX_INCARNATION}")
-    if announcement.anchor is not None:
-        checked_version(announcement.anchor)
-    if not math.isfinite(announcement.expires_at):
-        raise ProtocolViolation(f"record: expiry {announcement.expires_at} is no time")
-    if not 1 <= announcement.sequence <= MAX_COUNT:
-        raise ProtocolViolation(f"record: sequence {announcement.sequence} is not from 1 to {MAX_COUNT}")
 
 
 def _check_run_and_time(announcement: Announcement, run: RunId, now: float | None) -> None:

@@ -11,16 +11,12 @@ class Clock(Protocol):
 
     def monotonic(self) -> float:
         """Seconds since an arbitrary moment; never goes back. For durations and deadlines."""
-        ...
 
     def wall(self) -> float:
         """Unix time in seconds. Only for what other machines see: record expiry and sequence."""
-        ...
 
 
 class SystemClock:
-    """The machine's clocks."""
-
     def monotonic(self) -> float:
         return time.monotonic()
 

@@ -12,11 +12,8 @@ from swarm.vocabulary.types import Codec
 BLOCK: Final = 128
 INT4_BLOCK: Final = 64
 SPARSE_CHUNK: Final = 4096
-PLACE_LOW_BITS: Final = 4
-"""Of a place in its chunk, sent as they are. What is above them takes about two bits a place
-(`protocol.codecs.top_k`)."""
-FEWEST_CHANNELS_AN_OUTLIER: Final = 16
-"""So that what is sent twice, as a code and apart, stays little: at most every sixteenth channel is sent apart."""
+PLACE_LOW_BITS: Final = 4  # Bits of a position in its chunk that are sent as they are (`protocol.codecs.top_k`)
+FEWEST_CHANNELS_AN_OUTLIER: Final = 16  # So that little is sent twice
 
 
 class DType(enum.Enum):
@@ -32,7 +29,7 @@ class DType(enum.Enum):
 
 
 KEPT: Final = {Codec.TOP_K_4: 192, Codec.TOP_K_2: 256}
-"""Of a whole chunk; of a shorter last one as large a share, rounded up. As many as go into a sixtieth of float32."""
+"""Elements per chunk. A shorter last chunk sends an equal share, rounded up."""
 
 _BLOCKWISE: Final = frozenset({Codec.INT8, Codec.INT4})
 _WHOLE_FLOATS: Final = frozenset({DType.FLOAT32, DType.BFLOAT16})
@@ -44,12 +41,9 @@ class TensorSpec:
 
     shape: tuple[int, ...]
     dtype: DType
-    """Of the elements before encoding and after decoding."""
     codec: Codec = Codec.NONE
-    outliers: int = 0
-    """Channels (places along the last dimension) that are sent apart in bfloat16. Blockwise codecs only."""
-    compressed_bytes: int = 0
-    """PLANES only: the one length that the elements themselves decide."""
+    outliers: int = 0  # Channels sent apart in bfloat16. Blockwise codecs only.
+    compressed_bytes: int = 0  # PLANES only: depends on the elements
 
     @property
     def elements(self) -> int:
@@ -57,17 +51,14 @@ class TensorSpec:
 
     @property
     def raw_bytes(self) -> int:
-        """The length in bytes of the unencoded elements."""
         return self.elements * self.dtype.size_bytes
 
     @property
     def rows(self) -> int:
-        """The number of rows as a matrix whose width is the last dimension."""
         return math.prod(self.shape[:-1])
 
     @property
     def byte_length(self) -> int:
-        """The length in bytes of the encoding."""
         elements = self.elements
         match self.codec:
             case Codec.NONE:
@@ -89,7 +80,6 @@ class TensorSpec:
         return 2 * self.outliers * (1 + self.rows)
 
     def fault(self) -> str | None:
-        """The reason why no run has such a tensor; None when one may."""
         if self.dtype not in _WHOLE_FLOATS and self.codec is not Codec.NONE:
             return f"{self.codec.name} encodes float32 and bfloat16, not {self.dtype.name}"
         apart = len(self.shape) > 1 and self.codec in _BLOCKWISE
@@ -102,7 +92,6 @@ class TensorSpec:
 
 
 def blocks_of(elements: int, size: int) -> int:
-    """The number of blocks of at most `size` that so many elements make."""
     return -(-elements // size)
 
 
@@ -115,13 +104,11 @@ def most_outliers(shape: tuple[int, ...]) -> int:
 class SparseChunk:
     """The layout of a chunk of the sparse codecs: levels, lower bits of places, upper ones, codes, in whole bytes."""
 
-    elements: int
-    """1 to SPARSE_CHUNK."""
+    elements: int  # 1 to SPARSE_CHUNK
     codec: Codec
 
     @property
     def kept(self) -> int:
-        """The number of elements that are sent."""
         return -(-self.elements * KEPT[self.codec] // SPARSE_CHUNK)
 
     @property

@@ -3,24 +3,53 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Final, Protocol
+from typing import Annotated, Final, Protocol, get_args
 
-from protocol.interfaces.directory import Contact
 from protocol.interfaces.tensor_spec import TensorSpec
+from swarm.vocabulary.announcement import Announcement
+from swarm.vocabulary.averaging_messages import RoundControl, StateControl
 from swarm.vocabulary.bounds import Length, Range, Rising
 from swarm.vocabulary.errors import PeerError
-from swarm.vocabulary.pipeline_messages import ControlMessage, TensorMessage
+from swarm.vocabulary.pipeline_messages import ControlMessage, MicrobatchControl, TensorMessage
 from swarm.vocabulary.types import MAX_STAGES, Digest, ModuleId, PeerId, Stage
+
+
+@dataclass(frozen=True, slots=True)
+class Contact:
+    """What it takes to dial a peer and to recognise it."""
+
+    peer: PeerId
+    addresses: tuple[str, ...]
+    certificate: bytes  # DER; checked to belong to `peer`
+    via: tuple[PeerId, ...] = ()  # Peers that can call it
+    relay: str = ""  # Multiaddr at which it serves tunnels
+
+
+class AddressBook(Protocol):
+    """The contacts that the transport can dial."""
+
+    def contact(self, peer: PeerId) -> Contact | None:
+        """The peer's contact, or None when it is not known."""
+
+
+class Directory(Protocol):
+    """The DHT's interface to the node."""
+
+    async def publish(self, announcement: Announcement) -> None:
+        """Signs and stores our record under its module's key. Raises Unreachable; call again later."""
+
+    async def look_up(self, modules: Sequence[ModuleId]) -> list[Announcement]:
+        """All valid, unexpired records of these modules and of visitors. Raises Unreachable."""
+
 
 MAX_RECORD_BYTES: Final = 2048
 TOKENIZER_PIECE_BYTES: Final = 2**16
 MAX_TOKENIZER_PIECES: Final = 2**11
 MAX_EVALUATION_MICROBATCHES: Final = 256
 
-Record = Annotated[bytes, Length(1, MAX_RECORD_BYTES)]
-"""A SignedRecord, unchecked."""
+Record = Annotated[bytes, Length(1, MAX_RECORD_BYTES)]  # A SignedRecord, unchecked
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,60 +63,44 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One of the questions of link.proto. `microbatches` and `stages` are only for `evaluate`, `module` and `digest`
-    only for `state`, `port` only for `dial_back`, `peer` only for `call`, `record` for `call` and `called`, `piece`
-    only for `tokenizer`."""
+    """A question of link.proto. Most fields belong to one subject only."""
 
     about: QuestionAbout
     microbatches: Annotated[int, Range(1, MAX_EVALUATION_MICROBATCHES)] = 0
     module: ModuleId | None = None
     digest: Digest = b""
     stages: Annotated[tuple[Stage, ...], Length(0, MAX_STAGES - 1), Rising()] = ()
-    """Visited after stage 0, in rising order; none: all of them."""
-    port: Annotated[int, Range(1, 65_535)] = 0
-    """Of the asker, to be dialled."""
-    peer: PeerId | None = None
-    """That is to be told to open a link."""
-    record: Record = b""
-    """The SignedRecord of the peer that wants the link."""
+    """`evaluate`: the stages after stage 0; none: all."""
+    port: Annotated[int, Range(1, 65_535)] = 0  # `dial_back`: the asker's
+    peer: PeerId | None = None  # `call`: the peer to call
+    record: Record = b""  # `call` and `called`: of the peer that wants the link
     piece: Annotated[int, Range(0, MAX_TOKENIZER_PIECES - 1)] = 0
-    """Which TOKENIZER_PIECE_BYTES of the file."""
+    """`tokenizer`: the number of the TOKENIZER_PIECE_BYTES."""
 
 
 class QuestionAbout(enum.Enum):
-    """The subject of a question."""
-
     MANIFEST = "manifest"
     STATUS = "status"
     EVALUATE = "evaluate"
-    STATE = "state"
-    """Which hash list belongs to a digest; the answer is `protocol.frames.rpc`'s."""
-    DIAL_BACK = "dial_back"
-    """Whether the asker can be connected to; the answer is `protocol.nat.dial_back`'s."""
-    CALL = "call"
-    """To be passed on to another peer: the asker wants a link to it. The answer is empty."""
-    CALLED = "called"
-    """Passed on: a peer wants a link that is opened from here. The answer is empty, and comes when the link stands."""
-    ROUTER = "router"
-    """The run's router; the answer is `node.experts.router`'s."""
-    TOKENIZER = "tokenizer"
-    """A piece of the run's tokenizer file; the answer is shorter, or empty, from its end on."""
+    STATE = "state"  # A digest's hash list
+    DIAL_BACK = "dial_back"  # Whether the asker can be connected to
+    CALL = "call"  # Pass this on: the asker wants a link to another peer
+    CALLED = "called"  # Passed on: a peer wants a link that is opened from here
+    ROUTER = "router"  # The run's router
+    TOKENIZER = "tokenizer"  # A piece of the tokenizer file; shorter, or empty, at its end
 
 
-Ask = Callable[[PeerId, Question, float], Awaitable[bytes]]
-"""`Transport.ask`, for who needs no more of a transport."""
+Ask = Callable[[PeerId, Question, float], Awaitable[bytes]]  # `Transport.ask`
 
 
 class Caller(Protocol):
-    """Gets a peer that cannot be dialled to open a link to us (`protocol.nat.reverse_connect.Calls`)."""
+    """Gets a peer that cannot be dialled to open a link to us (`protocol.transport.dialer.Calls`)."""
 
     def can_be_dialled(self) -> bool:
         """Whether a peer that is called could connect to this one."""
-        ...
 
     async def call(self, contact: Contact, ask: Ask, patience_s: float) -> None:
         """Calls the peer; returns when it says that it has opened a link. Raises Unreachable."""
-        ...
 
 
 class Tunnels(Protocol):
@@ -95,110 +108,83 @@ class Tunnels(Protocol):
 
     async def way_to(self, contact: Contact) -> str:
         """Opens a tunnel; returns the local `host:port` at which the peer answers. Raises Unreachable."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
 class FarEnd:
     """The other end of a link, as TLS has proved it."""
 
-    host: str
-    """Its IP address as this side sees it; the host's name when this side dialled a name."""
-    certificate: bytes
-    """DER."""
+    host: str  # As this side sees it; the host's name if this side dialled a name
+    certificate: bytes  # DER
 
 
 class Topic(enum.Enum):
-    """The subject of a small frame that only some nodes need."""
-
     MICROBATCHES = "microbatches"
     ROUNDS = "rounds"
     STATE = "state"
+
+
+TOPICS: Final = {
+    Topic.MICROBATCHES: frozenset(get_args(MicrobatchControl)),
+    Topic.ROUNDS: frozenset(get_args(RoundControl)),
+    Topic.STATE: frozenset(get_args(StateControl)),
+}
 
 
 class LinkHandler(Protocol):
     """The receiver of what arrives on links. All methods but `answer` run on the event loop and must not block it."""
 
     def admit(self, sender: PeerId, message: TensorMessage, tensor: TensorSpec) -> memoryview | Refusal:
-        """Admits a tensor by its header: a writable, contiguous buffer of `tensor.byte_length` bytes, or a refusal.
-
-        The transport answers a refusal with Cancel and, for a microbatch, a Receipt. Raises ProtocolViolation if the
-        header
-        contradicts the manifest, which ends the link.
-        """
-        ...
+        """Admits a tensor by its header: `tensor.byte_length` bytes, or a refusal. Raises ProtocolViolation."""
 
     def received(self, sender: PeerId, message: TensorMessage, tensor: TensorSpec, buffer: memoryview) -> None:
         """Takes an admitted tensor that is complete and whose checksums agreed."""
-        ...
 
     def broken_off(self, sender: PeerId, message: TensorMessage, buffer: memoryview, error: PeerError) -> None:
         """Takes back the buffer of an admitted tensor that will not be completed."""
-        ...
 
     def serves(self, sender: PeerId) -> bool:
         """Whether the peer is known to host a module of the run; more small frames are read from those that do."""
-        ...
 
     def minds(self, sender: PeerId, topic: Topic) -> bool:
         """Whether this peer may speak about the topic. Asked before a frame is decoded."""
-        ...
 
-    def told(self, sender: PeerId, message: ControlMessage) -> None:
-        """Takes a small message."""
-        ...
+    def told(self, sender: PeerId, message: ControlMessage) -> None: ...
 
     def announced(self, sender: PeerId, record: bytes) -> None:
         """Takes the peer's signed record (unchecked)."""
-        ...
 
     async def answer(self, sender: PeerId, question: Question) -> bytes:
         """Answers a question. Raises PeerError: refused; its message becomes `Answer.refused`."""
-        ...
 
     def link_up(self, peer: PeerId) -> None: ...
 
     def link_down(self, peer: PeerId, error: PeerError) -> None:
         """Notes that the last stream has ended; everything unacknowledged is lost."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
 class LinkFigures:
-    """Measurements of one link."""
-
-    round_trip_s: float
-    """Smoothed; 0 before the first pong."""
+    round_trip_s: float  # Smoothed; 0 before the first pong
     sent_bytes: int
     received_bytes: int
-    goodput_bytes_per_s: float
-    """At which whole tensors have come to the peer, told by its answers; 0 before the first that took any time."""
+    goodput_bytes_per_s: float  # Of acknowledged tensors; 0 before the first
 
 
 class Transport(Protocol):
     """Links to the run's peers: sends tensors and small messages, asks questions."""
 
     async def send(self, peer: PeerId, message: TensorMessage, tensor: TensorSpec, data: memoryview) -> None:
-        """Sends a tensor, dialling first if needed, within the budget of its traffic class.
-
-        Returns when the last byte went to the stream or the receiver refused the rest; only a Receipt says that it
-        arrived.
-        `data` must not change until then. Raises Unreachable, Stalled, Rejected, StaleVersion.
-        """
-        ...
+        """Sends a tensor, dialling first; only a Receipt says that it arrived. Raises Unreachable, Stalled, Rejected,
+        StaleVersion."""
 
     async def tell(self, peer: PeerId, message: ControlMessage) -> None:
         """Sends a small message, dialling first when there is no link. Same errors as `send`."""
-        ...
 
     async def ask(self, peer: PeerId, question: Question, timeout_s: float) -> bytes:
         """Asks and waits for the answer. Errors as `send`, and Rejected when the peer refuses, Stalled on timeout."""
-        ...
 
     def announce(self, record: bytes) -> None:
         """Sends our new signed record to every linked peer; b"" when there is none yet, which nobody is told."""
-        ...
 
-    def figures(self) -> dict[PeerId, LinkFigures]:
-        """The measurements of every open link."""
-        ...
+    def figures(self) -> dict[PeerId, LinkFigures]: ...

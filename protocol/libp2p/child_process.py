@@ -1,8 +1,6 @@
-"""Child processes: the environment that they get, and a program that ends a command with its parent.
+"""Child processes: an allowlist for their environment, and a program that ends a command with its parent.
 
-The environment is an allowlist, so that no token or password gets there: two of a node's children (the DHT's process
-and p2pd below it) speak with strangers. The program is `python -I -S child_process.py PARENT_PID COMMAND ...`; it runs
-isolated from everything installed, so this module imports the standard library alone.
+`python -I -S child_process.py PARENT_PID COMMAND ...` runs isolated, so this module imports the standard library alone.
 """
 
 from __future__ import annotations
@@ -15,8 +13,7 @@ from collections.abc import Mapping
 from typing import Final
 
 _PR_SET_PDEATHSIG = 1
-_MAX_OPEN_FILES = 4096
-"""p2pd has no limits of its own; its connection manager prunes at 512 connections."""
+_MAX_OPEN_FILES = 4096  # p2pd has no limits of its own
 NAMES: Final = frozenset(
     {
         *("HOME", "USER", "LOGNAME", "LANG", "LANGUAGE", "TZ", "TERM", "NO_COLOR", "COLUMNS"),
@@ -35,7 +32,7 @@ PREFIXES: Final = (
     *("CUDA_", "NVIDIA_", "CUBLAS_", "CUDNN_", "NCCL_", "HIP_", "ROCR_", "HSA_"),
 )
 PATHS: Final = frozenset({"PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH"})
-"""Search paths, handed on without relative and empty entries, which would mean the current folder."""
+"""Without relative and empty entries, which would mean the current folder."""
 
 
 def child_environment(inherited: Mapping[str, str], **more: str) -> dict[str, str]:
@@ -54,12 +51,7 @@ def with_packages(inherited: Mapping[str, str], packages: str, **more: str) -> d
 
 
 def main() -> None:
-    """Runs a command that ends when its parent ends.
-
-    Between fork and exec of another program there is no room for code of ours, so this small program goes between. On
-    Linux the kernel kills the command when its parent dies (`prctl(2)`, PR_SET_PDEATHSIG, which survives execve).
-    Elsewhere the node kills the process group instead.
-    """
+    """Runs a command that ends with its parent: on Linux by PR_SET_PDEATHSIG, elsewhere the node kills the group."""
     import resource
 
     parent, command = int(sys.argv[1]), sys.argv[2:]

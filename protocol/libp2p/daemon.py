@@ -19,14 +19,13 @@ from hivemind.utils.multiaddr import Multiaddr
 
 from protocol.generated import dht_process_pb2
 from protocol.libp2p import child_process
-from protocol.libp2p.messages import RelayStream
+from protocol.nat.relay import RelayStream
 from swarm.vocabulary.errors import ConfigError, IdentityError, Unreachable
 from swarm.vocabulary.types import PeerId
 
-_MEMORY_GOAL = "512MiB"
-"""For Go's garbage collector: p2pd itself limits nothing."""
+_MEMORY_GOAL = "512MiB"  # For Go's garbage collector
 _CONNECTIONS = {"connLo": 160, "connHi": 256, "connGrace": "20s"}
-"""p2pd's connection manager. Its defaults (256, 512, two minutes) keep a flood of idle connections too long."""
+"""Its defaults (256, 512, two minutes) keep a flood of idle connections too long."""
 
 
 class _Daemon(P2P):  # type: ignore[misc]  # hivemind has no types
@@ -76,10 +75,8 @@ async def start_daemon(start: dht_process_pb2.DhtStart) -> P2P:
 
 
 async def any_answers(addresses: list[Multiaddr]) -> bool:
-    """Whether somebody listens at one of the addresses."""
     # After a failed dial p2pd refuses to retry for 5 s, too long for a swarm that starts at once.
-    answers = await asyncio.gather(*(_answers(address) for address in addresses))
-    return any(answers)
+    return any(await asyncio.gather(*map(_answers, addresses)))
 
 
 async def _answers(address: Multiaddr) -> bool:
@@ -107,7 +104,7 @@ DIAL_S: Final = 5.0
 _RELAY: Final = re.compile(
     r"(?P<way>/(ip4|ip6|dns4|dns6)/[A-Za-z0-9.:-]+/tcp/[0-9]{1,5})/p2p/(?P<peer>[1-9A-HJ-NP-Za-km-z]{46,64})"
 )
-"""Peers announce it, and libp2p knows transports that are not theirs to have us use."""
+"""Announced by peers; libp2p knows transports that peers must not have us use."""
 
 
 class Libp2pStreams:
@@ -117,7 +114,7 @@ class Libp2pStreams:
         self._daemon = daemon
 
     async def dial(self, relay: str) -> RelayStream:
-        """Opens a stream; see `protocol.libp2p.messages.Dial`."""
+        """Opens a stream; see `protocol.nat.relay.Dial`."""
         match = _RELAY.fullmatch(relay)
         if match is None:
             raise Unreachable(f"{relay[:128]!r} is not like /ip4/ADDRESS/tcp/PORT/p2p/PEER")

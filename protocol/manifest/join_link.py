@@ -1,15 +1,6 @@
-"""The join link for a newcomer: the run, and the peers to ask first.
+"""The join link: `skipstone:<run>@<multiaddr>[,<multiaddr>...]`, the run and the peers to ask first.
 
-    skipstone:<run>@<peer>[,<peer>...]
-
-`<run>` is the RunId and every `<peer>` a libp2p multiaddr that ends in the peer's id
-(https://github.com/multiformats/multiaddr):
-
-    /ip4/203.0.113.7/tcp/4001/p2p/12D3Koo...      ip4, ip6, dns4 or dns6, then tcp/PORT
-    /dns4/node.example/udp/4001/quic-v1/p2p/...   or udp/PORT/quic-v1
-
-There is no `?`, `&` or `%` in it, so it can be pasted into a shell without quotes. The run's hash makes the link safe
-to take from anywhere: whatever the peers answer, only the manifest with that hash is accepted.
+A multiaddr is /ip4, /ip6, /dns4 or /dns6, then /tcp/PORT or /udp/PORT/quic-v1, then /p2p/PEER. Shells need no quotes.
 """
 
 from __future__ import annotations
@@ -39,9 +30,7 @@ _PORT: Final = re.compile(r"[1-9][0-9]{0,4}")
 
 @dataclass(frozen=True, slots=True)
 class JoinLink:
-    """A run and from 1 to 16 multiaddrs of peers in it. `str()` gives the text that `parse_link` reads. Raises
-    ConfigError: the run or an address is malformed. Addresses are kept in their shortest spelling.
-    """
+    """A run and 1 to 16 multiaddrs of peers in it, in their shortest spelling. Raises ConfigError."""
 
     run: RunId
     peers: tuple[str, ...]
@@ -63,9 +52,7 @@ def is_link(text: str) -> bool:
 
 
 def parse_link(text: str) -> JoinLink:
-    """Reads a link; white space around it is ignored. Raises ConfigError: says what is wrong with it and shows what a
-    link looks like.
-    """
+    """Reads a link; white space around it is ignored. Raises ConfigError with an example."""
     link = text.strip()
     if len(link) > MAX_LINK_CHARACTERS:
         raise _wrong(f"it has {len(link)} characters, allowed are {MAX_LINK_CHARACTERS}")

@@ -1,10 +1,4 @@
-"""The manifest: one TOML file that defines a run, checked key by key.
-
-Everything that has to be equal on all peers is in here and nothing else is. `RunId` is the hash of the canonical form
-(`protocol.manifest.signing`), so two peers with the same RunId agree about all of it.
-
-Sizes are in tokens, rows (sequences) and elements; learning rates and ratios are plain numbers.
-"""
+"""The manifest: one TOML file with everything that must be equal on all peers, checked key by key."""
 
 from __future__ import annotations
 
@@ -13,14 +7,12 @@ import tomllib
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from protocol.manifest.model import ModelSection
-from protocol.manifest.section import Section, Share
-from protocol.manifest.training import TrainingSection
 from swarm.vocabulary.errors import ManifestError
 from swarm.vocabulary.types import (
     MAX_EXPERTS,
+    MAX_FRAGMENTS,
     MAX_MODULES,
     MAX_STAGES,
     MAX_VISIT_RATIO,
@@ -28,21 +20,254 @@ from swarm.vocabulary.types import (
     ModuleId,
 )
 
+Positive = Annotated[int, Field(gt=0)]
+Rate = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
+
+
+class Section(BaseModel):
+    """A table: unknown keys are refused, values not coerced. A key's docstring is its comment in the manifest file."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
+    added_later: ClassVar[frozenset[str]] = frozenset()
+    """Keys that came later. At their default canonical form and file omit them, so older runs keep their RunId."""
+
+    def leaves_out(self, key: str) -> bool:
+        return key in self.added_later and bool(getattr(self, key) == type(self).model_fields[key].default)
+
+
+Turns = Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]
+
+
+class RopeScalingSection(Section):
+    """The stretching of the rotary embedding, by which a model reads longer rows than it was first trained on."""
+
+    kind: Literal["linear", "llama3"]
+    """`linear` divides every frequency by `factor` (arXiv:2306.15595); `llama3` mainly the low ones
+    (arXiv:2407.21783)."""
+    factor: Annotated[float, Field(ge=1, le=1e6, allow_inf_nan=False)]
+    low_frequency_factor: Turns = 1.0
+    """What turns less often than this within `original_positions` is divided by the whole factor."""
+    high_frequency_factor: Turns = 4.0
+    """What turns more often than this within `original_positions` stays as it is."""
+    original_positions: Annotated[int, Field(ge=8, le=2**31)] = 8192
+    """The longest row that the model was first trained on."""
+
+    @model_validator(mode="after")
+    def _rises(self) -> Self:
+        if self.low_frequency_factor >= self.high_frequency_factor:
+            raise ValueError("low_frequency_factor must be less than high_frequency_factor")
+        return self
+
+
+class ModelSection(Section):
+    """A decoder of the Llama family: RMSNorm, rotary embedding, SwiGLU, grouped-query attention."""
+
+    family: Literal["llama", "mistral", "qwen2", "qwen3"] = "llama"
+    """`mistral` is `llama`; `qwen2` adds biases to queries, keys and values; `qwen3` an RMSNorm of each query and key
+    head."""
+    vocabulary: Annotated[int, Field(ge=2, le=1_000_000)]
+    """Rows of the embedding; at least the tokenizer's size."""
+    hidden: Annotated[int, Field(ge=8, le=65_536)]
+    heads: Annotated[int, Field(ge=1, le=1024)]
+    kv_heads: Annotated[int, Field(ge=1, le=1024)]
+    head_dim: Annotated[int, Field(ge=2, le=4096)] | None = None
+    """Width of one head; hidden / heads when absent."""
+    feed_forward: Annotated[int, Field(ge=8, le=262_144)]
+    sequence: Annotated[int, Field(ge=8, le=1_048_576)]
+    """Tokens in one row of a microbatch."""
+    rope_theta: Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)] = 10_000.0
+    rope_scaling: RopeScalingSection | None = None
+    norm_epsilon: Annotated[float, Field(gt=0, le=0.1, allow_inf_nan=False)] = 1e-5
+    tied_embeddings: bool = False
+    """The head's matrix is the embedding's."""
+    attention_bias: bool = False
+    """All four projections of attention have biases, as some models of the families `llama` and `qwen3` do."""
+    positions: Annotated[int, Field(ge=8, le=2**31)] | None = None
+    """The most positions that the model was made for, which an export repeats; `sequence` when absent."""
+    sliding_window: Annotated[int, Field(ge=8, le=2**31)] | None = None
+    """Only of `mistral`: a token sees so many before it. No row may be longer, so that here it makes no difference."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Element type of hidden states on the wire and of the matrix products; parameters are kept in float32."""
+    attention: Literal["causal", "documents"] = "causal"
+    """`documents`: microbatches are whole documents, masked from each other. `causal`: rows of one stream of text."""
+    added_later: ClassVar[frozenset[str]] = frozenset(
+        {
+            "attention",
+            "head_dim",
+            "rope_scaling",
+            "tied_embeddings",
+            "attention_bias",
+            "positions",
+            "sliding_window",
+        }
+    )
+
+    @property
+    def head_size(self) -> int:
+        return self.hidden // self.heads if self.head_dim is None else self.head_dim
+
+    @property
+    def query_size(self) -> int:
+        return self.heads * self.head_size
+
+    @property
+    def has_head_norms(self) -> bool:
+        return self.family == "qwen3"
+
+    @property
+    def biased(self) -> frozenset[str]:
+        if self.attention_bias:
+            return frozenset({"q_proj", "k_proj", "v_proj", "o_proj"})
+        return frozenset({"q_proj", "k_proj", "v_proj"}) if self.family == "qwen2" else frozenset()
+
+    @model_validator(mode="after")
+    def _sizes_fit(self) -> Self:
+        if self.head_dim is None and self.hidden % self.heads:
+            raise ValueError(f"hidden ({self.hidden}) must be a multiple of heads ({self.heads})")
+        if self.head_size % 2:
+            what = "hidden / heads" if self.head_dim is None else "head_dim"
+            raise ValueError(f"{what} ({self.head_size}) must be even: rotary embedding turns pairs")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})")
+        if self.attention_bias and self.family not in ("llama", "qwen3"):
+            raise ValueError(f"attention_bias must not be set in a model of family {self.family}")
+        if self.sliding_window is not None and self.family != "mistral":
+            raise ValueError(f"sliding_window must not be given in a model of family {self.family}")
+        for name, most in (("sliding_window", self.sliding_window), ("positions", self.positions)):
+            if most is not None and self.sequence > most:
+                raise ValueError(f"sequence ({self.sequence}) must not be more than {name} ({most})")
+        return self
+
+
+def block_parameters(model: ModelSection) -> int:
+    """The number of weights in the matrices of one transformer block; its two norms are left out."""
+    kv_size = model.kv_heads * model.head_size
+    return model.hidden * (2 * model.query_size + 2 * kv_size + 3 * model.feed_forward)
+
+
+def quadratic_share(model: ModelSection) -> float:
+    """The cost of a document's attention in tokens per squared token, by operations (arXiv:2001.08361, 2.1)."""
+    return model.query_size / block_parameters(model)
+
+
+def document_cost(model: ModelSection, tokens: int) -> float:
+    return tokens + quadratic_share(model) * tokens**2
+
+
+class InnerSection(Section):
+    """The inner optimizer. `soap` (arXiv:2409.11321) and `muon` (arXiv:2502.16982) move block matrices; the rest is
+    AdamW's."""
+
+    name: Literal["adamw", "soap", "muon"] = "adamw"
+    learning_rate: Rate = 1e-3
+    beta1: Share = 0.9
+    beta2: Share = 0.95
+    """Also of what SOAP's bases follow from."""
+    epsilon: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = 1e-8
+    weight_decay: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.1
+    clip_norm: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    """Largest norm of one module's mean gradient; a value that is never reached, such as 1e9, means no clipping."""
+    momentum: Share = 0.95
+    """Of `muon`."""
+    refresh_steps: Annotated[int, Field(ge=1, le=1_000_000)] = 10
+    """Of `soap`: a matrix's basis is refreshed every so many inner steps."""
+    refresh_lag: Annotated[int, Field(ge=1, le=1_000_000)] = 2
+    """Of `soap`: inner steps until a refreshed basis is used, at most `refresh_steps`. 1 is the published algorithm."""
+    largest_side: Annotated[int, Field(ge=8, le=65_536)] = 2048
+    """Of `soap`: longer sides of a matrix have no basis. A refresh takes time by the cube of a side."""
+    added_later: ClassVar[frozenset[str]] = frozenset({"momentum", "refresh_steps", "refresh_lag", "largest_side"})
+
+    @model_validator(mode="after")
+    def _refreshes_follow_each_other(self) -> Self:
+        if self.refresh_lag > self.refresh_steps:
+            raise ValueError(f"refresh_lag ({self.refresh_lag}) must be at most refresh_steps ({self.refresh_steps})")
+        return self
+
+
+class ScheduleSection(Section):
+    """Learning rate over the tokens of the run: linear warm-up, then as `kind` says, down to `final_ratio` of the
+    peak."""
+
+    kind: Literal["constant", "cosine", "linear"] = "cosine"
+    warmup_steps: Annotated[int, Field(ge=0)] = 20
+    """Of `inner_tokens` tokens each; not used where tokens are given."""
+    total_steps: Positive = 1000
+    """As `warmup_steps`."""
+    final_ratio: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.1
+    warmup_tokens: Annotated[int, Field(ge=0)] | None = None
+    """The peak is reached after this many tokens of the whole run."""
+    total_tokens: Positive | None = None
+    """The end is reached after this many tokens of the whole run. Replaces `total_steps`."""
+    added_later: ClassVar[frozenset[str]] = frozenset({"warmup_tokens", "total_tokens"})
+
+    @model_validator(mode="after")
+    def _warmup_fits(self) -> Self:
+        if self.warmup_steps >= self.total_steps:
+            raise ValueError(f"warmup_steps ({self.warmup_steps}) must be less than total_steps ({self.total_steps})")
+        if (self.warmup_tokens is None) != (self.total_tokens is None):
+            raise ValueError("warmup_tokens and total_tokens must be given together")
+        if self.total_tokens is not None and self.warmup_tokens is not None and self.warmup_tokens >= self.total_tokens:
+            raise ValueError(
+                f"warmup_tokens ({self.warmup_tokens}) must be less than total_tokens ({self.total_tokens})"
+            )
+        return self
+
+
+class OuterSection(Section):
+    """The outer optimizer: what a round does with the averaged pseudo-gradient."""
+
+    name: Literal["nesterov"] = "nesterov"
+    learning_rate: Rate = 0.7
+    momentum: Share = 0.9
+
+
+class TrainingSection(Section):
+    """How the run trains: size of microbatches, inner steps, rounds, optimizers."""
+
+    rows: Annotated[int, Field(ge=1, le=65_536)] = 4
+    """Rows (sequences) of one microbatch."""
+    inner_tokens: Positive
+    """A replica takes an inner step after this many tokens; a multiple of rows x sequence."""
+    inner_steps: Positive = 50
+    """A round is due after this many inner steps."""
+    round_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 900.0
+    """A round is due after so long at the latest, however few inner steps were taken, provided that there were any."""
+    fragments: Annotated[int, Field(ge=1, le=MAX_FRAGMENTS)] = 1
+    """Parts of a module that are averaged at staggered times, each after `inner_steps`."""
+    staleness: Annotated[int, Field(ge=0, le=64)] = 0
+    """Inner steps that a data node may run ahead of its slowest microbatch. 0 reproduces one process; 1 fills the
+    pipeline."""
+    inner: InnerSection = InnerSection()
+    schedule: ScheduleSection = ScheduleSection()
+    outer: OuterSection = OuterSection()
+
+    @property
+    def schedule_tokens(self) -> tuple[int, int]:
+        """The tokens of the whole run after which the warm-up and the schedule end."""
+        schedule = self.schedule
+        if schedule.total_tokens is not None and schedule.warmup_tokens is not None:
+            return schedule.warmup_tokens, schedule.total_tokens
+        return schedule.warmup_steps * self.inner_tokens, schedule.total_steps * self.inner_tokens
+
+    @property
+    def scheduled_steps(self) -> int:
+        """The inner steps of `inner_tokens` tokens after which the schedule ends, where nothing is skipped."""
+        return -(-self.schedule_tokens[1] // self.inner_tokens)
+
+
 MAX_MANIFEST_BYTES = 64 * 1024
 MAX_DOTS_PER_LINE = 64
-"""tomllib takes quadratic time over deeply dotted keys; 64 KiB of them would keep it busy for many seconds."""
+"""tomllib takes quadratic time over deeply dotted keys."""
 MAX_DEPTH = 8
-"""Of nested tables and arrays; a manifest needs 3."""
 DEFAULT_PREFIX: Final = 256
-"""Tokens of a document that its route is chosen by: of bytes a few lines, which tell code from prose and one kind of
-prose from another."""
+"""Tokens of a document that choose its route: a few lines tell code from prose."""
 SOURCES: Final = (
     "`python-stdlib`, `path:FILE-OR-FOLDER`, `tokens:FOLDER` and `huggingface:OWNER/NAME[:CONFIG[:SPLIT[:COLUMN]]]`"
 )
 
 
 FILE_KINDS: Final = ("path", "tokens")
-"""Sources that name a place."""
 
 HexDigest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Experts = Annotated[int, Field(ge=1, le=MAX_EXPERTS)]
@@ -54,18 +279,15 @@ class StagesSection(Section):
     """The cut of the model into stages, and the paths that are allowed."""
 
     blocks: Annotated[tuple[Annotated[int, Field(ge=0, le=1024)], ...], Field(min_length=1, max_length=MAX_STAGES)]
-    """Transformer blocks of each stage. Stage 0 also has the embedding, the final norm, the head and the loss; it may
-    have 0."""
+    """Transformer blocks of each stage. Stage 0 also has the embedding, the head and the loss; it may have 0."""
     experts: Experts | Annotated[tuple[Experts, ...], Field(min_length=1, max_length=MAX_STAGES)] = 1
-    """Modules at each stage but stage 0, which has one: a number for all of them, or one for each stage, the first of
-    which is 1. A document is routed to one of them at each stage."""
+    """Modules at each stage but stage 0: one number, or one for each stage, the first of which is 1."""
     per_path: Annotated[int, Field(ge=0, le=MAX_STAGES)] | None = None
     """Stages besides stage 0 that one path visits; all of them when absent."""
     reordering: Literal["none"] = "none"
     """Stages are visited in ascending order. The key stays, because the ids of runs follow from it."""
     visit_ratio: Annotated[float, Field(ge=1, le=MAX_VISIT_RATIO, allow_inf_nan=False)] = 1.0
-    """How many times as often as another one a stage after stage 0 may be visited, where paths skip some: above 1, weak
-    stages are visited less and hold up the others less. 1 keeps visits equal."""
+    """Largest ratio of visits between two stages after stage 0. Above 1, weak stages are visited less."""
     added_later: ClassVar[frozenset[str]] = frozenset({"visit_ratio"})
 
     @property
@@ -82,14 +304,12 @@ class StagesSection(Section):
         return any(experts > 1 for experts in self.experts_of_each)
 
     def experts_at(self, stage: int) -> int:
-        """The modules of a stage of the run."""
         if isinstance(self.experts, tuple):
             return self.experts[stage]
         return self.experts if stage else 1
 
     @property
     def experts_of_each(self) -> tuple[int, ...]:
-        """The modules of each stage, stage 0's first."""
         return tuple(self.experts_at(stage) for stage in range(self.count))
 
     @field_validator("reordering", mode="before")
@@ -100,7 +320,7 @@ class StagesSection(Section):
         return value
 
     @model_validator(mode="after")
-    def _experts_fit(self) -> Self:
+    def _stages_fit(self) -> Self:
         if isinstance(self.experts, tuple) and (len(self.experts) != self.count or self.experts[0] != 1):
             raise ValueError(
                 f"experts must be one number, or one for each of the {self.count} stages, the first of which is 1"
@@ -110,10 +330,6 @@ class StagesSection(Section):
             raise ValueError(
                 f"{self.count} stages with {each} experts each make {modules} modules; a run has {MAX_MODULES} at most"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _path_fits(self) -> Self:
         if any(blocks == 0 for blocks in self.blocks[1:]):
             raise ValueError("blocks: every stage but stage 0 needs at least 1 block")
         if sum(self.blocks) == 0:
@@ -130,17 +346,15 @@ class FilesSection(Section):
     bytes: Annotated[int, Field(ge=1, lt=2**63)]
     """Of all files together."""
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-    """Of every file's name and size, in the order of names. Not of what is in them, which would have to be read whole
-    at every start."""
+    """Of every file's name and size, in the order of names."""
 
 
 class DataSection(Section):
     """The source of text. Every data node reads the same source and takes its share of the documents."""
 
     source: Annotated[str, Field(min_length=1, max_length=512)] = "python-stdlib"
-    """`python-stdlib`, `path:FILE-OR-FOLDER`, `tokens:FOLDER` (shards of tokens, as `skipstone tokenize` makes
-    them), or `huggingface:OWNER/NAME[:CONFIG[:SPLIT[:COLUMN]]]`. A path says where the author has the text; whoever
-    joins by link says with --text where it lies there."""
+    """`python-stdlib`, `path:...` or `tokens:FOLDER` (others give their copy by --text), or
+    `huggingface:OWNER/NAME[:CONFIG[:SPLIT[:COLUMN]]]`."""
     files: FilesSection | None = None
     """Only of `path:` and `tokens:`; `skipstone new` writes it."""
     tokenizer: Annotated[str, Field(pattern=r"^(bytes|file:.+)$", max_length=512)] = "bytes"
@@ -150,19 +364,15 @@ class DataSection(Section):
     held_out: Share = 0.02
     """Share of the documents that is never trained on."""
     labels: Literal["all", "assistant"] = "all"
-    """The tokens that the model learns to predict. `assistant`: documents are conversations (JSON Lines with
-    `messages`, or a column of that name), written in ChatML, and only what the assistant says is predicted."""
+    """The tokens that the model learns to predict. `assistant`: what the assistant says in conversations (ChatML)."""
     revision: Annotated[str, Field(pattern=r"^[0-9a-f]{40}$")] | None = None
-    """Only of `huggingface:`: the commit of the data set, so that all data nodes read the same; `skipstone new` writes
-    it."""
+    """Only of `huggingface:`: the commit of the data set; `skipstone new` writes it."""
     dealt_by: Literal["documents", "files"] = "documents"
-    """`files` for `huggingface:`: an epoch walks the data set file by file, each in its own order, and data nodes are
-    dealt whole files where there are enough. `documents` for all others: documents of the whole text are shuffled."""
+    """`files` for `huggingface:`: data nodes walk the data set file by file. `documents` for all others: shuffled."""
     added_later: ClassVar[frozenset[str]] = frozenset({"labels", "revision", "dealt_by"})
 
     @property
     def kind(self) -> str:
-        """What the source is: `python-stdlib`, `path`, `tokens` or `huggingface`."""
         return self.source.partition(":")[0]
 
     @property
@@ -189,19 +399,11 @@ class DataSection(Section):
         return _local_name(tokenizer, tokenizer.removeprefix("file:"))
 
     @model_validator(mode="after")
-    def _files_are_of_a_path(self) -> Self:
+    def _keys_agree(self) -> Self:
         if self.files is not None and not self.is_of_files:
             raise ValueError("files must not be given when source is neither `path:...` nor `tokens:...`")
-        return self
-
-    @model_validator(mode="after")
-    def _revision_is_of_the_hub(self) -> Self:
         if self.revision is not None and self.kind != "huggingface":
             raise ValueError("revision must not be given when source is not `huggingface:...`")
-        return self
-
-    @model_validator(mode="after")
-    def _hub_is_read_by_files(self) -> Self:
         is_hub = self.kind == "huggingface"
         if is_hub and (self.revision is None or self.dealt_by != "files"):
             raise ValueError(
@@ -210,37 +412,24 @@ class DataSection(Section):
             )
         if self.dealt_by == "files" and not is_hub:
             raise ValueError('dealt_by = "files" needs source = "huggingface:..."')
-        return self
-
-    @model_validator(mode="after")
-    def _labels_are_of_conversations(self) -> Self:
         if self.labels == "assistant" and self.kind not in ("path", "huggingface"):
             raise ValueError(f'labels = "assistant" needs a source of conversations, which {self.kind} is not')
-        return self
-
-    @model_validator(mode="after")
-    def _tokenizer_is_named(self) -> Self:
         if (self.tokenizer_sha256 is not None) != self.tokenizer.startswith("file:"):
             raise ValueError("tokenizer_sha256 must be given exactly when tokenizer is `file:...`")
         return self
 
 
 class CodecSection(Section):
-    """The strongest compression allowed for each kind of traffic. Peers compress hidden states and their gradients only
-    as far as a link needs it.
-    """
+    """The strongest compression of each kind of traffic. Microbatches use it only as far as a link needs it."""
 
     activations: Literal["none", "bf16", "int8", "int4"] = "none"
     """Hidden states between stages."""
     gradients: Literal["none", "bf16", "int8", "int4"] = "none"
     """Their gradients."""
     pseudo_gradients: Literal["none", "bf16", "int8", "int4", "top_k_4", "top_k_2"] = "none"
-    """What replicas send each other in a round, whatever the link: `int8` is 3.88 times smaller, with a relative error
-    of 6.5e-3. Of a contribution as `int4`, or one of the sparse ones (whose means come back as `int4`), what is left
-    out stays in the replica."""
+    """Between replicas in a round. `int4` and the sparse ones keep what is left out in the replica."""
     state: Literal["none", "planes"] = "planes"
-    """Of what newcomers download, which is lossless either way: `planes` lets it be shortened by a sixth where the link
-    is slow."""
+    """What newcomers download. `planes` shortens it without loss by a sixth where the link is slow."""
 
     @field_validator("activations", "gradients", mode="before")
     @classmethod
@@ -270,8 +459,7 @@ class StartSection(Section):
     """The existing model from which the run starts, as `skipstone new --from-model` has cut it."""
 
     modules: Annotated[tuple[HexDigest, ...], Field(min_length=1, max_length=MAX_STAGES)]
-    """The digest of each stage's first anchor, in order of stage: BLAKE3, as of the anchor that a round leads to. All
-    experts of a stage start alike. Who has the model's folder cuts a module from it; all others fetch it from peers."""
+    """BLAKE3 of each stage's first anchor, in order of stage. All experts of a stage start alike."""
 
 
 class Manifest(Section):
@@ -295,8 +483,7 @@ class Manifest(Section):
 
     @property
     def route_prefix(self) -> int:
-        """The first tokens of a document, by which its route is chosen, and which held-out losses leave out; 0 in a run
-        without experts."""
+        """Tokens of a document that choose its route, left out of held-out losses; 0 without experts."""
         if not self.stages.has_experts:
             return 0
         return DEFAULT_PREFIX if self.routing is None else self.routing.prefix
@@ -322,24 +509,20 @@ class Manifest(Section):
 
     @property
     def hidden_shape(self) -> tuple[int, int, int]:
-        """The shape of the hidden states between stages: rows, tokens, hidden. The largest, where microbatches are
-        whole documents: those are one row of no fixed length."""
+        """The largest shape of hidden states between stages: rows, tokens, hidden."""
         if self.packs_documents:
             return (1, self.microbatch_tokens, self.model.hidden)
         return (self.training.rows, self.model.sequence, self.model.hidden)
 
     def step_tokens(self, module: ModuleId) -> int:
-        """The tokens of a replica's inner step. Those of a step of stage 0 are dealt among the experts of a stage, so
-        that all modules take as many steps; a microbatch is the least."""
+        """Tokens of a replica's inner step at a stage: experts share the step, a microbatch is the least."""
         share = self.training.inner_tokens // self.stages.experts_at(module.stage)
         return max(1, share // self.microbatch_tokens) * self.microbatch_tokens
 
     def modules(self) -> tuple[ModuleId, ...]:
-        """Every module of the run, in order of stage and expert; at most MAX_MODULES."""
         return self._modules
 
     def has(self, module: ModuleId) -> bool:
-        """Whether the module is one of the run's."""
         return module.stage < self.stages.count and module.expert < self.stages.experts_at(module.stage)
 
     @cached_property
@@ -348,23 +531,15 @@ class Manifest(Section):
         return tuple(ModuleId(stage, expert) for stage, experts in stages for expert in range(experts))
 
     @model_validator(mode="after")
-    def _experts_have_routes(self) -> Self:
+    def _sections_agree(self) -> Self:
         if self.stages.has_experts and not self.packs_documents:
             raise ValueError(
                 'stages.experts above 1 needs model.attention = "documents": whole documents are routed to experts'
             )
         if self.routing is not None and not self.stages.has_experts:
             raise ValueError("routing must not be given when no stage has several experts (stages.experts)")
-        return self
-
-    @model_validator(mode="after")
-    def _starts_whole(self) -> Self:
         if self.start is not None and len(self.start.modules) != self.stages.count:
             raise ValueError(f"start.modules must have one digest for each of the {self.stages.count} stages")
-        return self
-
-    @model_validator(mode="after")
-    def _step_is_whole(self) -> Self:
         if self.training.inner_tokens % self.microbatch_tokens:
             raise ValueError(
                 f"training.inner_tokens ({self.training.inner_tokens}) must be a multiple of"
@@ -378,8 +553,7 @@ class Manifest(Section):
 
 
 def _local_name(value: str, path: str) -> str:
-    """Raises ValueError for what is no path, and for one on another machine: Windows would prove who we are to whoever
-    a manifest names."""
+    """Raises ValueError for no path, or one on another machine: Windows would send our credentials there."""
     if "\0" in value:
         raise ValueError("has a zero byte")
     if len(path) > 1 and path[0] in "/\\" and path[1] in "/\\":
@@ -388,9 +562,7 @@ def _local_name(value: str, path: str) -> str:
 
 
 def manifest_from_table(table: dict[str, Any]) -> Manifest:
-    """Checks a parsed TOML table (without its signature). Raises ManifestError: names the key, what stands there and
-    what is allowed.
-    """
+    """Checks a parsed TOML table (without its signature). Raises ManifestError."""
     _check_protocol(table.get("protocol"))
     try:
         return Manifest.model_validate(_tuples(table))
@@ -420,9 +592,7 @@ def _check_protocol(version: object) -> None:
 
 
 def parse_toml(text: bytes) -> dict[str, Any]:
-    """Parses TOML bytes that may come from a peer: whatever they are, this ends soon and in a table or a ManifestError.
-    Raises ManifestError: it is too long, not UTF-8, not TOML, or nested too deeply.
-    """
+    """Parses TOML bytes from a peer. Raises ManifestError if too long, not UTF-8, not TOML, or nested too deeply."""
     if len(text) > MAX_MANIFEST_BYTES:
         raise ManifestError(f"manifest: {len(text)} bytes are more than the {MAX_MANIFEST_BYTES} allowed")
     if any(line.count(b".") > MAX_DOTS_PER_LINE for line in text.split(b"\n")):

@@ -1,10 +1,7 @@
-"""The manifest's canonical form, the RunId that follows from it, and the author's signature.
+"""The manifest's canonical form, its RunId, and the author's signature.
 
-Two files with the same values define the same run, however they are laid out, so what is hashed and signed is not the
-file but its canonical form: JSON with sorted keys and no white space, ASCII only, every default filled in but those of
-keys that were added later, floats as Python's `repr` writes them (the shortest digits that give the same double) and
-without a negative zero. Comments are not covered by the signature; that is why the text that travels is always written
-anew from the checked values.
+Canonical: JSON, ASCII, sorted keys, no white space, all defaults but those of keys added later, floats as `repr` gives
+them, no negative zero. Comments are not signed, so the text that travels is written anew from the values.
 """
 
 from __future__ import annotations
@@ -18,8 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from protocol.identity.keys import Identity, public_key_of, verify
-from protocol.manifest.manifest import Manifest, manifest_from_table, parse_toml
-from protocol.manifest.section import Section
+from protocol.manifest.manifest import Manifest, Section, manifest_from_table, parse_toml
 from swarm.vocabulary.errors import ManifestError, ProtocolViolation
 from swarm.vocabulary.types import SIGNATURE_BYTES, PeerId, RunId
 
@@ -30,8 +26,7 @@ TomlValue = Scalar | tuple["TomlValue", ...]
 
 
 def toml_of(manifest: Manifest) -> str:
-    """The TOML of every key of the manifest, defaults included (those of keys that were added later as comments);
-    reading it back gives the same manifest."""
+    """The TOML of every key, defaults included; keys added later are comments at their default."""
     head = toml_comment(
         "A Skipstone run. Everything that must be equal on all peers is here: another value makes another run."
     )
@@ -39,7 +34,6 @@ def toml_of(manifest: Manifest) -> str:
 
 
 def toml_comment(text: str) -> str:
-    """`text` as TOML comment lines."""
     return "\n".join(textwrap.wrap(" ".join(text.split()), _COMMENT_WIDTH, initial_indent="# ", subsequent_indent="# "))
 
 
@@ -58,8 +52,7 @@ def toml_value(value: TomlValue) -> str:
 
 
 def _table(section: Section, path: str) -> list[str]:
-    """The blocks of lines of a section and of the sections in it. TOML wants a table's own keys before its
-    sub-tables."""
+    """The blocks of a section. TOML wants a table's own keys before its sub-tables."""
     head = []
     if path:
         about = type(section).__doc__
@@ -87,16 +80,12 @@ _SIGNATURE_COMMENT: Final = (
 
 @dataclass(frozen=True, slots=True)
 class SignedManifest:
-    """A manifest with a checked signature of its author. Only `sign_manifest` and `read_signed_manifest` make one,
-    after checking it.
-    """
+    """A manifest with a checked signature of its author."""
 
     manifest: Manifest
     author: PeerId
-    signature: bytes
-    """Ed25519, 64 bytes, over `"skipstone-manifest:"` and the canonical form."""
-    text: bytes
-    """The file: TOML in UTF-8 with the `[signature]` table, the same bytes on every peer."""
+    signature: bytes  # Ed25519, over `"skipstone-manifest:"` and the canonical form
+    text: bytes  # TOML with the `[signature]` table, the same bytes on every peer
 
     @property
     def run(self) -> RunId:
@@ -114,17 +103,13 @@ def run_id_of(manifest: Manifest) -> RunId:
 
 
 def sign_manifest(manifest: Manifest, identity: Identity) -> SignedManifest:
-    """Signs the manifest with the identity as its author. The result has been read back from its own text. Raises
-    ManifestError: a value cannot be written to a file and read back, which is a bug of the schema.
-    """
+    """Signs the manifest. Raises ManifestError if a value cannot be written and read back, a bug of the schema."""
     signature = identity.sign(_PURPOSE + canonical(manifest))
     return read_signed_manifest(render(manifest, identity.peer, signature), run_id_of(manifest))
 
 
 def render(manifest: Manifest, author: PeerId, signature: bytes) -> bytes:
-    """The manifest file's text: every key with its value and what it means, then the signature. Depends on nothing but
-    the arguments.
-    """
+    """The manifest file's text: every key with its value and comment, then the signature."""
     table = [
         toml_comment(_SIGNATURE_COMMENT),
         "[signature]",
@@ -135,15 +120,7 @@ def render(manifest: Manifest, author: PeerId, signature: bytes) -> bytes:
 
 
 def read_signed_manifest(text: bytes, expected: RunId | None) -> SignedManifest:
-    """Reads and checks a manifest file, which may come from a peer.
-
-    Args:
-        text: TOML, at most 64 KiB.
-        expected: the run it must define, or None when any will do (a file of one's own).
-
-    Raises:
-        ManifestError: not TOML, a key is wrong, unsigned, wrongly signed, or another run than expected.
-    """
+    """Reads and checks a manifest file, maybe a peer's, which must define `expected` if given. Raises ManifestError."""
     table = parse_toml(text)
     author, signature = _read_signature(table.pop("signature", None))
     manifest = manifest_from_table(table)
@@ -182,8 +159,7 @@ def _read_signature(table: Any) -> tuple[PeerId, bytes]:
 
 
 def _plain(value: object) -> object:
-    """Models as dictionaries. Walks the fields itself, so that no change of pydantic's way to dump can change a
-    RunId."""
+    """Models as dictionaries. Independent of pydantic's dump, which could change a RunId."""
     if isinstance(value, Section):
         keys = (key for key in type(value).model_fields if not value.leaves_out(key))
         return {key: _plain(getattr(value, key)) for key in keys}

@@ -10,9 +10,7 @@ import ssl
 from dataclasses import dataclass, replace
 from typing import Annotated, Final
 
-from google.protobuf.message import DecodeError
-
-from protocol.frames.codec import converter
+from protocol.frames.codec import converter, parsed
 from protocol.generated import link_pb2 as wire
 from swarm.vocabulary.bounds import Detail, Length
 from swarm.vocabulary.errors import ProtocolViolation
@@ -71,7 +69,6 @@ async def dial_back(host: str, port: int, certificate: bytes, timeout_s: float =
 
 
 def encode_dial_back(result: DialBackResult) -> bytes:
-    """Encodes a result as the content of an Answer."""
     data: bytes = wire.DialBackResult(**_RESULT.write(result, None)).SerializeToString()
     return data
 
@@ -80,10 +77,7 @@ def decode_dial_back(data: bytes) -> DialBackResult:
     """Decodes a peer's answer. Raises ProtocolViolation: it is none, or its host is no IP address."""
     if len(data) > MAX_RESULT_BYTES:
         raise ProtocolViolation(f"dial-back: {len(data)} bytes are more than {MAX_RESULT_BYTES}")
-    try:
-        said = wire.DialBackResult.FromString(data)
-    except DecodeError:
-        raise ProtocolViolation(f"dial-back: {len(data)} bytes are no result") from None
+    said = parsed(wire.DialBackResult, data, f"dial-back: {len(data)} bytes are no result")
     result: DialBackResult = _RESULT.read(said, None)
     return replace(result, host=_read_host(result.host, result.outcome))
 

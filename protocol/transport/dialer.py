@@ -4,31 +4,27 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict, deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Final, NoReturn, TypeAlias
+from typing import Final, NoReturn
 
 from protocol.frames.frames import Hello, decode, encode
 from protocol.identity.certificates import TlsCredentials
 from protocol.interfaces.clock import Clock
-from protocol.interfaces.directory import Contact
-from protocol.interfaces.transport import Ask, Caller, FarEnd, Tunnels
+from protocol.interfaces.transport import AddressBook, Ask, Caller, Contact, FarEnd, Question, QuestionAbout, Tunnels
 from protocol.transport.grpc_streams import DialledStream, far_end_at, far_end_of_tunnel, open_channel
 from protocol.transport.handshake import Duplicate, expect_hello, objection_error, objection_to
 from protocol.transport.settings import TransportSettings
 from swarm.vocabulary.errors import PeerError, Rejected, Unreachable
 from swarm.vocabulary.types import PeerId, short
 
-TUNNEL_RETRY_S: Final = 1.0
-"""Opening a tunnel costs three peers more than a dial costs two."""
+TUNNEL_RETRY_S: Final = 1.0  # A tunnel costs three peers
 MAX_REMEMBERED_PEERS: Final = 1024
 MOST_REPLACED: Final = 3
 REPLACED_WITHIN_S: Final = 10.0
 
 
 class NoCalls:
-    """A `protocol.interfaces.transport.Caller` that can call nobody."""
-
     def can_be_dialled(self) -> bool:
         return True
 
@@ -46,9 +42,6 @@ class NoTunnels:
         )
 
 
-Attempt: TypeAlias = Callable[[], Awaitable[tuple[DialledStream, Hello]]]
-
-
 @dataclass(frozen=True, slots=True)
 class Ways:
     """The ways to peers that announce no address. Without any, they can only be waited for."""
@@ -57,25 +50,17 @@ class Ways:
     tunnels: Tunnels = field(default_factory=NoTunnels)
 
 
+@dataclass(slots=True, eq=False)
 class Dialler:
     """Opens streams by any way. `own` makes our Hello, `ask` puts a question to a peer that can be dialled."""
 
-    def __init__(
-        self,
-        credentials: TlsCredentials,
-        own: Callable[[], Hello],
-        ask: Ask,
-        clock: Clock,
-        settings: TransportSettings,
-        ways: Ways,
-    ) -> None:
-        self._credentials = credentials
-        self._own = own
-        self._ask = ask
-        self._clock = clock
-        self._settings = settings
-        self._ways = ways
-        self._called: set[PeerId] = set()
+    credentials: TlsCredentials
+    own: Callable[[], Hello]
+    ask: Ask
+    clock: Clock
+    settings: TransportSettings
+    ways: Ways
+    _called: set[PeerId] = field(default_factory=set, init=False)
 
     def has_called(self, peer: PeerId) -> bool:
         """Whether the peer's stream is waited for, so that none of ours is on the way to it."""
@@ -83,46 +68,33 @@ class Dialler:
 
     async def stream_to(self, contact: Contact) -> tuple[DialledStream, Hello]:
         """Opens a stream. A called peer opens it itself, and the caller cancels this. Raises PeerError."""
-        if contact.addresses:
-            return await self._dialled(contact)
-        if not self._ways.caller.can_be_dialled():
-            return await self._tunnelled(contact)
-        return await self._wait_for_call(contact)
-
-    async def _dialled(self, contact: Contact) -> tuple[DialledStream, Hello]:
-        async def attempt() -> tuple[DialledStream, Hello]:
-            return await dial(contact, self._credentials, self._own(), self._settings.dial_timeout_s)
-
-        return await self._until_wanted(attempt, self._settings.first_retry_s)
-
-    async def _tunnelled(self, contact: Contact) -> tuple[DialledStream, Hello]:
-        """Each attempt needs a tunnel of its own: one is good for one connection."""
-
-        async def attempt() -> tuple[DialledStream, Hello]:
-            address = await self._ways.tunnels.way_to(contact)
-            through = replace(contact, addresses=(address,))
-            return await dial(through, self._credentials, self._own(), self._settings.dial_timeout_s, far_end_of_tunnel)
-
-        return await self._until_wanted(attempt, TUNNEL_RETRY_S)
-
-    async def _until_wanted(self, attempt: Attempt, pause_s: float) -> tuple[DialledStream, Hello]:
-        deadline = self._clock.monotonic() + self._settings.dial_timeout_s
+        if not contact.addresses and self.ways.caller.can_be_dialled():
+            await self._wait_for_call(contact)
+        pause_s = self.settings.first_retry_s if contact.addresses else TUNNEL_RETRY_S
+        deadline = self.clock.monotonic() + self.settings.dial_timeout_s
         while True:
             try:
-                return await attempt()
+                return await self._attempt(contact)
             except Duplicate:
-                # Its stream is on the way to us and will end this attempt; unless it died, and then ours is wanted
-                # again.
-                if self._clock.monotonic() > deadline:
+                # Its stream is on the way to us and will end this attempt; unless it died, and then ours is wanted.
+                if self.clock.monotonic() > deadline:
                     raise
                 await asyncio.sleep(pause_s)
 
+    async def _attempt(self, contact: Contact) -> tuple[DialledStream, Hello]:
+        timeout_s = self.settings.dial_timeout_s
+        if contact.addresses:
+            return await dial(contact, self.credentials, self.own(), timeout_s)
+        # Each attempt needs a tunnel of its own: one is good for one connection.
+        through = replace(contact, addresses=(await self.ways.tunnels.way_to(contact),))
+        return await dial(through, self.credentials, self.own(), timeout_s, far_end_of_tunnel)
+
     async def _wait_for_call(self, contact: Contact) -> NoReturn:
-        limit_s = self._settings.dial_timeout_s
+        limit_s = self.settings.dial_timeout_s
         self._called.add(contact.peer)
         try:
             async with asyncio.timeout(limit_s):
-                await self._ways.caller.call(contact, self._ask, limit_s)
+                await self.ways.caller.call(contact, self.ask, limit_s)
                 await asyncio.Event().wait()  # the stream that comes cancels it
         except TimeoutError:
             pass
@@ -138,13 +110,7 @@ async def dial(
     timeout_s: float,
     far_end: Callable[[str, bytes], FarEnd] = far_end_at,
 ) -> tuple[DialledStream, Hello]:
-    """Dials a contact and exchanges Hellos.
-
-    Raises:
-        Unreachable: No address answered in time; Duplicate if the peer has a stream to us.
-        Rejected, StaleVersion: The peer's Farewell, or our objection to its Hello.
-        ProtocolViolation: The first frame was not a Hello.
-    """
+    """Dials and exchanges Hellos. Raises Unreachable, Duplicate, Rejected, StaleVersion, ProtocolViolation."""
     try:
         async with asyncio.timeout(timeout_s):
             stream = await _first_that_answers(contact, credentials, encode(own), timeout_s, far_end)
@@ -211,7 +177,6 @@ class Turnover:
         self._replaced: OrderedDict[PeerId, deque[float]] = OrderedDict()
 
     def replaced(self, peer: PeerId) -> None:
-        """Counts a replacement."""
         self._replaced.setdefault(peer, deque(maxlen=MOST_REPLACED)).append(self._clock.monotonic())
         self._replaced.move_to_end(peer)
         if len(self._replaced) > MAX_REMEMBERED_PEERS:
@@ -223,3 +188,35 @@ class Turnover:
         return (
             times is not None and len(times) == MOST_REPLACED and self._clock.monotonic() - times[0] < REPLACED_WITHIN_S
         )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Calls:
+    """`Caller` through the peers that the contact names, in turn. `own_record` tells the called peer where to dial."""
+
+    book: AddressBook
+    clock: Clock
+    own_record: Callable[[], bytes]
+    can_be_dialled: Callable[[], bool]
+
+    async def call(self, contact: Contact, ask: Ask, patience_s: float) -> None:
+        """Calls the peer. Each passing peer but the last gets half of the remaining time. Raises Unreachable."""
+        question = Question(QuestionAbout.CALL, peer=contact.peer, record=self.own_record())
+        deadline = self.clock.monotonic() + patience_s
+        # Only peers that can be dialled: nobody is called in order to be asked to call.
+        known = [self.book.contact(peer) for peer in contact.via]
+        through = [each.peer for each in known if each is not None and each.addresses]
+        said = "none of those who could tell it is known"
+        for place, peer in enumerate(through):
+            left_s = max(0.0, deadline - self.clock.monotonic())
+            share_s = left_s if place == len(through) - 1 else left_s / 2
+            try:
+                # The limit of `ask` does not include a link that has to be opened first.
+                async with asyncio.timeout(share_s):
+                    await ask(peer, question, share_s)
+                    return
+            except TimeoutError:
+                said = f"{short(peer)} did not answer within {share_s:.1f} s"
+            except PeerError as error:
+                said = str(error)
+        raise Unreachable(f"{short(contact.peer)} cannot be dialled, and calling it was in vain: {said}")

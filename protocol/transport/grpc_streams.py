@@ -1,7 +1,4 @@
-"""The gRPC layer of a link: channels, credentials, and streams of frames whose errors are ours.
-
-One method, `Connect`, streams both ways without generated stubs. All errors of grpc.aio are mapped here.
-"""
+"""The gRPC layer of a link: one method, `Connect`, streams both ways; errors of grpc.aio are mapped here."""
 
 from __future__ import annotations
 
@@ -16,19 +13,18 @@ from urllib.parse import unquote
 
 import grpc
 
+from protocol.frames.codec import printable
 from protocol.frames.tensors import MAX_CHUNK_FRAME_BYTES
 from protocol.identity.certificates import TlsCredentials, pem_of
-from protocol.interfaces.directory import Contact
-from protocol.interfaces.transport import FarEnd
+from protocol.interfaces.transport import Contact, FarEnd
 from swarm.vocabulary.errors import PeerError, ProtocolViolation, Rejected, Unreachable
 
 SERVICE: Final = "skipstone.Skipstone"
 METHOD: Final = "Connect"
 
 _RECEIVE_WINDOW_BYTES: Final = 4 * 1024 * 1024
-"""What a sender may have on the way to us unread. Fixed: gRPC's own probing lets it grow with the link's speed."""
-_WRITE_BUFFER_BYTES: Final = 1024 * 1024
-"""What gRPC takes from us ahead of the socket; enough that making the next chunk overlaps with sending the last."""
+"""Unread bytes of a sender. gRPC's own probing would let it grow with the link's speed."""
+_WRITE_BUFFER_BYTES: Final = 1024 * 1024  # Making the next chunk overlaps with sending the last
 
 _COMMON_OPTIONS: Final = (
     ("grpc.http2.bdp_probe", 0),
@@ -64,7 +60,7 @@ _ADDRESS: Final = re.compile(
 )
 _WRONG_CERTIFICATE: Final = re.compile("CERTIFICATE_VERIFY_FAILED|Hostname Verification")
 _HUNG_UP: Final = re.compile("failed to connect.*(closed|reset|pipe)", re.IGNORECASE | re.DOTALL)
-"""In TLS 1.3 a server refuses a client's certificate only after the client has finished its handshake."""
+"""A TLS 1.3 server refuses a client's certificate only after the client has finished its handshake."""
 _MISBEHAVED: Final = (grpc.aio.BaseError, grpc.RpcError, asyncio.InvalidStateError)
 
 
@@ -77,19 +73,13 @@ class Stream(Protocol):
 
     async def read(self) -> bytes | None:
         """The next frame; None when the other side ended the stream. Raises PeerError: the stream broke."""
-        ...
 
     async def write(self, frame: bytes) -> None:
         """Hands a frame to gRPC; waits while the other side does not read. Raises PeerError."""
-        ...
 
-    async def half_close(self) -> None:
-        """Ends this side's writing. Raises PeerError."""
-        ...
+    async def half_close(self) -> None: ...
 
-    async def close(self) -> None:
-        """Cancels what is left of the stream and frees it."""
-        ...
+    async def close(self) -> None: ...
 
 
 class DialledStream:
@@ -172,7 +162,6 @@ class AcceptedStream:
 
 
 def far_end_at(address: str, certificate: bytes) -> FarEnd:
-    """The far end of a stream that is dialled at `host:port`."""
     return FarEnd(address.rpartition(":")[0].strip("[]"), certificate)
 
 
@@ -253,11 +242,6 @@ def make_server(
     return server, server.add_secure_port(address, secured)
 
 
-def _printable(text: str) -> str:
-    """The text of a gRPC status is the other side's, who may be anybody: without what could drive a terminal."""
-    return text if text.isprintable() else "".join(c if c.isprintable() else "?" for c in text)
-
-
 def _is_news(record: logging.LogRecord) -> bool:
     """Filters gRPC's traceback for a caller that cuts its stream: anybody could fill a log with it."""
     return not record.getMessage().startswith("ExecuteBatchError raised in core")
@@ -267,7 +251,7 @@ def stream_error(error: BaseException) -> PeerError:
     """The error of ours for an error of grpc.aio."""
     if not isinstance(error, grpc.aio.AioRpcError):
         return Unreachable("the stream broke")
-    details = _printable((error.details() or "no details")[:300])
+    details = printable((error.details() or "no details")[:300])
     match error.code():
         case grpc.StatusCode.UNIMPLEMENTED:
             return Rejected("what answers at that address is no Skipstone node")

@@ -1,11 +1,6 @@
 """The transport: one link for each pair of peers, over gRPC with mutual TLS.
 
-When two peers dial each other, the stream dialled by the smaller peer id is kept: that side lets the other's dial
-wait, and the other takes the incoming stream and drops its own. So no stream in use is given up, except when the
-peer has restarted.
-
-A stream of another process with the same key is no restart while the linked process answers a ping. Then the older
-process is kept, and the younger one ends (`protocol.transport.duplicate_identity`).
+When two peers dial each other, the stream dialled by the smaller peer id is kept.
 """
 
 from __future__ import annotations
@@ -24,11 +19,9 @@ import grpc
 from protocol.frames.frames import AnnouncementFrame, Farewell, FarewellReason, Hello, decode, encode
 from protocol.identity.certificates import TlsCredentials
 from protocol.interfaces.clock import Clock
-from protocol.interfaces.directory import AddressBook, Contact
 from protocol.interfaces.tensor_spec import TensorSpec
-from protocol.interfaces.transport import FarEnd, LinkFigures, LinkHandler, Question
+from protocol.interfaces.transport import AddressBook, FarEnd, LinkFigures, LinkHandler, Question
 from protocol.transport.dialer import MAX_REMEMBERED_PEERS, Dialler, Turnover, Ways
-from protocol.transport.duplicate_identity import keep_the_older
 from protocol.transport.grpc_streams import AcceptedStream, DialledStream, ServicerContext, make_server
 from protocol.transport.handshake import Door, SameKey, expect_hello, objection_to
 from protocol.transport.link import Link, LinkSurroundings
@@ -39,8 +32,8 @@ from swarm.vocabulary.pipeline_messages import ControlMessage, TensorMessage
 from swarm.vocabulary.statistics import Exclusions, ExponentialBackoff
 from swarm.vocabulary.types import PROTOCOL_VERSIONS, PeerId, short
 
-_SPARE_STREAMS: Final = 16
-"""Streams beyond `max_links` that may be in their handshake."""
+_ABOUT_AS_OLD_S: Final = 1.0  # Travel time of a Hello
+_SPARE_STREAMS: Final = 16  # Beyond `max_links`, in their handshake
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,11 +45,7 @@ class _Dial:
 
 
 class GrpcTransport:
-    """`Transport` over gRPC, within `async with`.
-
-    `own_record` gives our SignedRecord (or b"") for each Hello. `ways` lead to peers without addresses. An undeclared
-    error of the handler ends the block with that error.
-    """
+    """`Transport` over gRPC, an async context manager. `own_record` gives our SignedRecord (or b"") for each Hello."""
 
     def __init__(
         self,
@@ -79,8 +68,7 @@ class GrpcTransport:
         self._own_record = own_record
         self._door = Door(credentials.run)
         self._surroundings = LinkSurroundings(handler, clock, settings, CommonPatience(clock.monotonic()))
-        self.incarnation = secrets.randbits(64)
-        """Tells this process from others with its key."""
+        self.incarnation = secrets.randbits(64)  # Tells this process from others with its key
         self._began = clock.monotonic()
         self._turnover = Turnover(clock)
         waits = ExponentialBackoff(settings.first_retry_s, settings.longest_retry_s)
@@ -96,7 +84,6 @@ class GrpcTransport:
 
     @property
     def port(self) -> int:
-        """The TCP port it listens on."""
         return self._port
 
     async def __aenter__(self) -> Self:
@@ -153,7 +140,6 @@ class GrpcTransport:
         return 0.0 if link is None else link.figures().goodput_bytes_per_s
 
     def far_end(self, peer: PeerId) -> FarEnd | None:
-        """The far end of the link to the peer; None without one."""
         link = self._links.get(peer)
         return None if link is None else link.far_end
 
@@ -252,15 +238,12 @@ class GrpcTransport:
 
     async def _connect(self, peer: PeerId) -> tuple[DialledStream, Hello]:
         await asyncio.sleep(self._undialled.left_s(peer, self._clock.monotonic()))
-        return await self._dialler.stream_to(self._dialable(peer))
-
-    def _dialable(self, peer: PeerId) -> Contact:
         if not self._has_room_for(peer):
             raise Unreachable(f"all {self._settings.max_links} links are in use")
         contact = self._address_book.contact(peer)
         if contact is None:
             raise Unreachable(f"{short(peer)} is not known, or has left")
-        return contact
+        return await self._dialler.stream_to(contact)
 
     # ---- answering ----------------------------------------------------------------------------------------------
 
@@ -315,7 +298,7 @@ class GrpcTransport:
         if self._turnover.is_high(peer):
             return Farewell(FarewellReason.UNSPECIFIED, "links to you are replaced too often")
         if link.incarnation != hello.incarnation and await link.answers(self._settings.proof_of_life_s):
-            return keep_the_older(link, hello, self._clock.monotonic())
+            return _keep_the_older(link, hello, self._clock.monotonic())
         age_s = self._clock.monotonic() - link.since
         if link.dialled and wins and age_s < self._settings.dial_timeout_s and not link.is_over:
             return Farewell(FarewellReason.DUPLICATE)
@@ -342,3 +325,16 @@ class GrpcTransport:
             _, late = await asyncio.wait(self._running, timeout=self._settings.farewell_grace_s)
             for task in late:
                 task.cancel()
+
+
+def _keep_the_older(link: Link, hello: Hello, now: float) -> Farewell | None:
+    """The objection to the Hello of a younger process; None once the link of a younger one has been ended."""
+    if link.began < now - hello.age_ms / 1e3 + _ABOUT_AS_OLD_S:
+        return _farewell(now - link.began, link.record)
+    error = Unreachable(f"{short(link.peer)} runs twice, and the older process is kept")
+    link.end(error, _farewell(hello.age_ms / 1e3, hello.record))
+    return None
+
+
+def _farewell(age_s: float, record: bytes) -> Farewell:
+    return Farewell(FarewellReason.SAME_KEY, f"another process with this key runs since {age_s:.0f} s", record)

@@ -11,12 +11,14 @@ import grpc
 
 from protocol.frames.frames import Farewell, FarewellReason, Frame, Hello
 from protocol.identity.certificates import peer_of_certificate
+from protocol.identity.signed_records import RECORD_LIFETIME_S
 from protocol.transport.grpc_streams import AcceptedStream, ServicerContext
-from swarm.vocabulary.errors import PeerError, ProtocolViolation, Rejected, StaleVersion, Unreachable
+from swarm.vocabulary.announcement import Announcement
+from swarm.vocabulary.errors import IdentityError, PeerError, ProtocolViolation, Rejected, StaleVersion, Unreachable
 from swarm.vocabulary.types import PROTOCOL_VERSIONS, PeerId, RunId, short
 
-MAX_STREAMS_PER_PEER: Final = 3
-"""The link's, its successor's after a restart, and one that has not quite ended."""
+MAX_STREAMS_PER_PEER: Final = 3  # The link's, its successor's after a restart, and one that is ending
+FORMER_LIFE_MS: Final = 5000  # Clock correction between two lives, in ms
 
 
 class Door:
@@ -39,9 +41,7 @@ class Door:
         return peer
 
     def _left(self, peer: PeerId) -> None:
-        self._streams[peer] -= 1
-        if not self._streams[peer]:
-            del self._streams[peer]
+        self._streams -= Counter((peer,))  # and nothing is kept of 0
 
 
 def proven_peer(certificate: bytes, run: RunId) -> PeerId:
@@ -112,3 +112,29 @@ class SameKey(Rejected):
 
 class Duplicate(Unreachable):
     """Raised when the peer has opened a stream to us at the same time, and that one is to be used."""
+
+
+# ---- one key in two live processes: the older process is kept, and the younger one ends ----
+
+
+def is_duplicate(said: Announcement, peer: PeerId, certificate: bytes, incarnation: int, wall: float) -> bool:
+    """Whether another process with our key made this verified record while this one ran."""
+    # The certificate is each process's own. A former life's record is older than this one.
+    return (
+        said.peer == peer
+        and abs(wall - (said.expires_at - RECORD_LIFETIME_S)) < RECORD_LIFETIME_S
+        and said.certificate != certificate
+        and said.sequence > incarnation + FORMER_LIFE_MS
+    )
+
+
+async def end_for(older: Announcement) -> None:
+    """Raises the IdentityError that ends this process."""
+    where = f" at {', '.join(older.addresses)}" if older.addresses else ""
+    raise IdentityError(
+        f"another node with this key ({older.peer}) is in the run{where}, and was there first; this one ends",
+        hint=(
+            "Every machine needs a key of its own: start with --identity FILE, or stop the other node. Of a "
+            "machine that was copied, delete the copied key."
+        ),
+    )

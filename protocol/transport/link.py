@@ -1,17 +1,17 @@
-"""A link: one stream between two peers from the handshake to its end.
-
-Three tasks read, write and ping without waiting for each other, so the directions cannot block each other. `end`
-closes a link for good; `run` then lets the last words out.
-"""
+"""A link: one stream between two peers, with three tasks that read, write and ping independently."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Final
 
 from protocol.frames.frames import (
+    MAX_ANSWER_BYTES,
     AnnouncementFrame,
+    AnswerFrame,
     Cancel,
     Farewell,
     FarewellReason,
@@ -19,27 +19,263 @@ from protocol.frames.frames import (
     Hello,
     Ping,
     Pong,
+    QuestionFrame,
     SmallFrame,
     decode,
     encode,
     is_chunk,
     topic_of,
 )
-from protocol.frames.rpc import MAX_ANSWER_BYTES, AnswerFrame, QuestionFrame
-from protocol.frames.tensors import Chunk, OutgoingTransfer, TensorFrame, chunk_bytes_for, chunk_count_of
+from protocol.frames.tensors import (
+    Arrival,
+    Assembly,
+    Chunk,
+    OutgoingTransfer,
+    TensorFrame,
+    chunk_bytes_for,
+    chunk_count_of,
+)
 from protocol.interfaces.clock import Clock
 from protocol.interfaces.tensor_spec import TensorSpec
-from protocol.interfaces.transport import FarEnd, LinkFigures, LinkHandler, Question, QuestionAbout
+from protocol.interfaces.transport import FarEnd, LinkFigures, LinkHandler, Question, QuestionAbout, Refusal
 from protocol.transport.grpc_streams import Stream
 from protocol.transport.handshake import meaning_of
-from protocol.transport.inbox import Inbox
-from protocol.transport.meter import Meter
 from protocol.transport.rate_limits import CommonPatience, Patience
 from protocol.transport.send_queue import ByteBudget, Lane, Outbox
-from protocol.transport.settings import MAX_OPEN_QUESTIONS, TransportSettings
-from swarm.vocabulary.errors import PeerError, ProtocolViolation, Rejected, Stalled, Unreachable
-from swarm.vocabulary.pipeline_messages import Backward, ControlMessage, Forward, TensorMessage
+from protocol.transport.settings import MAX_OPEN_QUESTIONS, MAX_OPEN_TRANSFERS, TransportSettings
+from swarm.vocabulary.errors import PeerError, ProtocolViolation, Rejected, SkipstoneError, Stalled, Unreachable
+from swarm.vocabulary.pipeline_messages import (
+    Backward,
+    ControlMessage,
+    Direction,
+    Forward,
+    MicrobatchTensor,
+    Receipt,
+    ReceiptStatus,
+    TensorMessage,
+)
+from swarm.vocabulary.statistics import Ewma
 from swarm.vocabulary.types import PeerId, short
+
+
+@dataclass(slots=True, eq=False)
+class Inbox:
+    """Incoming transfers of the link to `peer`. `reply` queues a small frame for it."""
+
+    peer: PeerId
+    handler: LinkHandler
+    clock: Clock
+    reply: Callable[[SmallFrame], None]
+    _: KW_ONLY
+    odd_numbers: bool
+    stall_after_s: float
+    slowest_bytes_per_s: float
+    _arrivals: dict[int, Arrival] = field(default_factory=dict, init=False)
+
+    def owns(self, transfer: int) -> bool:
+        """Whether the peer may use this transfer number: the dialling peer's are odd, the other's even."""
+        return (transfer % 2 == 1) == self.odd_numbers
+
+    def open(self, frame: TensorFrame) -> None:
+        """Admits or refuses a transfer by its header. Raises ProtocolViolation."""
+        number = frame.transfer
+        if not self.owns(number) or number in self._arrivals:
+            raise ProtocolViolation(f"transfer number {number} is not free for the peer to use")
+        if len(self._arrivals) >= MAX_OPEN_TRANSFERS:
+            raise ProtocolViolation(f"more than {MAX_OPEN_TRANSFERS} transfers at once")
+        admitted = self.handler.admit(self.peer, frame.message, frame.tensor)
+        if isinstance(admitted, Refusal):
+            self._arrivals[number] = Arrival(frame)
+            if isinstance(frame.message, Forward | Backward):
+                self.reply(_receipt_of(frame.message, admitted))
+            self.reply(Cancel(number))
+            return
+        if admitted.nbytes != frame.tensor.byte_length or admitted.readonly or not admitted.c_contiguous:
+            raise SkipstoneError(f"a buffer of {admitted.nbytes} bytes was given for {frame.tensor.byte_length} bytes")
+        now = self.clock.monotonic()
+        deadline = now + self.stall_after_s + admitted.nbytes / self.slowest_bytes_per_s
+        self._arrivals[number] = Assembly(frame, admitted, now, deadline)
+
+    def add(self, chunk: Chunk) -> TensorFrame | None:
+        """Takes a chunk; returns the header once a wanted tensor is complete. Raises ProtocolViolation."""
+        arrival = self._arrivals.get(chunk.transfer)
+        if arrival is None:
+            raise ProtocolViolation(f"a chunk of transfer {chunk.transfer}, which is not open")
+        arrival.add(chunk)
+        if arrival.complete:
+            del self._arrivals[chunk.transfer]
+        if not isinstance(arrival, Assembly):
+            return None
+        arrival.progressed_at = self.clock.monotonic()
+        if not arrival.complete:
+            return None
+        self.handler.received(self.peer, arrival.frame.message, arrival.frame.tensor, arrival.buffer)
+        return arrival.frame
+
+    def withdrawn(self, transfer: int) -> None:
+        arrival = self._arrivals.pop(transfer, None)
+        if isinstance(arrival, Assembly):
+            self._break_off(arrival, Unreachable(f"{short(self.peer)} broke transfer {transfer} off"))
+
+    def break_off_slow(self) -> None:
+        """Gives the buffers of transfers that stand still, or take too long, back to the handler."""
+        now = self.clock.monotonic()
+        for number, arrival in list(self._arrivals.items()):
+            if not isinstance(arrival, Assembly) or self._arrivals.get(number) is not arrival:
+                continue  # a reply may end the link, and with it all transfers
+            if now > arrival.deadline or now - arrival.progressed_at > self.stall_after_s:
+                self._arrivals[number] = arrival.swallowing_the_rest()
+                self.reply(Cancel(number))
+                self._break_off(arrival, Stalled(f"transfer {number} from {short(self.peer)} made too little progress"))
+
+    def forgive(self, seconds: float) -> None:
+        """Extends all deadlines by a time in which this process did not run: nobody else is to blame for it."""
+        for arrival in self._arrivals.values():
+            if isinstance(arrival, Assembly):
+                arrival.progressed_at += seconds
+                arrival.deadline += seconds
+
+    def close(self, error: PeerError) -> None:
+        arrivals, self._arrivals = self._arrivals, {}
+        for arrival in arrivals.values():
+            if isinstance(arrival, Assembly):
+                self._break_off(arrival, error)
+
+    def _break_off(self, arrival: Assembly, error: PeerError) -> None:
+        self.handler.broken_off(self.peer, arrival.frame.message, arrival.buffer, error)
+
+
+def _receipt_of(message: MicrobatchTensor, refusal: Refusal) -> Receipt:
+    return Receipt(
+        message.microbatch,
+        Direction.FORWARD if isinstance(message, Forward) else Direction.BACKWARD,
+        message.position,
+        ReceiptStatus.BUSY if refusal.busy else ReceiptStatus.REFUSED,
+        refusal.retry_after_s,
+        refusal.detail,
+    )
+
+
+ROUND_TRIP_WEIGHT: Final = 1 / 8  # RFC 6298, section 2
+HORIZON_S: Final = 1.0  # Busy time after which a measurement counts 1/e, in seconds
+MOST_ON_THE_WAY: Final = 1024  # Tensors in flight that are remembered
+
+
+@dataclass(slots=True)
+class Goodput:
+    """Measures what one link carries, one way."""
+
+    _bytes: float = 0.0
+    _seconds: float = 0.0
+    _round_trip_s: float = math.inf
+    _busy_since: float = 0.0
+    _on_the_way: dict[int, tuple[int, float]] = field(default_factory=dict)  # Size and start of sending, in order
+
+    @property
+    def bytes_per_s(self) -> float:
+        """The goodput; 0 before the first answer that took any time."""
+        return self._bytes / self._seconds if self._seconds > 0 else 0.0
+
+    def sent(self, transfer: int, size_bytes: int, now: float) -> None:
+        while len(self._on_the_way) >= MOST_ON_THE_WAY:
+            self.gave_up(next(iter(self._on_the_way)))
+        if not self._on_the_way:
+            self._busy_since = now
+        self._on_the_way[transfer] = size_bytes, now
+
+    def accepted(self, transfer: int, round_trip_s: float, now: float) -> None:
+        """Notes that the receiver has all of a tensor; unknown and second answers do not count."""
+        known = self._on_the_way.pop(transfer, None)
+        if known is None:
+            return
+        if round_trip_s > 0:
+            self._round_trip_s = min(self._round_trip_s, round_trip_s)
+        trip_s = 0.0 if math.isinf(self._round_trip_s) else self._round_trip_s
+        taken = max(0.0, now - self._busy_since - trip_s)
+        remembered = math.exp(-taken / HORIZON_S)
+        self._bytes = remembered * self._bytes + known[0]
+        self._seconds = remembered * self._seconds + taken
+        # What else is on its way has been so meanwhile: from when the line was free for it, or from when it was given
+        # to it.
+        _, given = next(iter(self._on_the_way.values()), (0, now))
+        self._busy_since = max(self._busy_since, now - trip_s, given)
+
+    def gave_up(self, transfer: int) -> None:
+        """Forgets a tensor whose answer will not come or says nothing."""
+        self._on_the_way.pop(transfer, None)
+
+
+class Meter:
+    """Measures one link."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._round_trip = Ewma(ROUND_TRIP_WEIGHT)
+        self._goodput = Goodput()
+        self._behind: dict[int, int] = {}  # The tensor behind which each open ping went
+        self._sent_bytes = 0
+        self._received_bytes = 0
+        self._heard_at = clock.monotonic()
+        self._pinged_at = 0.0
+        self._open_token: int | None = None
+        self._next_token = 0
+
+    def wrote(self, size_bytes: int) -> None:
+        self._sent_bytes += size_bytes
+
+    def heard(self, size_bytes: int) -> None:
+        self._received_bytes += size_bytes
+        self._heard_at = self._clock.monotonic()
+
+    def silence_s(self) -> float:
+        return self._clock.monotonic() - self._heard_at
+
+    def forgive(self, seconds: float) -> None:
+        """Shifts the last sign of life by a time in which this process did not run."""
+        self._heard_at = min(self._heard_at + seconds, self._clock.monotonic())
+
+    def ping(self) -> int:
+        """The token of a new ping; a pong to an earlier one does not count any more."""
+        self._open_token = self._token()
+        self._pinged_at = self._clock.monotonic()
+        return self._open_token
+
+    def pong(self, token: int) -> bool:
+        """Takes a pong; whether it answers the last ping."""
+        transfer = self._behind.pop(token, None)
+        if transfer is not None:
+            self._goodput.accepted(transfer, self._round_trip.mean, self._clock.monotonic())
+        if token != self._open_token:
+            return False
+        self._open_token = None
+        self._round_trip.add(self._clock.monotonic() - self._pinged_at)
+        return True
+
+    @property
+    def ping_is_open(self) -> bool:
+        return self._open_token is not None
+
+    def sending(self, transfer: int, size_bytes: int) -> None:
+        self._goodput.sent(transfer, size_bytes, self._clock.monotonic())
+
+    def ping_after(self, transfer: int) -> int:
+        """The token of the ping that follows the tensor's last byte: its pong says that the peer has all of it."""
+        while len(self._behind) >= MOST_ON_THE_WAY:
+            del self._behind[next(iter(self._behind))]
+        token = self._token()
+        self._behind[token] = transfer
+        return token
+
+    def gave_up(self, transfer: int) -> None:
+        self._goodput.gave_up(transfer)
+
+    def figures(self) -> LinkFigures:
+        goodput = self._goodput.bytes_per_s
+        return LinkFigures(self._round_trip.mean, self._sent_bytes, self._received_bytes, goodput)
+
+    def _token(self) -> int:
+        self._next_token += 1
+        return self._next_token
 
 
 class Asking:
@@ -56,7 +292,16 @@ class Asking:
         """Asks and waits for the answer, and for a place before. Errors as `Transport.ask`."""
         try:
             async with asyncio.timeout(timeout_s), self._places:
-                return await self._ask(question, say)
+                if self._closed is not None:
+                    raise self._closed
+                number, self._next_id = self._next_id, self._next_id % (2**32 - 1) + 1
+                result: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+                self._open[number] = (question.about, result)
+                try:
+                    say(QuestionFrame(number, question))
+                    return await result
+                finally:
+                    del self._open[number]
         except TimeoutError:
             raise Stalled(
                 f"{short(self._peer)} did not answer a {question.about.value} question within {timeout_s:g} s"
@@ -80,54 +325,37 @@ class Asking:
             if not result.done():
                 result.set_exception(error)
 
-    async def _ask(self, question: Question, say: Callable[[SmallFrame], None]) -> bytes:
-        if self._closed is not None:
-            raise self._closed
-        number, self._next_id = self._next_id, self._next_id % (2**32 - 1) + 1
-        result: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        self._open[number] = (question.about, result)
-        try:
-            say(QuestionFrame(number, question))
-            return await result
-        finally:
-            del self._open[number]
 
-
+@dataclass(slots=True, eq=False)
 class Answering:
     """The open questions of a peer, each answered in a task of the link's group."""
 
-    def __init__(
-        self, peer: PeerId, handler: LinkHandler, tasks: asyncio.TaskGroup, say: Callable[[SmallFrame], None]
-    ) -> None:
-        self._peer = peer
-        self._handler = handler
-        self._tasks = tasks
-        self._say = say
-        self._open = 0
+    peer: PeerId
+    handler: LinkHandler
+    tasks: asyncio.TaskGroup
+    say: Callable[[SmallFrame], None]
+    _open: int = 0
 
     def asked(self, frame: QuestionFrame) -> None:
         if self._open >= MAX_OPEN_QUESTIONS:
-            self._say(_refusal(frame, f"{MAX_OPEN_QUESTIONS} questions are open already"))
+            self.say(_refusal(frame, f"{MAX_OPEN_QUESTIONS} questions are open already"))
             return
         self._open += 1
-        self._tasks.create_task(self._answer(frame))
+        self.tasks.create_task(self._answer(frame))
 
     async def _answer(self, frame: QuestionFrame) -> None:
         try:
-            content = await self._handler.answer(self._peer, frame.question)
+            content = await self.handler.answer(self.peer, frame.question)
         except PeerError as error:
             answer = _refusal(frame, str(error))
         else:
-            answer = (
-                AnswerFrame(frame.id, frame.question.about, content)
-                if len(content) <= MAX_ANSWER_BYTES
-                else _refusal(
-                    frame, f"the answer has {len(content)} bytes, more than the {MAX_ANSWER_BYTES} that travel"
-                )
-            )
+            answer = AnswerFrame(frame.id, frame.question.about, content)
+            if len(content) > MAX_ANSWER_BYTES:
+                why = f"the answer has {len(content)} bytes, more than the {MAX_ANSWER_BYTES} that travel"
+                answer = _refusal(frame, why)
         finally:
             self._open -= 1
-        self._say(answer)
+        self.say(answer)
 
 
 def _refusal(frame: QuestionFrame, why: str) -> AnswerFrame:
@@ -135,7 +363,7 @@ def _refusal(frame: QuestionFrame, why: str) -> AnswerFrame:
 
 
 class _Over(Exception):
-    """Ends the link's task group."""
+    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,10 +396,8 @@ class Link:
         self.far_end = far_end
         self.since = surroundings.clock.monotonic()
         self.incarnation = hello.incarnation
-        self.began = self.since - hello.age_ms / 1e3
-        """When the peer's process did, by our monotonic clock."""
-        self.record = hello.record
-        """The peer's newest, unchecked."""
+        self.began = self.since - hello.age_ms / 1e3  # Start of the peer's process, by our monotonic clock
+        self.record = hello.record  # The peer's newest, unchecked
         self.outbox = Outbox(
             {
                 Lane.MICROBATCHES: ByteBudget(settings.send_budget_bytes, settings.max_open_transfers),
@@ -233,7 +459,6 @@ class Link:
         self._on_end(self, error)
 
     async def send(self, message: TensorMessage, tensor: TensorSpec, data: memoryview) -> None:
-        """Sends a tensor, as `Transport.send`."""
         octets = data.cast("B")
         if octets.nbytes != tensor.byte_length:
             raise ValueError(f"{octets.nbytes} bytes of data for a tensor of {tensor.byte_length} bytes")

@@ -1,9 +1,4 @@
-"""Rate limits: token buckets, and the price of small frames.
-
-Small frames are allowed in proportion to exchanged tensors. A frame weighs one, and one more for each BYTES_A_FRAME.
-A peer beyond its share loses nothing: its next frame is read later, and flow control makes it wait. Links share a
-common rest; strangers get half of what is due to each and none of the rest.
-"""
+"""Rate limits: token buckets, and the price of small frames. A peer beyond its share is read later."""
 
 from __future__ import annotations
 
@@ -11,27 +6,17 @@ from collections import OrderedDict
 from typing import Final
 
 MAX_REMEMBERED: Final = 1024
-FRAMES_A_TENSOR: Final = 16.0
-"""Frames allowed per exchanged tensor; its header, receipts and the rest are two."""
-BYTES_A_FRAME: Final = 256.0
-"""Bytes that weigh as much as one frame: 60 KiB take as long to read as some 200 pings."""
-STRANGERS: Final = 2.0
-"""Weight of frames from peers not known to serve; newcomers send some four a second."""
-FRAMES_A_SECOND: Final = 50.0
-"""Due to each link besides."""
-IN_ADVANCE: Final = 200.0
-"""Due to a new link: nobody gains much by coming again."""
+FRAMES_A_TENSOR: Final = 16.0  # A tensor's header, receipts and the rest are two
+BYTES_A_FRAME: Final = 256.0  # 60 KiB take as long to read as some 200 pings
+STRANGERS: Final = 2.0  # Weight of frames of peers not known to serve
+FRAMES_A_SECOND: Final = 50.0  # Due to each link
+IN_ADVANCE: Final = 200.0  # Due to a new link
 MOST_SAVED: Final = 2000.0
-"""What a link may have saved up, to say at once."""
-COMMON_A_SECOND: Final = 500.0
-"""What all links together may say beyond what is due to each."""
-COMMON_A_TENSOR: Final = 8.0
-"""Frames allowed in common per tensor exchanged with anybody: peers in mid-path report to a data node."""
+COMMON_A_SECOND: Final = 500.0  # Beyond what is due to each link, for all together
+COMMON_A_TENSOR: Final = 8.0  # Peers in mid-path report to a data node
 COMMON_SAVED: Final = 1000.0
-PAUSE_AFTER: Final = 2.0
-"""Frames that are read beyond all that before there is a pause: half as many pauses, twice as long."""
-LONGEST_PAUSE_S: Final = 5.0
-"""Longest pause before the next frame is read, in seconds: less than the timeout of a silent link."""
+PAUSE_AFTER: Final = 2.0  # Frames read beyond that before a pause: half as many pauses, twice as long
+LONGEST_PAUSE_S: Final = 5.0  # Less than the timeout of a silent link
 
 
 class TokenBucket:
@@ -44,7 +29,6 @@ class TokenBucket:
         self._at = now
 
     def earn(self, amount: float) -> None:
-        """Adds so much, besides what time brings."""
         self._left = min(self._most, self._left + amount)
 
     def left(self, now: float) -> float:
@@ -86,24 +70,19 @@ class Allowance:
         return bucket.take(now, amount)
 
     def left(self, name: str, now: float) -> int:
-        """The content of the bucket of `name` at `now`."""
         bucket = self._buckets.get(name)
         return self._burst if bucket is None else int(bucket.left(now))
 
 
-class CommonPatience:
+class CommonPatience(TokenBucket):
     """The transport-wide budget for small frames, drawn on by links that have used up their own."""
 
     def __init__(self, now: float) -> None:
-        self._bucket = TokenBucket(COMMON_SAVED, 1 / COMMON_A_SECOND, now)
+        super().__init__(COMMON_SAVED, 1 / COMMON_A_SECOND, now)
 
     def exchanged(self, hops: int) -> None:
         """Adds the allowance of a whole tensor. A path makes a frame longer by a third of a frame a hop."""
-        self._bucket.earn(COMMON_A_TENSOR + hops)
-
-    def take(self, now: float, weight: float = 1.0) -> bool:
-        """Takes so much if it is there; says whether."""
-        return self._bucket.take(now, weight)
+        self.earn(COMMON_A_TENSOR + hops)
 
 
 class Patience:
@@ -114,9 +93,7 @@ class Patience:
         self._own = TokenBucket(MOST_SAVED, 1 / FRAMES_A_SECOND, now, left=IN_ADVANCE)
 
     def exchanged(self, hops: int = 0) -> None:
-        """Adds what a whole tensor, sent or received, allows. A path makes each frame that names it longer by a third
-        of a frame a hop.
-        """
+        """Adds what a whole tensor allows. A hop of its path lengthens frames by a third of a frame."""
         self._own.earn(FRAMES_A_TENSOR + hops)
         self._common.exchanged(hops)
 

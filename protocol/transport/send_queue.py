@@ -16,81 +16,43 @@ from swarm.vocabulary.errors import PeerError, Stalled
 
 
 class ByteBudget:
-    """A byte budget that senders wait for. A tensor larger than the whole budget goes alone."""
+    """A byte budget that senders wait for, first come, first served. A tensor larger than all of it goes alone."""
 
     def __init__(self, budget_bytes: int, places: int) -> None:
         self._budget_bytes = budget_bytes
         self._places = places
-        self._used_bytes = 0
+        self.used_bytes = 0
         self._used_places = 0
-        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._queue = asyncio.Lock()
+        self._freed = asyncio.Event()
         self._error: PeerError | None = None
-
-    @property
-    def used_bytes(self) -> int:
-        return self._used_bytes
 
     @asynccontextmanager
     async def share(self, size_bytes: int) -> AsyncIterator[None]:
         """Waits for room, and holds it within the block. Raises PeerError: the one given to `close`."""
-        await self._acquire(size_bytes)
+        async with self._queue:
+            while self._error is None and not self._fits(size_bytes):
+                self._freed.clear()
+                await self._freed.wait()
+            if self._error is not None:
+                raise self._error
+            self.used_bytes += size_bytes
+            self._used_places += 1
         try:
             yield
         finally:
-            self._release(size_bytes)
+            self.used_bytes -= size_bytes
+            self._used_places -= 1
+            self._freed.set()
 
     def close(self, error: PeerError) -> None:
-        """Fails everyone who waits or comes later."""
         self._error = error
-        while self._waiting:
-            _, turn = self._waiting.popleft()
-            if not turn.done():
-                turn.set_exception(error)
-
-    async def _acquire(self, size_bytes: int) -> None:
-        if self._error is not None:
-            raise self._error
-        if not self._waiting and self._fits(size_bytes):
-            self._take(size_bytes)
-            return
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append((size_bytes, turn))
-        try:
-            await turn
-        except asyncio.CancelledError:
-            granted = turn.done() and not turn.cancelled() and turn.exception() is None
-            if granted:
-                self._release(size_bytes)
-            else:
-                turn.cancel()
-                self._grant()
-            raise
+        self._freed.set()
 
     def _fits(self, size_bytes: int) -> bool:
         if self._used_places == 0:
             return True
-        return self._used_places < self._places and self._used_bytes + size_bytes <= self._budget_bytes
-
-    def _take(self, size_bytes: int) -> None:
-        self._used_bytes += size_bytes
-        self._used_places += 1
-
-    def _release(self, size_bytes: int) -> None:
-        self._used_bytes -= size_bytes
-        self._used_places -= 1
-        self._grant()
-
-    def _grant(self) -> None:
-        while self._waiting:
-            size_bytes, turn = self._waiting[0]
-            if turn.done():
-                self._waiting.popleft()
-            elif self._fits(size_bytes):
-                self._waiting.popleft()
-                self._take(size_bytes)
-                turn.set_result(None)
-            else:
-                return
+        return self._used_places < self._places and self.used_bytes + size_bytes <= self._budget_bytes
 
 
 Item = TypeVar("Item")
@@ -100,8 +62,7 @@ class Lane(enum.Enum):
     """A traffic class with a budget and turns of its own: a round cannot delay microbatches, nor they a round."""
 
     MICROBATCHES = 0
-    BULK = 1
-    """Rounds and state."""
+    BULK = 1  # Rounds and state
 
 
 class Turns(Generic[Item]):
@@ -114,15 +75,12 @@ class Turns(Generic[Item]):
         return any(queue for _, queue in self._queues)
 
     def add(self, lane: Lane, item: Item) -> None:
-        """Appends at the end of its lane."""
         self._queue(lane).append(item)
 
     def first(self) -> Item | None:
-        """The one that `take` would return."""
         return next((queue[0] for _, queue in self._queues if queue), None)
 
     def take(self) -> Item:
-        """Removes and returns the next transfer in turn. Raises IndexError if there is none."""
         for lane, queue in self._queues:
             if queue:
                 self._queues.remove((lane, queue))
@@ -131,7 +89,6 @@ class Turns(Generic[Item]):
         raise IndexError("nothing has a turn")
 
     def remove(self, lane: Lane, item: Item) -> bool:
-        """Removes it; whether it was there."""
         queue = self._queue(lane)
         if item not in queue:
             return False
@@ -146,8 +103,7 @@ class Turns(Generic[Item]):
         return next(queue for own, queue in self._queues if own is lane)
 
 
-MAX_WAITING_BYTES: Final = 1024 * 1024
-"""Of small frames. `put` waits at half of it; the rest is for what has to be said without waiting (pongs, answers)."""
+MAX_WAITING_BYTES: Final = 1024 * 1024  # Of small frames. `put` waits at half of it; the rest is for pongs and answers.
 
 
 @dataclass(slots=True, eq=False)
@@ -155,7 +111,6 @@ class _Sending:
     transfer: OutgoingTransfer
     lane: Lane
     done: asyncio.Future[bool]
-    """Whether everything was sent."""
 
 
 class Outbox:
@@ -199,10 +154,8 @@ class Outbox:
             self.post(frame)
 
     async def send(self, lane: Lane, size_bytes: int, make: Callable[[], OutgoingTransfer]) -> bool:
-        """Sends a tensor when its turn has come; whether all of it was sent, as the receiver may not want the rest.
-
-        `make` is called at the transfer's turn. Raises PeerError if the outbox closes before the end.
-        """
+        """Sends a tensor in turn, made by `make` then; returns whether the receiver wanted all of it. Raises
+        PeerError."""
         async with self._budgets[lane].share(size_bytes):
             if self._closed is not None:
                 raise self._closed
@@ -227,9 +180,7 @@ class Outbox:
                 sending.done.set_result(False)
 
     def finish(self, last_frame: bytes | None, error: PeerError) -> None:
-        """Closes the outbox: the small frames that wait and `last_frame` still go, `pump` ends, everything else raises
-        `error`.
-        """
+        """Closes the outbox: waiting small frames and `last_frame` still go, everything else raises `error`."""
         if self._closed is not None:
             return
         if last_frame is not None:

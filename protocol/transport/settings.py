@@ -6,49 +6,34 @@ from dataclasses import dataclass
 from typing import Final
 
 from protocol.frames.tensors import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
-from protocol.transport.inbox import MAX_OPEN_TRANSFERS
 from swarm.vocabulary.errors import ConfigError
 
-MAX_OPEN_QUESTIONS: Final = 8
-"""Of one peer; link.proto's number."""
+MAX_OPEN_TRANSFERS: Final = 64  # Of one sender, refused ones included
+MAX_OPEN_QUESTIONS: Final = 8  # Of one peer; link.proto's number
 
 
 @dataclass(frozen=True, slots=True)
 class TransportSettings:
     """Settings of a transport. Raises ConfigError for impossible values."""
 
-    listen_host: str = "127.0.0.1"
-    """Address to bind: `0.0.0.0` or `[::]` for all interfaces."""
-    listen_port: int = 0
-    """0 takes any free port."""
-    chunk_bytes: int = 512 * 1024
-    """Largest chunk of a microbatch's tensor, 4 KiB to 1 MiB. Slow links take less (`chunk_bytes_for`)."""
-    bulk_chunk_bytes: int = 1024 * 1024
-    """Likewise of a piece of a round or of state: nobody waits for its beginning, and fewer frames cost less."""
-    send_budget_bytes: int = 64 * 1024 * 1024
-    """Bytes in flight in one traffic class of a link. A larger tensor goes alone."""
-    max_open_transfers: int = 16
-    """Microbatches' tensors that take turns on one link, 1 to 32."""
-    max_bulk_transfers: int = 4
-    """Concurrent pieces of rounds and state. Few, so that each progresses on a slow link."""
+    listen_host: str = "127.0.0.1"  # `0.0.0.0` or `[::]` for all interfaces
+    listen_port: int = 0  # 0: any
+    chunk_bytes: int = 512 * 1024  # Of a microbatch's tensor, 4 KiB to 1 MiB; less on slow links
+    bulk_chunk_bytes: int = 1024 * 1024  # Of a piece of a round or of state
+    send_budget_bytes: int = 64 * 1024 * 1024  # In flight in one traffic class of a link. A larger tensor goes alone.
+    max_open_transfers: int = 16  # Microbatches' tensors that take turns on one link, 1 to 32
+    max_bulk_transfers: int = 4  # Few, so that each progresses on a slow link
     max_links: int = 256
-    """Peers that we are connected to at once."""
     ping_period_s: float = 2.0
-    stall_after_s: float = 10.0
-    """Timeout of a silent peer and of a transfer without progress, at least two ping periods."""
+    stall_after_s: float = 10.0  # A silent peer, or a transfer without progress; at least two ping periods
     slowest_bytes_per_s: float = 16 * 1024
-    """Slowest average rate of a transfer, after `stall_after_s`: nobody can hold a buffer for ever."""
-    dial_timeout_s: float = 5.0
-    """For connecting, TLS and both Hellos, over all addresses of a peer."""
+    """Slowest average transfer after `stall_after_s`, so that no buffer is held for ever."""
+    dial_timeout_s: float = 5.0  # Connecting, TLS and both Hellos, over all addresses
     hello_timeout_s: float = 3.0
-    """Who opens a stream and says no Hello for so long is dropped."""
-    proof_of_life_s: float = 2.0
-    """Timeout of the ping that tells a duplicate process from a restarted one."""
-    first_retry_s: float = 0.2
-    """After a dial that failed the next one waits this long, then twice as long each time, less a random part."""
+    proof_of_life_s: float = 2.0  # For the ping that tells a duplicate process from a restarted one
+    first_retry_s: float = 0.2  # Pause after a failed dial, doubled each time, less a random part
     longest_retry_s: float = 5.0
-    farewell_grace_s: float = 0.5
-    """What a Farewell gets to arrive before the stream is cut."""
+    farewell_grace_s: float = 0.5  # For a Farewell to arrive before the stream is cut
 
     def __post_init__(self) -> None:
         _require("chunk_bytes", self.chunk_bytes, MIN_CHUNK_BYTES, MAX_CHUNK_BYTES)

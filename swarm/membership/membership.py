@@ -1,7 +1,5 @@
-"""The membership view of one peer: everybody's newest valid announcement, and who fails us.
-
-Times are monotonic seconds. Wall-clock expiry becomes remaining time, so that a clock jump does not empty the view.
-"""
+"""The membership view of one peer: each peer's newest valid announcement, and its failures. Times are monotonic
+seconds."""
 
 from __future__ import annotations
 
@@ -19,14 +17,11 @@ from swarm.vocabulary.types import PROTOCOL_VERSIONS, ModuleId, PeerId, PeerStat
 MAX_PEERS = 20_000
 FIRST_PAUSE_S = 1.0
 REUSE_S: Final = ExponentialBackoff(1.0, 60.0, free=2)
-"""How long a peer that announces itself, but could not be used so many times in a row, still gets no work."""
+"""Pause for a peer that announces itself but could not be used so many times in a row."""
 HARM_PAUSE_S: Final = ExponentialBackoff(60.0, 3600.0)
-"""How long a peer that is there and does harm gets no work."""
 
 
 class Change(enum.Enum):
-    """What an announcement changed in the view."""
-
     NEW = "new"
     UPDATED = "updated"
     IGNORED = "ignored"
@@ -37,10 +32,8 @@ class _Member:
     announcement: Announcement
     expires: float
     heard: float
-    """When the announcement was."""
     failures: int = 0
-    failed_ms: float = -math.inf
-    """A moment no later than its last failure, by the clock that dates its announcements."""
+    failed_ms: float = -math.inf  # Moment no later than its last failure, by the clock of its announcements
     suspect_until: float = 0.0
 
     @property
@@ -59,8 +52,7 @@ class Membership:
         self.run = run
         self.own = own
         self._members: dict[PeerId, _Member] = {}
-        self._harmful = Exclusions(HARM_PAUSE_S)
-        """Whoever is heard again or announces itself anew stays left out."""
+        self._harmful = Exclusions(HARM_PAUSE_S)  # Not forgiven by a new announcement
 
     def observe(self, announcement: Announcement, *, now: float, wall: float) -> Change:
         """Takes in an announcement; of another run, our own, expired or old ones are ignored."""
@@ -82,14 +74,12 @@ class Membership:
         return Change.UPDATED
 
     def expire(self, now: float) -> list[PeerId]:
-        """Removes and returns the peers whose announcement has run out."""
         gone = [peer for peer, member in self._members.items() if member.expires <= now]
         for peer in gone:
             del self._members[peer]
         return gone
 
     def forget(self, peer: PeerId) -> None:
-        """Removes a peer that hosts nothing and has gone."""
         self._members.pop(peer, None)
 
     def fail(self, peer: PeerId, now: float) -> None:
@@ -122,12 +112,10 @@ class Membership:
         return None if member is None else member.announcement
 
     def slots_of(self, peer: PeerId) -> int:
-        """The slots that the peer announces; 0 for one that is not known."""
         known = self.get(peer)
         return 0 if known is None else known.slots
 
     def hosts(self, peer: PeerId, module: ModuleId) -> bool:
-        """Whether the peer says that it hosts the module, whatever state it is in."""
         announcement = self.get(peer)
         return announcement is not None and announcement.module == module
 
@@ -136,17 +124,14 @@ class Membership:
         return member is not None and member.suspect_until > now
 
     def is_given_up(self, peer: PeerId) -> bool:
-        """Whether it is out of reach and has not been heard of since."""
         member = self._members.get(peer)
         return member is not None and member.is_given_up
 
     def peers(self) -> Iterable[Announcement]:
-        """Every known announcement, suspect ones included."""
         return tuple(member.announcement for member in self._members.values())
 
     def replicas(self, module: ModuleId, now: float) -> list[Announcement]:
-        """Peers that may get work for a module: serving, unexpired, compatible, not suspect, not excluded if there are
-        others."""
+        """Peers that may get work: serving, compatible, not suspect, not excluded unless there are no others."""
         found = [member.announcement for member in self._serving(module, now) if member.suspect_until <= now]
         harmful = self._harmful.excluded(now)
         return [known for known in found if known.peer not in harmful] or found
@@ -178,7 +163,6 @@ class Membership:
         return not all(member.is_given_up for member in self._serving(module, now))
 
     def served(self, now: float) -> set[ModuleId | None]:
-        """The modules that are served, as `is_served` says."""
         serving = (member for member in self._members.values() if _serves(member, now) and not member.is_given_up)
         return {member.announcement.module for member in serving}
 
@@ -222,8 +206,7 @@ _STAY: tuple[PeerState, ...] = (PeerState.JOINING, PeerState.SERVING)
 def by_worth(
     own: PeerId, module: ModuleId | None, announcements: Iterable[Announcement], kept: Collection[PeerId]
 ) -> list[PeerId]:
-    """Dialable lasting peers, the best to hold on to first: of neighbouring stages, replicas, those in `kept`, then by
-    hash."""
+    """Dialable lasting peers, best first: of neighbouring stages, replicas, those in `kept`, then by hash."""
     fit = [a for a in announcements if a.addresses and a.module is not None and a.state in _STAY and a.peer != own]
     stages = 1 + max((a.module.stage for a in fit if a.module is not None), default=0)
     if module is not None:

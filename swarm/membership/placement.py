@@ -1,8 +1,4 @@
-"""Capacity of a swarm, and placement of a newcomer where it helps most, empty modules first.
-
-The throughput is the least of what the modules allow: the power of a module's replicas together, divided by the work
-that a token asks of that module on average.
-"""
+"""Capacity of a swarm, and placement of a newcomer where it raises the throughput most, empty modules first."""
 
 from __future__ import annotations
 
@@ -18,22 +14,14 @@ from swarm.membership.room import Needs, Room
 from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.types import ModuleId, PeerId, PeerState, Reasoned
 
-COUNTED = (PeerState.SERVING, PeerState.JOINING)
-"""Peers that join count as if they served already: else everybody would go where somebody is going."""
-MOST_BELIEVED = 4.0
-"""Largest believed speed of unproven peers, in medians of what all announce."""
-ABOUT_EQUAL = 0.1
-"""Figures that differ by less are taken for equal: measured speeds always differ a little."""
+COUNTED = (PeerState.SERVING, PeerState.JOINING)  # Joining peers count, else all newcomers would choose the same module
+MOST_BELIEVED = 4.0  # Largest believed speed of unproven peers, in medians of all
+ABOUT_EQUAL = 0.1  # Relative difference within which figures are equal
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """The work that a run asks of its modules.
-
-    Args:
-        cost: Work of one visit to each stage, in any unit, greater than 0.
-        per_path: Stages after 0 that a path visits, each equally often.
-    """
+    """A run's work: `cost` of a visit to each stage, and visited stages after 0 `per_path`."""
 
     modules: tuple[ModuleId, ...]
     cost: tuple[float, ...]
@@ -109,7 +97,6 @@ def draw(peer: PeerId, module: ModuleId) -> float:
 
 
 NO_NEEDS: Final[Needs] = {}
-"""Where memory is no matter."""
 
 
 def choose_module(
@@ -120,23 +107,15 @@ def choose_module(
     power: float = 0.0,
     needs: Needs = NO_NEEDS,
 ) -> Reasoned[ModuleId]:
-    """The module with which the newcomer brings the swarm the highest throughput.
-
-    Near ties go to the shortest of peers, then to the largest need, as fewer others have room, then to the hash.
-
-    Args:
-        modules: Those it may take, at least one.
-        announcements: Everybody's; joining peers count as serving.
-        power: Of the newcomer, in cost per second; 0 takes the average.
-    """
+    """The module where the newcomer raises the throughput most; ties: fewest peers, largest need, hash. `power` 0:
+    average."""
     hosts = hosts_of(announcements, workload)
     allowed = allowed_throughput(hosts, workload)
     power = power or usual_power(host.power for host in hosts)
 
     weakest = min(allowed, key=allowed.__getitem__)
     next_weakest = min((value for module, value in allowed.items() if module != weakest), default=inf)
-    with_us = {}
-    """The swarm's throughput if the newcomer takes the module."""
+    with_us = {}  # Throughput if the newcomer takes the module
     for module in modules:
         others = next_weakest if module == weakest else allowed[weakest]
         with_us[module] = min(allowed[module] + power / workload.work(module), others)
@@ -156,5 +135,4 @@ def choose_module(
 
 
 def modules_that_fit(modules: Iterable[ModuleId], room: Room, needs: Needs) -> list[ModuleId]:
-    """The modules that there is room for."""
     return [module for module in modules if room.lacks(needs[module]) is None]

@@ -1,8 +1,7 @@
 """Moves between modules: to an empty one at once, else when the gain is worth the download.
 
-Only the weakest module is moved to, and the weaker of both modules must grow by `min_gain`, so moves come to an end.
-Everybody ranks the possible movers alike: the first moves, the next ones wait `turn_s` each, as the first may not want
-to. The last proven replica never leaves a module. While a peer that may be on its way drains, others wait a turn.
+The weaker of both modules must grow by `min_gain`, so moves come to an end. All peers rank the possible movers alike;
+each has `turn_s`. The last proven replica never leaves a module.
 """
 
 from __future__ import annotations
@@ -16,42 +15,26 @@ from swarm.membership.room import Needs, room_of
 from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.types import ModuleId, PeerId, PeerState, Reasoned, short
 
-LEAST_VOUCHED = 0.1
-"""Of our work. Not half: data nodes share the replicas among them, so each has seen only some of ours."""
+LEAST_VOUCHED = 0.1  # Not half: each data node has seen only some of ours
 
 
 @dataclass(frozen=True, slots=True)
 class MoveRules:
     """The eagerness of peers to move. The defaults are for links over the internet; times in seconds."""
 
-    min_gain: float = 0.1
-    """The weaker of both modules must gain at least this share."""
-    horizon_s: float = 600.0
-    """By then a move must have paid for itself."""
-    min_stay_s: float = 300.0
-    """No ordinary move for so long after a join or a move, and for up to half as long again (by hash)."""
-    steady_s: float = 30.0
-    """An ordinary move must have been worth it for so long: nobody runs after a passing picture."""
-    settle_s: float = 15.0
-    """A view younger than this is not trusted even in an emergency."""
-    empty_after_s: float = 3.0
-    """A module has to be without a peer for so long before somebody moves there: the peer may be back at once."""
-    turn_s: float = 20.0
-    """How long each possible mover has before the next one's turn; more than a drain takes."""
+    min_gain: float = 0.1  # Of the weaker of both modules
+    horizon_s: float = 600.0  # Time to pay for itself
+    min_stay_s: float = 300.0  # Between moves, and up to half as long again (by hash)
+    steady_s: float = 30.0  # The gain must last so long first
+    settle_s: float = 15.0  # A younger view is not trusted even in an emergency
+    empty_after_s: float = 3.0  # A module's peer may be back at once
+    turn_s: float = 20.0  # More than a drain takes
 
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """The swarm as one peer sees it, and its own place in it.
-
-    Args:
-        own: Its own announcement; it is SERVING.
-        others: Everybody else's, without suspect ones.
-        served_s: Seconds that it has served its module.
-        move_s: Cost of a move to each allowed module, in seconds without it.
-        proven: Peers that are proven to work (`proven_by`), or shared a round with us.
-        needs: Memory that the modules take.
-    """
+    """The swarm as one serving peer sees it. `others`: not suspect; `proven`: proven to work, or shared a round with
+    us."""
 
     own: Announcement
     others: tuple[Announcement, ...]
@@ -67,7 +50,6 @@ class Standing:
         return frozenset(a.peer for a in everybody if need is None or room_of(a).lacks(need) is None)
 
     def hosts(self, workload: Workload) -> tuple[Host, ...]:
-        """All hosts of the run, this peer included."""
         return hosts_of((self.own, *self.others), workload, self.proven | {self.own.peer})
 
 

@@ -10,21 +10,17 @@ from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.types import ModuleId, Reasoned
 
 GIB: Final = 2**30
-STEP_BYTES: Final = 2**26
-"""Room is announced in whole steps of so much: how much of a machine is free to the byte is nobody's business."""
+STEP_BYTES: Final = 2**26  # Step of announced memory, for privacy
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
     """The memory that is needed in bytes, with the reasons."""
 
-    device: int
-    """Of the memory of a compute device that has its own."""
-    memory: int
-    """Of the machine's memory besides."""
+    device: int  # Of a compute device that has its own memory
+    memory: int  # Of the machine's besides
     reason: str
-    more_on_cpu: int = 0
-    """Where the CPU is the compute device, which sums in a wider type."""
+    more_on_cpu: int = 0  # The CPU sums in a wider type
 
     @property
     def all(self) -> int:
@@ -33,7 +29,6 @@ class Need:
 
 
 Needs = Mapping[ModuleId, Need]
-"""Of a replica of each module; a module that is not named needs nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +67,6 @@ class Room:
 
     @property
     def largest(self) -> int | None:
-        """The bytes of the compute device's memory; None when nobody can tell."""
         return (self.memory if self.device is None else self.device).value
 
     @property
@@ -82,7 +76,6 @@ class Room:
 
 
 def room_of(announcement: Announcement) -> Room:
-    """The room that a peer announces."""
     said = "by what it announces"
     device = announcement.device_bytes
     memory = Reasoned(announcement.memory_bytes or None, said)
@@ -90,7 +83,6 @@ def room_of(announcement: Announcement) -> Room:
 
 
 def size_text(size_bytes: int) -> str:
-    """The size for people."""
     return f"{size_bytes / GIB:.1f} GiB" if size_bytes >= GIB // 10 else f"{size_bytes / 2**20:.1f} MiB"
 
 

@@ -15,10 +15,8 @@ MAX_VISITED_STAGES: Final = 64
 class Speed:
     """How fast a peer computes its module, forward and backward together."""
 
-    tokens_per_s: float = 0.0
-    """0 when not known."""
-    quadratic_share: float = 0.0
-    """Cost of a document's attention, in tokens per square of its tokens; 0 if all microbatches are alike."""
+    tokens_per_s: float = 0.0  # 0: unknown
+    quadratic_share: float = 0.0  # Attention's cost in tokens per squared token; 0 if microbatches are alike
 
     def seconds(self, tokens: float, squares: float) -> float:
         """Seconds for a microbatch of so many tokens with this sum of squares, for a known speed."""
@@ -26,7 +24,6 @@ class Speed:
 
 
 NO_SPEED: Final = Speed()
-"""Not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,42 +33,27 @@ class Announcement:
     run: RunId
     peer: PeerId
     state: PeerState
-    module: ModuleId | None
-    """None exactly when `state` is VISITING."""
-    addresses: tuple[str, ...]
-    """`host:port` of its gRPC server, most direct first, at most 8. Empty if it cannot be dialled (see `via`)."""
-    certificate: bytes
-    """DER of the P-256 TLS certificate that the run's authority signed and whose libp2p extension proves `peer`."""
+    module: ModuleId | None  # None exactly if VISITING
+    addresses: tuple[str, ...]  # `host:port`, most direct first, at most 8. Empty if it cannot be dialled.
+    certificate: bytes  # DER, signed by the run's authority; its libp2p extension proves `peer`
     versions: VersionRange
-    tokens_per_second: float
-    """Measured throughput of the module, forward and backward; 0 before. With documents, in tokens of cost
-    (`quadratic_share`)."""
+    tokens_per_second: float  # Forward and backward; 0 before. With documents, in tokens of cost (`quadratic_share`).
     slots: int
     free_slots: int
-    steps: int
-    """Inner steps this replica has taken."""
-    anchor: AnchorVersion | None
-    """The agreed state of its module that it stands on; None while it has none."""
-    incarnation: int
-    """Start of the announcing process, Unix time in ms, from 1. Another one remembers nothing."""
-    sequence: int
-    """Strictly increasing, in ms of this life from `incarnation` on: an older record never replaces a newer one."""
-    expires_at: float
-    """Unix time in seconds."""
-    via: tuple[PeerId, ...] = ()
-    """Peers through which a peer without addresses can be called. At most 4."""
-    quadratic_share: float = 0.0
-    """What this peer has measured that attention costs it; see `Speed`."""
-    relay: str = ""
-    """libp2p multiaddr at which it serves tunnels, at most 128 characters; empty if it does not."""
+    steps: int  # Inner steps
+    anchor: AnchorVersion | None  # None while it has none
+    incarnation: int  # Start of the process, Unix time in ms, from 1
+    sequence: int  # Strictly increasing, in ms from `incarnation` on
+    expires_at: float  # Unix time in seconds
+    via: tuple[PeerId, ...] = ()  # Peers that can call it. At most 4.
+    quadratic_share: float = 0.0  # Measured; see `Speed`
+    relay: str = ""  # Multiaddr at which it serves tunnels, at most 128 characters
 
-    memory_bytes: int = 0
-    """Memory for a module, in bytes; 0 if every module fits, or if unknown."""
-    device_bytes: int = 0
-    """The memory that its compute device has for a module; 0 where that is the machine's, or when it does not say."""
+    memory_bytes: int = 0  # For a module; 0 if every module fits, or if unknown
+    device_bytes: int = 0  # Of its compute device; 0 if that is the machine's, or unknown
     visits: tuple[int, ...] = ()
-    """Of a data node: visits to each stage after stage 0 by the microbatches that it launched in this life. Empty in a
-    run with more than MAX_VISITED_STAGES of them, where each data node balances its own."""
+    """Visits to each stage after stage 0 that a data node launched in this life. Empty with more than
+    MAX_VISITED_STAGES of them, where each data node balances its own."""
 
     @property
     def speed(self) -> Speed:
@@ -79,5 +61,4 @@ class Announcement:
 
     @property
     def is_reachable(self) -> bool:
-        """Whether it says how the peer is reached: dialled, or called."""
         return bool(self.addresses or self.via)

@@ -1,8 +1,4 @@
-"""The messages among the replicas of one module about a round and about their state, as plain data (DESIGN section 5).
-
-`protocol.frames.frames` turns it into bytes. A message that carries a tensor is sent together with it; the tensor never
-appears here. The story they tell is in `swarm.averaging.round_machine`.
-"""
+"""The messages among the replicas of one module about a round and about their state (DESIGN section 5)."""
 
 from __future__ import annotations
 
@@ -17,12 +13,9 @@ from swarm.vocabulary.types import MAX_ROUND, AnchorVersion, Codec, Count, Diges
 MAX_ATTEMPTS = 64
 MAX_MEMBERS = 256
 MAX_MEASURED = 16
-"""Links that an entry tells of: with 256 members each is told of by 16 others, and the roster of all stays a small
-frame."""
-MAX_RATE = 24
-"""Of a `LinkRate`: 280 TB/s."""
-MAX_CHUNKS = 2**20
-"""Of a module, and of its state; their numbers are lower."""
+"""Measured links in an entry: each of 256 members appears in 16 others, and the roster stays a small frame."""
+MAX_RATE = 24  # 280 TB/s
+MAX_CHUNKS = 2**20  # Of a module's state
 MAX_REQUESTED_CHUNKS = 64
 
 Peers = Annotated[tuple[PeerId, ...], Length(0, MAX_MEMBERS), Distinct()]
@@ -35,8 +28,7 @@ class RoundId:
     """One attempt at one round of one module, named by who convenes it. A higher attempt replaces a lower one."""
 
     module: ModuleId
-    number: Annotated[int, Range(1, MAX_ROUND)]
-    """What `AnchorVersion.round` will be when it commits."""
+    number: Annotated[int, Range(1, MAX_ROUND)]  # The `AnchorVersion.round` of its result
     attempt: Annotated[int, Range(0, MAX_ATTEMPTS)]
     convener: PeerId
 
@@ -73,58 +65,39 @@ class Accepting:
 class LinkRate:
     """The measured rate at which the tensors of another replica came in."""
 
-    mark: Annotated[int, Range(0, 2**24 - 1)]
-    """24 bits that stand for its name (`swarm.averaging.trust.mark_of`)."""
-    rate: Annotated[int, Range(1, MAX_RATE)]
-    """4 to this power bytes per second, 1 to MAX_RATE: what is measured varies by a factor of two among equals."""
+    mark: Annotated[int, Range(0, 2**24 - 1)]  # Of the peer (`swarm.averaging.trust.mark_of`)
+    rate: Annotated[int, Range(1, MAX_RATE)]  # 4 to this power bytes per second
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A replica is ready: its pseudo-gradient is fixed. Signed by it, so that a convener can pass it on and cannot
-    change it."""
+    """A replica is ready: its pseudo-gradient is fixed. Signed, so that the leader cannot change it."""
 
     peer: PeerId
-    """Who enters."""
     round: RoundId
     base: AnchorVersion
-    """The anchor it has worked from."""
     steps: Count
     tokens: Count
-    norm: NonNegative
-    """Euclidean norm of the fragment's pseudo-gradient: finite, and never exceeded by what is sent later."""
-    measured: Annotated[tuple[LinkRate, ...], Length(0, MAX_MEASURED)]
-    """What it says of others; of itself it says nothing that counts."""
+    norm: NonNegative  # Of the fragment's pseudo-gradient; never exceeded by what is sent later
+    measured: Annotated[tuple[LinkRate, ...], Length(0, MAX_MEASURED)]  # Of others
     staged: AnchorVersion | None
-    """The complete result of an earlier attempt at this round that it still has, if any. Such a result is never thrown
-    away: the convener settles on it, because somebody may have committed it."""
-    signature: Signature = b""
-    """Ed25519, over all of the above and the run (`protocol.identity.signatures`)."""
+    """The complete result of an earlier attempt, if any: the leader settles on it, as a peer may have committed it."""
+    signature: Signature = b""  # Over all of the above and the run (`protocol.identity.signatures`)
 
 
 class DeclineReason(enum.Enum):
-    """Why a replica does not take part."""
-
-    OTHER_ANCHOR = 1
-    """It stands on another anchor, which `Declined.version` names; whichever has to, catches up."""
-    PAST = 2
-    """It has committed this round or a later one already."""
-    OTHER_CONVENER = 3
-    """It follows a higher attempt, or a convener that comes before in hash order."""
-    NOT_READY = 4
-    """It is still joining, leaving, or catching up."""
-    BROKEN = 5
-    """Its own update is not finite; it starts again from the anchor."""
+    OTHER_ANCHOR = 1  # The one in `Declined.version`
+    PAST = 2  # This round or a later one is committed already
+    OTHER_CONVENER = 3  # A higher attempt, or a leader earlier in hash order
+    NOT_READY = 4  # Joining, leaving, or catching up
+    BROKEN = 5  # Its own update is not finite
 
 
 @dataclass(frozen=True, slots=True)
 class Declined:
-    """A replica to the convener: it does not take part."""
-
     round: RoundId
     reason: DeclineReason
-    version: AnchorVersion
-    """Of the one who declines."""
+    version: AnchorVersion  # The decliner's
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,55 +108,41 @@ class Member:
     first_chunk: int
     end_chunk: int
     coefficient: float
-    """What its pseudo-gradient is multiplied with: its share of the tokens times the factor that clips its norm. 0 when
-    it has nothing to contribute; then it sends no contributions and receives the result."""
-    norm: float
-    """As it declared in its entry. A reducer rejects a member whose pieces together exceed it."""
-    share: float = 0.0
-    """What the coefficient would be if it were not clipped."""
+    """Factor of its pseudo-gradient: token share x clipping. 0: it sends nothing and receives the result."""
+    norm: float  # Declared. A reducer rejects a member whose pieces together exceed it.
+    share: float = 0.0  # The coefficient without clipping
 
 
 @dataclass(frozen=True, slots=True)
 class SignedRoster:
-    """The convener fixes who takes part, and the exchange begins. All else (`Roster`) follows from the entries, and
-    each member works it out for itself: there is nothing to believe."""
+    """The leader fixes the members, and the exchange begins. Every member derives the `Roster` from the entries."""
 
     round: RoundId
     base: AnchorVersion
     entries: Annotated[tuple[Entry, ...], Length(1, MAX_MEMBERS), Inherits(("round", "base"))]
-    codec: Codec = Codec.NONE
-    """Of contributions; that of results follows from it (`swarm.compression.round_codecs`). The convener's free choice
-    among what the run allows."""
+    codec: Codec = Codec.NONE  # Of contributions; that of results follows (`swarm.compression.round_codecs`)
     codec_reason: Detail = ""
-    """Why, for people."""
 
     def fault(self) -> str | None:
-        """The reason why no convener may say this; None when one may. The signatures are
-        `swarm.averaging.roster.objection`'s, after everything that costs less.
-        """
+        """The reason why no leader may send this. `swarm.averaging.roster.objection` checks the signatures."""
         once = len({entry.peer for entry in self.entries}) == len(self.entries)
         return None if once else "a member is named twice"
 
 
 @dataclass(frozen=True, slots=True)
 class Roster:
-    """The members and what each reduces, as `swarm.averaging.roster.make_roster` works it out from the signed
-    entries.
-    """
+    """The members and what each reduces, as `make_roster` derives it from the signed entries."""
 
     round: RoundId
     base: AnchorVersion
     members: tuple[Member, ...]
-    steps: int
-    """What `AnchorVersion.steps` of the result will be."""
-    tokens: int
-    """Likewise."""
+    steps: int  # Of the result
+    tokens: int  # Of the result
     codec: Codec = Codec.NONE
     codec_reason: str = ""
 
     @property
     def peers(self) -> tuple[PeerId, ...]:
-        """The members' peers."""
         return tuple(member.peer for member in self.members)
 
     @property
@@ -204,7 +163,6 @@ class _AboutPiece:
     end_chunk: Annotated[int, Range(1, MAX_CHUNKS)]
 
     def fault(self) -> str | None:
-        """Why there is no such piece; None when there is."""
         if self.first_chunk < self.end_chunk:
             return None
         return f"there are no chunks from {self.first_chunk} to {self.end_chunk}"
@@ -212,12 +170,10 @@ class _AboutPiece:
 
 @dataclass(frozen=True, slots=True)
 class Contribution(_AboutPiece):
-    """To the member that reduces these chunks: the sender's encoded pseudo-gradient there. One-dimensional tensor.
-    After the round also to whoever audits them and has asked for it."""
+    """The sender's encoded pseudo-gradient of these chunks (1-D), to their reducer, later to auditors."""
 
     signature: Signature = field(default=b"", compare=False)
-    """The sender's, over all this and the tensor's hash (`protocol.identity.signatures`). It does not make it
-    another piece."""
+    """Over all this and the tensor's hash; not part of the piece's identity."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,15 +183,11 @@ class Reduced(_AboutPiece):
 
 @dataclass(frozen=True, slots=True)
 class Pulse:
-    """Between convener and members, both ways, twice a second and when something changes: "I am alive, and this is how
-    it goes."
-    """
+    """A heartbeat between leader and members, twice a second and on changes."""
 
     round: RoundId
-    waiting_for: Peers = ()
-    """Members whose pieces have not come for a while, though nothing else holds them up."""
-    rejected: Peers = ()
-    """Members that sent what is not finite, exceeds the norm they declared, or cannot be decoded."""
+    waiting_for: Peers = ()  # Members whose pieces are overdue
+    rejected: Peers = ()  # Members whose pieces are not finite, exceed the declared norm, or cannot be decoded
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,11 +200,7 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """The convener, or a member in its place: a majority of the roster has the same result (or an earlier attempt's has
-    been found). It holds from now on.
-
-    Who has prepared it applies it; who has not gets it from the `holders`.
-    """
+    """A majority of the roster has the same result. Prepared members apply it, others get it from the `holders`."""
 
     round: RoundId
     version: AnchorVersion
@@ -272,8 +220,7 @@ class Dissolved:
 
 @dataclass(frozen=True, slots=True)
 class AuditRequest(_AboutPiece):
-    """After the commit, about one piece. To its reducer: what did the others sign? The answer is Evidence. To another
-    contributor: what was it that you signed? The answer is the Contribution, as it was sent then. Or AuditRefused."""
+    """After the commit: asks a piece's reducer for Evidence, another contributor for its Contribution."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,13 +228,12 @@ class SignedHash:
     """A member's signature that it has contributed the tensor with this hash to a piece."""
 
     peer: PeerId
-    hash: Digest
-    """BLAKE3 of the encoded bytes."""
+    hash: Digest  # BLAKE3 of the encoded bytes
     signature: Signature
 
 
 SignedHashes = Annotated[tuple[SignedHash, ...], Length(0, MAX_MEMBERS)]
-"""A peer may be named twice: that it has signed two things is what it is accused of."""
+"""A peer may be named twice: it is accused of two signatures."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,8 +260,7 @@ class Accusation(_AboutPiece):
 
 @dataclass(frozen=True, slots=True)
 class StateRequest:
-    """Asks for chunks of the state with this digest. Chunk i of the parameters is number i, chunk i of the outer
-    momentum is number (count of chunks) + i. The answer to each is a StateChunk or a StateRefused."""
+    """Asks for chunks of a state: i of the parameters, (count of chunks) + i of the outer momentum."""
 
     module: ModuleId
     digest: Digest
@@ -324,8 +269,7 @@ class StateRequest:
 
 @dataclass(frozen=True, slots=True)
 class StateChunk:
-    """One chunk of a module's state; its float32 elements, in a lossless codec, are the tensor. Checked against the
-    state's hash list."""
+    """One chunk of a state: float32 elements, encoded without loss, checked against the hash list."""
 
     module: ModuleId
     digest: Digest
@@ -333,18 +277,12 @@ class StateChunk:
 
 
 class StateRefusal(enum.Enum):
-    """Why a donor refuses a chunk."""
-
-    BUSY = 1
-    """Too many are being served; ask again later or elsewhere."""
-    GONE = 2
-    """This state is not kept here (any more)."""
+    BUSY = 1  # Ask later or elsewhere
+    GONE = 2  # Not kept here
 
 
 @dataclass(frozen=True, slots=True)
 class StateRefused:
-    """A donor's refusal of a chunk that was asked for."""
-
     module: ModuleId
     digest: Digest
     chunks: ChunkNumbers
@@ -352,7 +290,6 @@ class StateRefused:
 
 
 AuditControl = AuditRequest | Evidence | AuditRefused | Accusation
-"""Small messages of an audit."""
 RoundControl = (
     Progress
     | Invitation
@@ -366,7 +303,5 @@ RoundControl = (
     | Dissolved
     | AuditControl
 )
-"""Small messages of a round."""
 RoundPiece = Contribution | Reduced
-"""Messages of a round with a tensor."""
 StateControl = StateRequest | StateRefused

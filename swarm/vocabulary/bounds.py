@@ -1,7 +1,4 @@
-"""Bounds of message fields, as in `Annotated[int, Range(0, MAX_ROUND)]`, checked where they are decoded.
-
-A method `fault` of the message says what several fields have to agree on.
-"""
+"""Bounds of message fields, as in `Annotated[int, Range(0, MAX_ROUND)]`; a method `fault` relates several fields."""
 
 from __future__ import annotations
 
@@ -26,8 +23,7 @@ class Length:
 
     least: int
     most: int
-    or_none: bool = False
-    """None at all will do as well."""
+    or_none: bool = False  # Or empty
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +43,5 @@ class Inherits:
     fields: tuple[str, ...]
 
 
-NonNegative = Annotated[float, Range(0.0, sys.float_info.max)]
-"""Finite, and not negative."""
-Detail = Annotated[str, Length(0, DETAIL_CHARACTERS)]
-"""A text for people: cut when it is sent, made printable when it is read."""
+NonNegative = Annotated[float, Range(0.0, sys.float_info.max)]  # Finite
+Detail = Annotated[str, Length(0, DETAIL_CHARACTERS)]  # For people: cut when sent, made printable when read

@@ -1,25 +1,6 @@
-"""The one exception tree of Skipstone.
+"""The exception tree of Skipstone, with process exit codes (sysexits.h where it has one) and a hint for people.
 
-    SkipstoneError                 70  something of ours broke
-    |-- ConfigError                78  a setting, flag or file on this machine is wrong
-    |-- IdentityError              78  the node's key is missing, unsafe or damaged
-    |-- ManifestError              65  the run's manifest is malformed, unsigned or another one
-    |-- PeerError                  75  another peer did not do its part; going elsewhere may help
-    |   |-- Unreachable            75  no connection could be made, or it broke
-    |   |-- Stalled                75  connected, but silent past the deadline
-    |   |-- Busy                   75  the peer has no free slot now
-    |   |-- ProtocolViolation      76  the peer sent what the protocol or the manifest forbids
-    |   |-- StaleVersion           65  the peer speaks no protocol version that we speak
-    |   `-- Rejected               77  the peer, or this machine's guard, refused on purpose
-    |-- StateError                 74  saved or shared state cannot be used
-    |   |-- CorruptSnapshot        74  a checkpoint's bytes do not match its hashes
-    |   `-- NoQuorum               75  not enough peers agree
-    `-- ResourceExhausted          71  memory, disk, ports or a bound of ours ran out
-        `-- OutOfMemory            71  this machine or its compute device has too little memory
-
-Errors of grpc, hivemind and the operating system are mapped to these where they enter, so that nobody above
-has to know those libraries. The numbers are process exit codes (sysexits.h where it has one); `hint` says what
-a person can do about it and is printed under the message.
+Errors of grpc, hivemind and the operating system are mapped to these where they enter.
 """
 
 from __future__ import annotations

@@ -17,10 +17,9 @@ from swarm.vocabulary.types import (
     Path,
 )
 
-Position = Annotated[int, Range(-1, MAX_HOPS)]
-"""On whatever path: see `Path`."""
+Position = Annotated[int, Range(-1, MAX_HOPS)]  # See `Path`
 Documents = Annotated[tuple[Annotated[int, Range(1, MAX_DOCUMENT_TOKENS)], ...], Length(0, MAX_DOCUMENTS)]
-"""Tokens of each document of a microbatch."""
+"""Tokens of each document."""
 RouteSignature = Annotated[bytes, Length(SIGNATURE_BYTES, SIGNATURE_BYTES, or_none=True)]
 
 
@@ -31,22 +30,16 @@ def _off_path(path: Path, position: int, least: int, most: int) -> str | None:
 
 
 class Purpose(enum.Enum):
-    """What a microbatch is for: training or evaluation."""
-
     TRAIN = 1
     EVALUATE = 2
 
 
 class Direction(enum.Enum):
-    """The direction in which a microbatch travels."""
-
     FORWARD = 1
     BACKWARD = 2
 
 
 class ReceiptStatus(enum.Enum):
-    """What became of a tensor or a request."""
-
     ACCEPTED = 1
     PASSED_ON = 2
     BUSY = 3
@@ -55,8 +48,7 @@ class ReceiptStatus(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """Hidden states [rows, tokens, hidden] for `path.hops[position]`, or for the data node when position is
-    `len(hops)`."""
+    """Hidden states [rows, tokens, hidden] for `path.hops[position]`, or for the data node at `len(hops)`."""
 
     microbatch: MicrobatchId
     path: Path
@@ -65,7 +57,6 @@ class Forward:
     lifetime_s: float
 
     def fault(self) -> str | None:
-        """The reason why nobody may send this; None when somebody may."""
         return _off_path(self.path, self.position, 0, len(self.path.hops))
 
 
@@ -78,16 +69,12 @@ class Backward:
     position: Position
 
     def fault(self) -> str | None:
-        """The reason why nobody may send this; None when somebody may."""
         return _off_path(self.path, self.position, -1, len(self.path.hops) - 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """What became of a tensor, for its sender; `position` is the receiver's.
-
-    PASSED_ON also claims waiting, computing and sending times, in seconds, so that the data node can tell them apart.
-    """
+    """What became of a tensor, for its sender. PASSED_ON also claims times, in seconds."""
 
     microbatch: MicrobatchId
     direction: Direction
@@ -121,16 +108,13 @@ class Close:
 
 @dataclass(frozen=True, slots=True)
 class Recall:
-    """From a stand-in that holds the gradient of `path.hops[position + 1]` to the peer at `position`: asks for its
-    input.
-    """
+    """From a substitute that holds the gradient of `path.hops[position + 1]`: asks `position` for its input."""
 
     microbatch: MicrobatchId
     path: Path
     position: Position
 
     def fault(self) -> str | None:
-        """The reason why nobody may say this; None when somebody may."""
         return _off_path(self.path, self.position, -1, len(self.path.hops) - 2)
 
 
@@ -152,7 +136,5 @@ class Unsettled:
 MicrobatchTensor = Forward | Backward
 MicrobatchControl = Receipt | Stranded | Close | Recall | Settled | Unsettled
 
-TensorMessage = MicrobatchTensor | RoundPiece | StateChunk
-"""Every message that a tensor goes with."""
-ControlMessage = MicrobatchControl | RoundControl | StateControl
-"""Every other message that peers exchange about work, rounds, state and lanes."""
+TensorMessage = MicrobatchTensor | RoundPiece | StateChunk  # Messages with a tensor
+ControlMessage = MicrobatchControl | RoundControl | StateControl  # All others

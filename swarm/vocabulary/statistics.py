@@ -15,27 +15,21 @@ from swarm.vocabulary.types import PeerId
 class Ewma:
     """A running average, exponentially weighted; the first samples count alike, so that it is soon an average."""
 
-    weight: float = 0.1
-    """Of a new sample, once there are many; as in SWARM (Ryabinin et al. 2023, section 3.2) where nothing else is
-    said."""
-    mean: float = 0.0
-    """0 before the first sample."""
+    weight: float = 0.1  # Weight of a new sample, once there are many (SWARM, Ryabinin et al. 2023, section 3.2).
+    mean: float = 0.0  # 0 before the first sample
     samples: int = 0
 
     @property
     def gain(self) -> float:
-        """The weight that the next sample will have."""
         return max(self.weight, 1 / (self.samples + 1))
 
     def add(self, sample: float) -> None:
-        """Takes a sample in."""
         self.mean += self.gain * (sample - self.mean)
         self.samples += 1
 
 
 MOST_DOUBLINGS: Final = 16
-REMEMBERED: Final = 256
-"""Peers of which one list knows, if not said otherwise."""
+REMEMBERED: Final = 256  # Peers per list
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +38,9 @@ class ExponentialBackoff:
 
     first_s: float
     longest_s: float
-    free: int = 0
-    """Failures that cost nothing."""
+    free: int = 0  # Failures without a pause
 
     def seconds(self, failures: int) -> float:
-        """The pause after so many failures."""
         if failures <= self.free:
             return 0.0
         return min(self.longest_s, self.first_s * 2.0 ** min(failures - self.free - 1, MOST_DOUBLINGS))
@@ -62,13 +54,7 @@ class _Record:
 
 
 class Exclusions:
-    """Exclusions of peers for offences of one kind, longer each time. Times are monotonic seconds.
-
-    Args:
-        forgiven_after_s: After the end of a pause the count begins anew.
-        jitter: From 0 to 1; half of this share is taken off a pause, so that retries spread.
-        remembered: Most peers known.
-    """
+    """Exclusions of peers for one kind of offence, longer each time. After `forgiven_after_s` the count begins anew."""
 
     def __init__(
         self,
@@ -94,14 +80,11 @@ class Exclusions:
         return pause_s
 
     def forgive(self, peer: PeerId) -> None:
-        """Forgets a peer's offences."""
         self._records.pop(peer, None)
 
     def excluded(self, now: float) -> frozenset[PeerId]:
-        """The peers left out now."""
         return frozenset(peer for peer, record in self._records.items() if now - record.latest < record.pause_s)
 
     def left_s(self, peer: PeerId, now: float) -> float:
-        """The seconds for which the peer is still left out; 0 when it is not."""
         record = self._records.get(peer)
         return 0.0 if record is None else max(0.0, record.latest + record.pause_s - now)

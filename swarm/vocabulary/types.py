@@ -1,8 +1,4 @@
-"""The vocabulary of Skipstone as types: what a run, a module, a microbatch and a path are.
-
-Everything here is immutable, hashable and free of IO, so that the same values serve the node, the simulator
-and the tests. `docs/PROTOCOL.md` has the table of words; use exactly these in code, logs and output.
-"""
+"""The vocabulary of Skipstone as types: runs, modules, microbatches, paths. All are immutable and hashable."""
 
 from __future__ import annotations
 
@@ -13,45 +9,32 @@ from typing import Annotated, Generic, NewType, TypeVar
 from swarm.vocabulary.bounds import Length, Range
 from swarm.vocabulary.errors import ProtocolViolation
 
-PeerId = NewType("PeerId", str)
-"""A peer's libp2p id: base58 of the multihash of its Ed25519 public key (`12D3Koo...`, 52 characters)."""
+PeerId = NewType("PeerId", str)  # libp2p id: base58 of the multihash of an Ed25519 key (`12D3Koo...`, 52 characters)
 
-RunId = NewType("RunId", str)
-"""SHA-256 of the manifest's canonical form, 64 lower-case hexadecimal digits."""
+RunId = NewType("RunId", str)  # SHA-256 of the manifest's canonical form, in hexadecimal
 
 MAX_STAGES = 1024
 MAX_EXPERTS = 1024
-MAX_MODULES = 4096
-"""Of one run. Everything that a node does for each module (look-ups, placement, views) is bounded by this."""
+MAX_MODULES = 4096  # Of one run. It bounds everything that a node does for each module.
 MAX_MICROBATCH_NUMBER = 2**48 - 1
 MAX_HOPS = 256
-MAX_DOCUMENTS = 4096
-"""Of one microbatch."""
+MAX_DOCUMENTS = 4096  # Of one microbatch
 MAX_DOCUMENT_TOKENS = 2**20
 MAX_FRAGMENTS = 64
-MAX_VISIT_RATIO = 2.0
-"""Of visits between two stages after stage 0. A choice: the more unequal, the less a part of the model is worth alone,
-and 1.5 has most of the pace (docs/PATHS.md)."""
+MAX_VISIT_RATIO = 2.0  # Between two stages after stage 0. 1.5 has most of the gain in pace (docs/PATHS.md).
 MAX_ROUND = 2**48 - 1
-MAX_COUNT = 2**48
-"""Of inner steps, and of tokens, wherever they are named. Sums end there instead of growing beyond it."""
+MAX_COUNT = 2**48  # Of inner steps and of tokens. Sums end there.
 SIGNATURE_BYTES = 64
-"""Of an Ed25519 signature (RFC 8032)."""
 DIGEST_BYTES = 32
-"""Of BLAKE3."""
 
-Stage = Annotated[int, Range(1, MAX_STAGES - 1)]
-"""Of other peers than the data nodes, whose is stage 0."""
+Stage = Annotated[int, Range(1, MAX_STAGES - 1)]  # Of peers that are not data nodes
 Count = Annotated[int, Range(0, MAX_COUNT)]
 Signature = Annotated[bytes, Length(SIGNATURE_BYTES, SIGNATURE_BYTES)]
 Digest = Annotated[bytes, Length(DIGEST_BYTES, DIGEST_BYTES)]
 
-Route = tuple[int, ...]
-"""The expert of each stage after stage 0 that a document is routed to, in order of stage, visited or not. Empty where
-every stage has one expert."""
+Route = tuple[int, ...]  # The expert of each stage after stage 0 for a document. Empty if every stage has one expert.
 Affinity = tuple[tuple[int, ...], ...]
-"""For each stage after stage 0, how well each of its experts fits what is routed, by the router's scores. Empty where
-every stage has one expert."""
+"""For each stage after stage 0 the router's score of each expert. Empty if every stage has one expert."""
 
 Value = TypeVar("Value")
 
@@ -106,18 +89,13 @@ class Hop:
 
 @dataclass(frozen=True, slots=True)
 class SignedRoute:
-    """The part of a path that a data node fixes at a microbatch's start, and signs together with its run, number and
-    purpose (`protocol.identity.signatures`). Peers are not in it: repair may replace them.
-    """
+    """The part of a path that a data node signs. It has no peers: repair may replace them."""
 
     modules: tuple[ModuleId, ...]
     lifetime_s: float
-    signature: bytes
-    """64 bytes, by the data node's identity key."""
-    documents: tuple[int, ...] = ()
-    """Tokens of each document of the microbatch; empty where it is rows of one stream."""
-    labels: int = 0
-    """Tokens of the microbatch that are predicted, in a run where that is known of each; 0 where all are, or none."""
+    signature: bytes  # By the data node's identity key
+    documents: tuple[int, ...] = ()  # Tokens of each document; empty for rows of one stream
+    labels: int = 0  # Predicted tokens, where known of each; 0: all, or none
 
     def __post_init__(self) -> None:
         if len(self.modules) > MAX_HOPS:
@@ -133,17 +111,11 @@ class SignedRoute:
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """The hops a microbatch takes out from its data node and back.
-
-    Stage 0 is the data node itself and is not listed: it stands before the first and after the last hop. A
-    *position* is an index into `hops`; position -1 is the data node at the start (embedding) and
-    `len(hops)` the data node at the end (norm, head, loss).
-    """
+    """The hops of a microbatch. A position is an index into `hops`; -1 and `len(hops)` are the data node (stage 0)."""
 
     data_node: PeerId
     hops: tuple[Hop, ...]
     route: SignedRoute | None = None
-    """Goes wherever the path goes; None where nobody asks for it."""
 
     def __post_init__(self) -> None:
         if len(self.hops) > MAX_HOPS:
@@ -160,9 +132,7 @@ class Path:
         return 0 if self.route is None else self.route.labels
 
     def peer_at(self, position: int) -> PeerId:
-        """The peer at a position; both ends are the data node. Raises IndexError: `position` is not from -1 to
-        `len(hops)`.
-        """
+        """The peer at a position; both ends are the data node. Raises IndexError."""
         if position in (-1, len(self.hops)):
             return self.data_node
         if not 0 <= position < len(self.hops):
@@ -181,34 +151,20 @@ class Path:
 
 @dataclass(frozen=True, slots=True)
 class AnchorVersion:
-    """The version of a module's agreed state: what its replicas compare, and what decides which of two states
-    goes on.
-    """
+    """The version of a module's agreed state. Replicas compare it to choose which of two states goes on."""
 
-    round: Annotated[int, Range(0, MAX_ROUND)]
-    """Number of the round that made it; 0 for the initial weights. Never goes back on any peer."""
-    steps: Count
-    """Inner steps behind it: the mean over the replicas of each round. The learning rate follows from it."""
-    tokens: Count
-    """Tokens behind it, over all replicas."""
-    fragment: Annotated[int, Range(0, MAX_FRAGMENTS - 1)]
-    """The fragment that the next round averages."""
-    digest: Digest
-    """BLAKE3 (32 bytes) over all of the above and the state's chunk hashes: equal digests mean equal states, bit for
-    bit."""
+    round: Annotated[int, Range(0, MAX_ROUND)]  # 0 for the initial weights. Never goes back on any peer.
+    steps: Count  # Mean over the replicas of each round. The learning rate follows from it.
+    tokens: Count  # Over all replicas
+    fragment: Annotated[int, Range(0, MAX_FRAGMENTS - 1)]  # Averaged by the next round
+    digest: Digest  # BLAKE3 over all of the above and the state's chunk hashes
 
 
 class PeerState(enum.Enum):
-    """What a peer says of itself in its announcement."""
-
-    JOINING = 1
-    """It has chosen a module and prepares it; send it no work yet."""
+    JOINING = 1  # Prepares its module; takes no work yet
     SERVING = 2
-    """It takes microbatches."""
-    DRAINING = 3
-    """It finishes what it has and takes nothing new."""
-    VISITING = 4
-    """It hosts no module: a newcomer that has not chosen yet, or a `status` or `eval` command."""
+    DRAINING = 3  # Finishes its work and takes nothing new
+    VISITING = 4  # Hosts no module: an undecided newcomer, or a `status` or `eval` command
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +181,6 @@ class VersionRange:
 
 
 PROTOCOL_VERSIONS = VersionRange(2, 2)
-"""What this code speaks."""
 
 
 def short(peer: PeerId) -> str:
@@ -236,17 +191,10 @@ def short(peer: PeerId) -> str:
 class Codec(enum.Enum):
     """The encoding of elements as bytes. The value is the one in link.proto; `protocol.codecs` does it."""
 
-    NONE = 1
-    """As they are, row-major, little-endian."""
-    INT8 = 2
-    """A signed byte each, and a float32 scale for each 128 of them."""
-    BF16 = 3
-    """The upper half of a float32."""
-    INT4 = 5
-    """Half a byte each, and a bfloat16 scale for each 64 of them."""
-    TOP_K_4 = 6
-    """Of each 4096 the 192 largest, four bits each besides their place."""
-    TOP_K_2 = 7
-    """Of each 4096 the 256 largest, two bits each besides their place."""
-    PLANES = 9
-    """Without loss: the elements' first bytes, second bytes and so on, each plane compressed."""
+    NONE = 1  # Row-major, little-endian
+    INT8 = 2  # A signed byte each, and a float32 scale for each 128
+    BF16 = 3  # The upper half of a float32
+    INT4 = 5  # Half a byte each, and a bfloat16 scale for each 64
+    TOP_K_4 = 6  # Of each 4096 the 192 largest, four bits each besides their place
+    TOP_K_2 = 7  # Of each 4096 the 256 largest, two bits each besides their place
+    PLANES = 9  # Lossless: each byte plane compressed

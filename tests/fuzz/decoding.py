@@ -10,7 +10,7 @@ from typing import Final
 import torch
 
 from protocol.codecs import Encoded, decode, encode
-from protocol.codecs.views import ELEMENT_TYPES
+from protocol.codecs.memory import ELEMENT_TYPES
 from protocol.interfaces.tensor_spec import DType, TensorSpec
 from swarm.vocabulary.errors import ProtocolViolation
 from swarm.vocabulary.types import Codec

@@ -22,8 +22,8 @@ from protocol.identity.keys import Identity
 from protocol.identity.signatures import Routes
 from protocol.identity.signed_records import encode_record
 from protocol.interfaces.clock import SystemClock
-from protocol.interfaces.directory import Contact
 from protocol.interfaces.tensor_spec import TensorSpec
+from protocol.interfaces.transport import Contact
 from protocol.manifest.join_link import JoinLink
 from protocol.transport.grpc_streams import DialledStream
 from swarm.vocabulary.announcement import Announcement

@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from protocol.frames.frames import AnnouncementFrame, Frame, Ping, QuestionFrame, encode
-from protocol.interfaces.directory import Contact
-from protocol.interfaces.transport import Question, QuestionAbout
+from protocol.interfaces.transport import Contact, Question, QuestionAbout
 from swarm.vocabulary.errors import PeerError
 from swarm.vocabulary.pipeline_messages import Recall, Unsettled
 from swarm.vocabulary.types import Hop, MicrobatchId, ModuleId, PeerId

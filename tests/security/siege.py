@@ -21,7 +21,7 @@ from node.local_swarm.local_swarm import LocalSwarm
 from node.local_swarm.setup import LocalSwarmOptions, node_command
 from node.observability.events import MicrobatchCounts, RoundCommitted
 from node.pipeline.admission import hidden_tensor
-from protocol.interfaces.directory import Contact
+from protocol.interfaces.transport import Contact
 from tests.e2e.small_run import Watch, small_run, write_text
 from tests.security.adversary import Targets, find_targets
 from tests.security.watching import sitecustomize

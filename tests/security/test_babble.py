@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from protocol.frames.frames import Farewell, Ping, Pong
-from protocol.interfaces.directory import Contact
+from protocol.interfaces.transport import Contact
 from swarm.vocabulary.errors import PeerError, Unreachable
 from swarm.vocabulary.types import MicrobatchId, ModuleId, PeerState
 from tests.protocol.transport.link_peers import BareStream, Persona

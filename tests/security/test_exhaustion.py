@@ -15,7 +15,7 @@ import pytest
 
 from node.pipeline.runner import MAX_WAITING_MESSAGES
 from protocol.frames.frames import Ping
-from protocol.interfaces.directory import Contact
+from protocol.interfaces.transport import Contact
 from swarm.vocabulary.errors import PeerError, Rejected, Unreachable
 from swarm.vocabulary.pipeline_messages import Close, Unsettled
 from swarm.vocabulary.types import MicrobatchId

@@ -12,8 +12,7 @@ import pytest
 
 from node.network.client import query_status
 from node.network.session import NetworkSession, visit
-from protocol.interfaces.directory import Contact
-from protocol.interfaces.transport import Question
+from protocol.interfaces.transport import Contact, Question
 from protocol.manifest.join_link import JoinLink
 from protocol.manifest.signing import sign_manifest
 from swarm.vocabulary.errors import Unreachable

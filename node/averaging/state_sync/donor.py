@@ -21,7 +21,7 @@ from node.concurrency.task_tracker import TaskTracker
 from node.network.dispatcher import Dispatcher
 from node.start.cut_model import CutModel, FirstAnchor
 from protocol.codecs import Encoded
-from protocol.frames.rpc import HashList, encode_hash_list
+from protocol.frames.frames import HashList, encode_hash_list
 from protocol.interfaces.clock import Clock
 from protocol.interfaces.transport import Question, QuestionAbout, Transport
 from swarm.vocabulary.averaging_messages import StateChunk, StateRefusal, StateRefused, StateRequest

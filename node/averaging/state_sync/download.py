@@ -22,10 +22,10 @@ from node.concurrency.machine_runner import MachineRunner
 from node.concurrency.task_groups import task_scope
 from node.network.session import NetworkSession
 from node.observability.failpoints import crash_point
-from protocol.frames.rpc import HashList, decode_hash_list
+from protocol.codecs.memory import BufferPool
+from protocol.frames.frames import HashList, decode_hash_list
 from protocol.interfaces.tensor_spec import TensorSpec
 from protocol.interfaces.transport import Question, QuestionAbout, Refusal, Transport
-from protocol.transport.buffer_pool import BufferPool
 from swarm.averaging.chunk_download import (
     DONORS_AT_ONCE,
     MOST_OWED,

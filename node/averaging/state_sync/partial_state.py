@@ -20,8 +20,8 @@ from node.averaging.anchor.anchor import Anchor, chunk_bytes, hash_of
 from node.averaging.anchor.layout import Layout
 from node.averaging.anchor.shared_vector import SharedVector, StateVectors, empty_vector
 from protocol.codecs import Encoded, decode, encode
-from protocol.codecs.views import octets_of_tensor, tensor_of
-from protocol.frames.rpc import HashList
+from protocol.codecs.memory import octets_of_tensor, tensor_of
+from protocol.frames.frames import HashList
 from protocol.interfaces.tensor_spec import DType, TensorSpec
 from swarm.vocabulary.errors import ProtocolViolation
 from swarm.vocabulary.types import Codec

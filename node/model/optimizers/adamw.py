@@ -21,7 +21,7 @@ from torch.optim.adamw import adamw
 
 from node.model.optimizers.inner_rule import FLOAT_BYTES, InnerRule, ParameterState, Shape, zeros_of
 from node.model.packed.eight_bit import EightBit, eight_bit_bytes
-from protocol.manifest.training import InnerSection
+from protocol.manifest.manifest import InnerSection
 
 
 @dataclass(frozen=True, slots=True)

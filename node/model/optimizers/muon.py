@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from node.model.optimizers.inner_rule import FLOAT_BYTES, InnerRule, ParameterState, Shape, zeros_of
-from protocol.manifest.training import InnerSection
+from protocol.manifest.manifest import InnerSection
 
 _COEFFICIENTS: Final = (3.4445, -4.7750, 2.0315)
 """Of a, b, c in a X + b (X X^T) X + c (X X^T)^2 X: the steepest at 0 of those that end between 0.7 and 1.2 (Jordan et

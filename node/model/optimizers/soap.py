@@ -30,7 +30,7 @@ from node.model.optimizers.inner_rule import (
     Submit,
     zeros_of,
 )
-from protocol.manifest.training import InnerSection
+from protocol.manifest.manifest import InnerSection
 from swarm.vocabulary.errors import ResourceExhausted
 
 # ---- the eigenbasis --------------------------------------------------------------------------------------------------

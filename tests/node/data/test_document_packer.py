@@ -23,7 +23,7 @@ from node.data.packing import (
     reading_place,
 )
 from node.data.tokenizers import ByteTokenizer
-from protocol.manifest.model import document_cost
+from protocol.manifest.manifest import document_cost
 from swarm.vocabulary.errors import ConfigError
 from swarm.vocabulary.types import PeerId
 from tests.node.data.test_documents import Texts, everything

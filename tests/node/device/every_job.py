@@ -28,7 +28,7 @@ from node.pipeline.runner import Job, Output
 from node.pipeline.split_backward import BlockByBlock
 from node.pipeline.worker import DataWorker, host_stage_zero, measure_speed
 from protocol.codecs import encode
-from protocol.codecs.host_memory import buffer_for
+from protocol.codecs.memory import buffer_for
 from protocol.manifest.manifest import Manifest
 from swarm.pipeline.custody_events import Key, Work
 from swarm.vocabulary.pipeline_messages import Purpose

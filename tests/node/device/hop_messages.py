@@ -14,7 +14,7 @@ from node.pipeline.runner import Job, Output
 from node.pipeline.tensor_io import tensor_of
 from node.pipeline.worker import HopWorker, host_hop
 from protocol.codecs import Encoded, encode
-from protocol.codecs.host_memory import buffer_for
+from protocol.codecs.memory import buffer_for
 from protocol.manifest.manifest import Manifest
 from swarm.pipeline.custody_events import Key, Work
 from swarm.vocabulary.pipeline_messages import Purpose

@@ -12,7 +12,7 @@ from node.model.moments import Allowance, MomentType
 from node.observability.events import Step
 from node.solo.trainer import train_solo
 from protocol.codecs import decode, encode
-from protocol.codecs.host_memory import buffer_for
+from protocol.codecs.memory import buffer_for
 from protocol.manifest.manifest import Manifest
 from swarm.pipeline.custody_events import Work
 from swarm.vocabulary.types import Codec

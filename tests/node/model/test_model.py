@@ -12,8 +12,7 @@ from node.data.packing import Microbatch
 from node.model.initialization import parameters_of
 from node.model.parts import HeadPart, build_block_stack, build_embedding, build_head
 from node.solo.trainer import WholeModel
-from protocol.manifest.manifest import Manifest
-from protocol.manifest.model import document_cost, quadratic_share
+from protocol.manifest.manifest import Manifest, document_cost, quadratic_share
 from swarm.vocabulary.types import ModuleId
 from tests.node.small_manifest import small_manifest
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from node.model import optimizer
-from protocol.manifest.training import TrainingSection
+from protocol.manifest.manifest import TrainingSection
 from tests.node.small_manifest import small_manifest
 
 

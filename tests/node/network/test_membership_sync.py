@@ -11,14 +11,14 @@ from dataclasses import dataclass
 import pytest
 
 from node.network.local_peer import LocalPeer, OwnRecord
-from node.network.membership_sync import KnownPeers, MembershipSync
+from node.network.session import KnownPeers, MembershipSync
 from node.observability.events import Event, PeerChange
 from protocol.identity.certificates import make_credentials
 from protocol.identity.keys import Identity
 from protocol.identity.signed_records import decode_announced, encode_record
 from protocol.interfaces.tensor_spec import TensorSpec
 from protocol.interfaces.transport import LinkFigures, Question, QuestionAbout
-from protocol.transport.duplicate_identity import FORMER_LIFE_MS
+from protocol.transport.handshake import FORMER_LIFE_MS
 from swarm.membership.membership import FIRST_PAUSE_S, Membership
 from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.errors import IdentityError, Stalled, Unreachable
@@ -59,7 +59,7 @@ class Links:
 
 
 class Shelf:
-    """`protocol.interfaces.directory.Directory` in memory."""
+    """`protocol.interfaces.transport.Directory` in memory."""
 
     def __init__(self) -> None:
         self.found: list[Announcement] = []
@@ -375,7 +375,7 @@ async def test_what_cannot_be_said_is_a_warning_and_the_last_record_stays(caplog
 
 
 async def test_a_clock_that_jumps_is_told_of(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("node.network.membership_sync.PUSH_S", 0.001)
+    monkeypatch.setattr("node.network.session.PUSH_S", 0.001)
     async with place() as there:
         there.clock.set_by_s = -300.0
         await until(lambda: caplog.records)

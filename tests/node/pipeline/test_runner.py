@@ -267,7 +267,7 @@ async def test_without_memory_for_a_buffer_a_tensor_is_refused_as_busy_and_comes
         raise MemoryError
 
     async with small_swarm(A, B) as swarm:
-        monkeypatch.setattr("protocol.transport.buffer_pool.bytearray", nothing_left, raising=False)
+        monkeypatch.setattr("protocol.codecs.memory.bytearray", nothing_left, raising=False)
         microbatch = swarm.launch(1, AB)
         await until(lambda: swarm.refused)
         peer, refusal = swarm.refused[0]

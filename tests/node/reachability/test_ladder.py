@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from node.network.reach_status import ReachStep
-from node.reachability.ladder import climb, joined, judge
+from node.reachability.monitor import climb, joined, judge
 from node.reachability.port_mapping import Mapping, NotMapped, PortMapper, Router
 from node.reachability.reach_test import Attempt
 from protocol.nat.dial_back import DialBackOutcome, DialBackResult

@@ -21,10 +21,8 @@ from node.reachability.reverse_calls import (
 )
 from protocol.identity.keys import Identity
 from protocol.identity.signed_records import decode_announced, encode_record
-from protocol.interfaces.directory import Contact
-from protocol.interfaces.transport import FarEnd, Question, QuestionAbout
-from protocol.nat.reverse_connect import Calls
-from protocol.transport.dialer import Ways
+from protocol.interfaces.transport import Contact, FarEnd, Question, QuestionAbout
+from protocol.transport.dialer import Calls, Ways
 from protocol.transport.settings import TransportSettings
 from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.errors import Busy, PeerError, ProtocolViolation, Rejected, Unreachable

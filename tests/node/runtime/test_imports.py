@@ -13,7 +13,7 @@ import json, sys, torch
 import node.runtime.node
 from node.model.optimizers.adamw import AdamW
 from node.model.passes import backward, forward
-from protocol.manifest.training import InnerSection
+from protocol.manifest.manifest import InnerSection
 
 part = torch.nn.Linear(3, 3)
 gradients = backward(part, forward(part, torch.ones(2, 3)), torch.ones(2, 3))

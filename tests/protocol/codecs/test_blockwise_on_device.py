@@ -18,7 +18,7 @@ from torch import Tensor
 
 from protocol.codecs import decode, encode, outliers
 from protocol.codecs.blockwise import INT4, INT8, Blockwise
-from protocol.codecs.views import DTYPES
+from protocol.codecs.memory import DTYPES
 from protocol.interfaces.tensor_spec import TensorSpec
 from swarm.vocabulary.errors import ProtocolViolation, StateError
 from swarm.vocabulary.types import Codec

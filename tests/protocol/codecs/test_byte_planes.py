@@ -17,7 +17,7 @@ from torch import Tensor
 from protocol.codecs import byte_planes as planes
 from protocol.codecs import decode, encode
 from protocol.codecs.byte_planes import SLICE_BYTES
-from protocol.codecs.views import ELEMENT_TYPES, octets_of
+from protocol.codecs.memory import ELEMENT_TYPES, octets_of
 from protocol.interfaces.tensor_spec import DType, TensorSpec
 from swarm.vocabulary.errors import ProtocolViolation
 from swarm.vocabulary.types import Codec

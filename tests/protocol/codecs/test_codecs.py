@@ -14,14 +14,14 @@ from hypothesis.extra.numpy import arrays
 
 from protocol.codecs import decode_into, encode_into, encoded_bytes
 from protocol.codecs.blockwise import INT8
-from protocol.codecs.views import Vector
+from protocol.codecs.memory import Vector
 from protocol.interfaces.tensor_spec import BLOCK
 from swarm.vocabulary.errors import ProtocolViolation, StateError
 from swarm.vocabulary.types import Codec
 
 INT8_SPAN = 16 * 255 * BLOCK
 """Elements from which on a vector is encoded in several spans."""
-LARGEST_SCALE, LARGEST_VALUE = INT8.largest_scale, INT8.largest_value
+LARGEST_SCALE, LARGEST_VALUE = INT8.largest_scale, INT8.largest_scale * 127
 VECTOR_CODECS = [codec for codec in Codec if codec is not Codec.PLANES]
 LENGTHS = [1, 127, 128, 129, 255, 256, 255 * 128 - 1, 255 * 128, 255 * 128 + 1, INT8_SPAN, INT8_SPAN + 1, 1_100_001]
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from protocol.codecs import Encoded, decode, encode
 from protocol.codecs.blockwise import SMALLEST_SCALE
-from protocol.codecs.views import ELEMENT_TYPES
+from protocol.codecs.memory import ELEMENT_TYPES
 from protocol.interfaces.tensor_spec import INT4_BLOCK, TensorSpec
 from swarm.vocabulary.errors import ProtocolViolation
 from swarm.vocabulary.types import Codec

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from protocol.codecs import host_memory
-from protocol.codecs.host_memory import buffer_for, to_device, to_host
-from protocol.transport.buffer_pool import BufferPool
+from protocol.codecs import memory
+from protocol.codecs.memory import BufferPool, buffer_for, to_device, to_host
 from swarm.vocabulary.errors import ResourceExhausted
 
 CPU = torch.device("cpu")
@@ -23,7 +22,7 @@ def test_without_a_gpu_memory_is_ordinary(monkeypatch: pytest.MonkeyPatch) -> No
     def pinned(size_bytes: int) -> None:
         raise AssertionError("nothing is to be pinned")
 
-    monkeypatch.setattr(host_memory, "_pinned", pinned)
+    monkeypatch.setattr(memory, "_pinned", pinned)
     assert isinstance(buffer_for(9, CPU).obj, bytearray)
 
 
@@ -32,7 +31,7 @@ def test_where_the_system_has_no_pinned_memory_left_it_is_ordinary(monkeypatch: 
         assert given["pin_memory"]
         raise RuntimeError("CUDA error: out of memory")
 
-    monkeypatch.setattr(host_memory.torch, "empty", empty)
+    monkeypatch.setattr(memory.torch, "empty", empty)
     assert isinstance(buffer_for(9, torch.device("cuda")).obj, bytearray)
 
 

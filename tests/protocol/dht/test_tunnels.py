@@ -12,7 +12,7 @@ import signal
 import pytest
 
 from protocol.dht.directory import RelayTunnels
-from protocol.interfaces.directory import Contact
+from protocol.interfaces.transport import Contact
 from swarm.vocabulary.errors import Unreachable
 from tests.protocol.dht.running import PATIENCE_S, Marked, needs_proc, until
 from tests.protocol.transport.tunnelled import MIB, connected, digest_of, echo, sent, three

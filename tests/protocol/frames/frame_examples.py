@@ -5,8 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
-from protocol.frames.frames import AnnouncementFrame, Cancel, Farewell, FarewellReason, Hello, Ping, Pong, SmallFrame
-from protocol.frames.rpc import AnswerFrame, QuestionFrame
+from protocol.frames.frames import (
+    AnnouncementFrame,
+    AnswerFrame,
+    Cancel,
+    Farewell,
+    FarewellReason,
+    Hello,
+    Ping,
+    Pong,
+    QuestionFrame,
+    SmallFrame,
+)
 from protocol.frames.tensors import TensorFrame
 from protocol.identity.keys import peer_id_of
 from protocol.interfaces.tensor_spec import DType, TensorSpec

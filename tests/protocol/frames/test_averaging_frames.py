@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.frames.frames import MAX_SMALL_FRAME_BYTES, decode, encode
-from protocol.frames.rpc import QuestionFrame
+from protocol.frames.frames import MAX_SMALL_FRAME_BYTES, QuestionFrame, decode, encode
 from protocol.frames.tensors import MAX_CHUNK_BYTES, TensorFrame
 from protocol.generated import link_pb2 as wire
 from protocol.interfaces.tensor_spec import DType, TensorSpec

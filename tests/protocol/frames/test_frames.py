@@ -15,18 +15,19 @@ from protocol.frames.frames import (
     MAX_LIFETIME_MS,
     MAX_SMALL_FRAME_BYTES,
     AnnouncementFrame,
+    AnswerFrame,
     Cancel,
     Farewell,
     FarewellReason,
     Hello,
     Ping,
     Pong,
+    QuestionFrame,
     decode,
     encode,
     is_chunk,
     topic_of,
 )
-from protocol.frames.rpc import AnswerFrame, QuestionFrame
 from protocol.frames.tensors import MAX_CHUNK_BYTES, Chunk, TensorFrame, checksum_of, decode_chunk, encode_chunk
 from protocol.generated import link_pb2 as wire
 from protocol.interfaces.tensor_spec import DType, TensorSpec

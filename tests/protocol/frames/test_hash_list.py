@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.frames.rpc import MAX_ANSWER_BYTES, HashList, decode_hash_list, encode_hash_list
+from protocol.frames.frames import MAX_ANSWER_BYTES, HashList, decode_hash_list, encode_hash_list
 from protocol.generated import link_pb2 as wire
 from swarm.vocabulary.errors import ProtocolViolation
 from swarm.vocabulary.types import MAX_ROUND, AnchorVersion

@@ -12,7 +12,7 @@ import pytest
 
 from protocol.identity.certificates import TlsCredentials, make_credentials
 from protocol.identity.keys import Identity
-from protocol.interfaces.directory import Contact
+from protocol.interfaces.transport import Contact
 from protocol.transport.grpc_streams import (
     METHOD,
     SERVICE,

@@ -8,8 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from protocol.generated import relay_pb2
-from protocol.libp2p.messages import RelayStream
-from protocol.nat.relay_server import RelayLimits, RelayService
+from protocol.nat.relay import RelayLimits, RelayService, RelayStream
 from swarm.vocabulary.types import PeerId
 from tests.protocol.announcements import RUN
 

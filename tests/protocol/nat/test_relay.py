@@ -10,8 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.generated import relay_pb2
-from protocol.libp2p.messages import MAX_MESSAGE_BYTES, RelayStream, answer
-from protocol.nat.relay_server import HOUR_S, MIN_OPEN_BYTES, RelayBudget, RelayFigures, RelayLimits
+from protocol.nat.relay import (
+    HOUR_S,
+    MAX_MESSAGE_BYTES,
+    MIN_OPEN_BYTES,
+    RelayBudget,
+    RelayFigures,
+    RelayLimits,
+    RelayStream,
+    answer,
+)
 from protocol.transport.rate_limits import Allowance
 from tests.protocol.nat.relay_ends import ANNA, BERT, CARL, PING, Ends, accept, attach, decline, relaying, wish
 

@@ -9,10 +9,8 @@ from contextlib import asynccontextmanager
 import pytest
 
 from protocol.generated import relay_pb2
-from protocol.libp2p.messages import RelayStream, answer
-from protocol.nat import relay_client as attaching
-from protocol.nat import relay_client as opening
-from protocol.nat.relay_client import MAX_INCOMING, Attachment, Incoming, OpenTunnels
+from protocol.nat import relay as ends
+from protocol.nat.relay import MAX_INCOMING, Attachment, Incoming, OpenTunnels, RelayStream, answer
 from swarm.vocabulary.errors import PeerError, ProtocolViolation, Rejected, ResourceExhausted, Unreachable
 from tests.protocol.announcements import RUN
 from tests.protocol.nat.relay_ends import ANNA, BERT, PING, attach, stream_pair
@@ -105,7 +103,7 @@ async def test_a_flood_of_incoming_tunnels_is_declined() -> None:
 async def test_a_relay_cannot_keep_a_peer_busy_with_tunnels_that_come_to_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(attaching, "TAKEN_BURST", 2)
+    monkeypatch.setattr(ends, "TAKEN_BURST", 2)
     async with hostile() as relay, attached(relay) as (_, incoming, stream):
         for number in range(2):
             await stream.say(incoming_message(number))
@@ -130,7 +128,7 @@ async def test_a_relay_that_breaks_the_rules_is_left_and_tried_again(said: relay
 
 
 async def test_a_tunnel_that_the_relay_does_not_confirm_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attaching, "ANSWER_S", 0.1)
+    monkeypatch.setattr(ends, "ANSWER_S", 0.1)
     async with hostile() as relay, attached(relay) as (attachment, incoming, stream):
         await stream.say(incoming_message(1))
         far, _ = await relay.heard()
@@ -150,7 +148,7 @@ async def test_a_tunnel_that_the_relay_does_not_confirm_is_given_up(monkeypatch:
 async def test_who_opens_hears_why_not(
     said: relay_pb2.RelayMessage | None, error: type[PeerError], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(opening, "OPEN_S", 5.0 if said else 0.1)
+    monkeypatch.setattr(ends, "OPEN_S", 5.0 if said else 0.1)
     async with hostile() as relay, asyncio.TaskGroup() as tasks:
         wanted = tasks.create_task(_outcome(OpenTunnels(RUN, relay.dial, tasks)))
         stream, first = await relay.heard()
@@ -163,7 +161,7 @@ async def test_who_opens_hears_why_not(
 
 
 async def test_a_local_port_takes_one_connection_and_waits_for_it_only_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(opening, "TAKE_S", 0.3)
+    monkeypatch.setattr(ends, "TAKE_S", 0.3)
     async with hostile() as relay, asyncio.TaskGroup() as tasks:
         tunnels = OpenTunnels(RUN, relay.dial, tasks)
         port, stream = await _opened(tunnels, relay, tasks)
@@ -183,7 +181,7 @@ async def test_a_local_port_takes_one_connection_and_waits_for_it_only_so_long(m
 async def test_opening_is_bounded() -> None:
     async with hostile() as relay, asyncio.TaskGroup() as tasks:
         tunnels = OpenTunnels(RUN, relay.dial, tasks)
-        waiting = [tasks.create_task(_outcome(tunnels)) for _ in range(opening.MAX_OPENING)]
+        waiting = [tasks.create_task(_outcome(tunnels)) for _ in range(ends.MAX_OPENING)]
         streams = [(await relay.heard())[0] for _ in waiting]
         with pytest.raises(ResourceExhausted, match="being opened"):
             await tunnels.open(RELAY, ANNA)

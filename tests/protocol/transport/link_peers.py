@@ -11,9 +11,8 @@ from dataclasses import dataclass, field, replace
 from protocol.frames.frames import Farewell, Frame, Hello, decode, encode
 from protocol.identity.certificates import TlsCredentials, make_credentials
 from protocol.identity.keys import Identity
-from protocol.interfaces.directory import Contact
 from protocol.interfaces.tensor_spec import DType, TensorSpec
-from protocol.interfaces.transport import Question, Refusal, Topic
+from protocol.interfaces.transport import Contact, Question, Refusal, Topic
 from protocol.transport.dialer import Ways
 from protocol.transport.grpc_streams import DialledStream, open_channel
 from protocol.transport.grpc_transport import GrpcTransport

@@ -11,8 +11,8 @@ import asyncio
 import json
 import sys
 
-from protocol.interfaces.directory import Contact
 from protocol.interfaces.tensor_spec import DType, TensorSpec
+from protocol.interfaces.transport import Contact
 from swarm.vocabulary.types import PeerId
 from tests.protocol.transport.link_peers import Persona, forward, node, with_settings
 

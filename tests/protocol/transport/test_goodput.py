@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from protocol.transport.meter import MOST_ON_THE_WAY, Goodput
+from protocol.transport.link import MOST_ON_THE_WAY, Goodput
 
 
 def over_a_line(

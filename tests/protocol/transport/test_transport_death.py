@@ -11,9 +11,8 @@ from contextlib import asynccontextmanager, suppress
 
 import pytest
 
-from protocol.interfaces.directory import Contact
 from protocol.interfaces.tensor_spec import DType, TensorSpec
-from protocol.interfaces.transport import Question, QuestionAbout
+from protocol.interfaces.transport import Contact, Question, QuestionAbout
 from swarm.vocabulary.errors import Stalled, Unreachable
 from swarm.vocabulary.pipeline_messages import Close
 from swarm.vocabulary.types import MicrobatchId

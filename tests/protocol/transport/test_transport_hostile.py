@@ -12,15 +12,26 @@ from typing import Any
 import grpc
 import pytest
 
-from protocol.frames.frames import Cancel, Farewell, FarewellReason, Frame, Hello, Ping, Pong, SmallFrame, encode
-from protocol.frames.rpc import AnswerFrame, QuestionFrame
+from protocol.frames.frames import (
+    AnswerFrame,
+    Cancel,
+    Farewell,
+    FarewellReason,
+    Frame,
+    Hello,
+    Ping,
+    Pong,
+    QuestionFrame,
+    SmallFrame,
+    encode,
+)
 from protocol.frames.tensors import MAX_CHUNK_BYTES, TensorFrame, checksum_of, encode_chunk
 from protocol.generated import link_pb2 as wire
 from protocol.interfaces.tensor_spec import DType, TensorSpec
 from protocol.interfaces.transport import Question, QuestionAbout, Refusal, Topic
 from protocol.transport.grpc_streams import AcceptedStream, DialledStream, make_server, open_channel, target_of
 from protocol.transport.handshake import MAX_STREAMS_PER_PEER
-from protocol.transport.inbox import MAX_OPEN_TRANSFERS
+from protocol.transport.link import MAX_OPEN_TRANSFERS
 from protocol.transport.rate_limits import (
     BYTES_A_FRAME,
     COMMON_A_SECOND,

@@ -12,12 +12,9 @@ from dataclasses import replace
 
 import pytest
 
-from protocol.interfaces.directory import Contact
 from protocol.interfaces.tensor_spec import DType, TensorSpec
-from protocol.interfaces.transport import Ask
-from protocol.libp2p.messages import RelayStream
-from protocol.nat.relay_client import Attachment, Incoming, OpenTunnels
-from protocol.nat.relay_server import RelayLimits, RelayService
+from protocol.interfaces.transport import Ask, Contact
+from protocol.nat.relay import Attachment, Incoming, OpenTunnels, RelayLimits, RelayService, RelayStream
 from protocol.transport.dialer import NoTunnels, Ways
 from swarm.vocabulary.errors import Unreachable
 from swarm.vocabulary.pipeline_messages import Close

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from protocol.dht.directory import DhtDirectory, RelayTunnels
 from protocol.identity.keys import Identity
-from protocol.interfaces.directory import Contact
+from protocol.interfaces.transport import Contact
 from tests.protocol.dht.running import directory, until
 
 MIB = 2**20

@@ -14,7 +14,7 @@ from node.averaging.state_sync.donor import CHUNKS_OF_ONE, LEASE_S, LONGEST_LEAS
 from node.averaging.state_sync.download import _Download
 from node.averaging.state_sync.partial_state import PLANES_BELOW_BYTES_PER_S, STATE_CODECS, FreshSpace, codec_for
 from node.concurrency.compute_thread import ComputeThread
-from protocol.frames.rpc import HashList, encode_hash_list
+from protocol.frames.frames import HashList, encode_hash_list
 from protocol.interfaces.tensor_spec import DType, TensorSpec
 from protocol.interfaces.transport import Question, QuestionAbout, Transport
 from swarm.vocabulary.averaging_messages import StateChunk, StateRefusal, StateRequest

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from node.model.optimizers.adamw import AdamW
-from protocol.manifest.training import InnerSection
+from protocol.manifest.manifest import InnerSection
 
 
 def test_it_moves_parameters_as_pytorchs_own_class_does() -> None:

@@ -15,7 +15,7 @@ from node.model.optimizers.inner_rule import ParameterState
 from node.model.packed.packed_floats import PART
 from node.model.packed.split_weight import SplitWeight
 from node.model.shapes import EMBEDDING, HEAD, has_eight_bits
-from protocol.manifest.training import InnerSection
+from protocol.manifest.manifest import InnerSection
 
 INNER = InnerSection(weight_decay=0.1)
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from node.model.optimizers.muon import Muon, orthogonalized
-from protocol.manifest.training import InnerSection
+from protocol.manifest.manifest import InnerSection
 
 INNER = InnerSection(name="muon", weight_decay=0.1)
 

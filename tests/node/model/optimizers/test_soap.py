@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from node.model.optimizers.adamw import AdamW
 from node.model.optimizers.inner_rule import AtDeadline, ParameterState
 from node.model.optimizers.soap import RefreshClock, Soap
-from protocol.manifest.training import InnerSection
+from protocol.manifest.manifest import InnerSection
 from swarm.vocabulary.errors import ResourceExhausted
 
 SHAPES = ((6, 10), (10, 6), (6, 6))

@@ -1,0 +1,93 @@
+"""Views of the same memory by numpy, torch and the interpreter, and pinned memory that GPUs copy at full speed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from protocol.interfaces.tensor_spec import DType
+from swarm.vocabulary.errors import ResourceExhausted
+
+Vector = npt.NDArray[np.float32]  # Contiguous, one-dimensional
+
+ELEMENT_TYPES: Final = {DType.FLOAT32: torch.float32, DType.BFLOAT16: torch.bfloat16, DType.FLOAT16: torch.float16}
+DTYPES: Final = {kind: dtype for dtype, kind in ELEMENT_TYPES.items()}
+
+
+def tensor_of(array: npt.NDArray[Any]) -> Tensor:
+    """A tensor over the array's memory; read-only memory is copied."""
+    return torch.from_numpy(array if array.flags.writeable else array.copy())
+
+
+def octets_of(data: memoryview) -> Tensor:
+    """The bytes as a tensor, not copied (but see `tensor_of`)."""
+    return tensor_of(np.frombuffer(data, dtype=np.uint8))
+
+
+def octets_of_tensor(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on the CPU, not copied."""
+    return tensor.view(-1).view(torch.uint8).numpy().data
+
+
+_PINS: Final = "cuda"
+_COPIES_IN_ORDER: Final = frozenset({"cpu", "mps"})  # MPS reads the memory later without keeping it
+
+
+def buffer_for(size_bytes: int, device: torch.device) -> memoryview:
+    """Writable memory to copy to the device: pinned for a GPU, if the system has any left. Raises MemoryError."""
+    pinned = _pinned(size_bytes) if device.type == _PINS else None
+    return memoryview(bytearray(size_bytes)) if pinned is None else pinned.numpy().data
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copies to the device. From pinned memory the copy is only begun, in the order of the stream."""
+    return tensor.to(device, non_blocking=device.type not in _COPIES_IN_ORDER)
+
+
+def to_host(octets: Tensor) -> Tensor:
+    """The bytes [n] on the CPU, after waiting for the device; by pinned memory from a GPU."""
+    pinned = _pinned(len(octets)) if octets.is_cuda else None
+    return octets.cpu() if pinned is None else pinned.copy_(octets)
+
+
+def _pinned(size_bytes: int) -> Tensor | None:
+    try:
+        return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+    except RuntimeError:  # what CUDA says when the system gives no more of it
+        return None
+
+
+class BufferPool:
+    """At most `limit` buffers of `size_bytes` bytes. `allocate` makes one or raises MemoryError."""
+
+    def __init__(self, size_bytes: int, limit: int, allocate: Callable[[int], memoryview] | None = None) -> None:
+        self.size_bytes = size_bytes
+        self.limit = limit
+        self.in_use = 0
+        self._allocate = allocate or _ordinary
+        self._free: list[memoryview] = []
+
+    def take(self) -> memoryview:
+        """A writable buffer with arbitrary content. Raises ResourceExhausted."""
+        if self.in_use >= self.limit:
+            raise ResourceExhausted(f"all {self.limit} receive buffers of {self.size_bytes} bytes are in use")
+        try:
+            buffer = self._free.pop() if self._free else self._allocate(self.size_bytes)
+        except MemoryError:
+            raise ResourceExhausted(f"no memory for a receive buffer of {self.size_bytes} bytes") from None
+        self.in_use += 1
+        return buffer
+
+    def give_back(self, buffer: memoryview) -> None:
+        """Returns a buffer, or a part of it, to the pool; nothing may read or write it afterwards."""
+        self.in_use -= 1
+        self._free.append(memoryview(buffer.obj))
+
+
+def _ordinary(size_bytes: int) -> memoryview:
+    return memoryview(bytearray(size_bytes))

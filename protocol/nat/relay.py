@@ -1,0 +1,630 @@
+"""Tunnels through relays: the relay, the attachment of a peer that takes tunnels, and the opening of tunnels."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import random
+import socket
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Final
+
+from protocol.frames.codec import parsed, printable
+from protocol.generated import dht_process_pb2, relay_pb2
+from protocol.transport.rate_limits import Allowance
+from swarm.vocabulary.errors import PeerError, ProtocolViolation, Rejected, ResourceExhausted, Unreachable
+from swarm.vocabulary.types import PeerId, RunId, short
+
+MAX_MESSAGE_BYTES: Final = 1024
+MAX_REASON: Final = 200
+CLOSE_PATIENCE_S: Final = 1.0  # Unsent bytes are dropped after so long
+_LENGTH_BYTES: Final = 2
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RelayStream:
+    """A byte stream to a peer whose identity libp2p has proved."""
+
+    peer: PeerId
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+
+    async def say(self, message: relay_pb2.RelayMessage) -> None:
+        """Sends a message; waits while the other side does not read. Raises Unreachable: the stream broke."""
+        data = message.SerializeToString()
+        assert len(data) <= MAX_MESSAGE_BYTES
+        try:
+            self.writer.write(len(data).to_bytes(_LENGTH_BYTES, "big") + data)
+            await self.writer.drain()
+        except (OSError, RuntimeError) as error:  # RuntimeError: asyncio's, of a transport that is closing
+            raise Unreachable("the stream broke") from error
+
+    async def hear(self) -> relay_pb2.RelayMessage:
+        """The next message. Raises Unreachable at the end, ProtocolViolation for unknown or long ones."""
+        try:
+            length = int.from_bytes(await self.reader.readexactly(_LENGTH_BYTES), "big")
+            if length > MAX_MESSAGE_BYTES:
+                raise ProtocolViolation(f"relay: a message of {length} bytes is longer than {MAX_MESSAGE_BYTES}")
+            data = await self.reader.readexactly(length)
+        except (asyncio.IncompleteReadError, OSError) as error:
+            raise Unreachable("the stream ended") from error
+        message = parsed(relay_pb2.RelayMessage, data, "relay: bytes on the stream are no message")
+        if message.WhichOneof("kind") is None:
+            raise ProtocolViolation("relay: a message says nothing that is known")
+        return message
+
+    async def close(self) -> None:
+        """Ends the stream after what is written, if the other side takes it soon. Raises only CancelledError."""
+        self.writer.close()
+        try:
+            with contextlib.suppress(OSError, TimeoutError):
+                async with asyncio.timeout(CLOSE_PATIENCE_S):
+                    await self.writer.wait_closed()
+        finally:
+            self.cut()
+
+    def cut(self) -> None:
+        """Ends the stream at once. Harmless when it has ended."""
+        self.writer.transport.abort()
+
+
+Dial = Callable[[str], Awaitable[RelayStream]]  # A new stream to a relay's multiaddr. Raises Unreachable.
+
+
+async def ask(stream: RelayStream, message: relay_pb2.RelayMessage, timeout_s: float) -> None:
+    """Sends the first message of a stream and waits for success. Raises Rejected, Unreachable, ProtocolViolation."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            await stream.say(message)
+            answer = await stream.hear()
+    except TimeoutError:
+        raise Unreachable(f"the relay did not answer within {timeout_s:g} s") from None
+    if answer.WhichOneof("kind") != "answer":
+        raise ProtocolViolation(f"relay: {answer.WhichOneof('kind')} is no answer")
+    if answer.answer.refused:
+        raise Rejected(f"the relay refused: {printable(answer.answer.refused[:MAX_REASON])}")
+
+
+def answer(refused: str = "") -> relay_pb2.RelayMessage:
+    return relay_pb2.RelayMessage(answer=relay_pb2.RelayAnswer(refused=refused[:MAX_REASON]))
+
+
+READ_BYTES: Final = 128 * 1024  # The limit of asyncio's reader
+
+Spend = Callable[[int], str]  # Asked before bytes are carried; returns the objection
+
+
+def freely(amount: int) -> str:
+    return ""
+
+
+async def splice(
+    one: tuple[asyncio.StreamReader, asyncio.StreamWriter],
+    other: tuple[asyncio.StreamReader, asyncio.StreamWriter],
+    spend: Spend,
+    idle_s: float,
+) -> str:
+    """Carries bytes both ways until a stream ends, `spend` objects, or nothing moves for `idle_s`. Returns why."""
+    # Nothing is read while the other side does not take what was read before. The owners close the streams.
+    loop = asyncio.get_running_loop()
+    try:
+        async with asyncio.timeout(idle_s) as limit:
+
+            def moved() -> None:
+                limit.reschedule(loop.time() + idle_s)
+
+            async with asyncio.TaskGroup() as tasks:
+                ways = (
+                    tasks.create_task(_pump(one[0], other[1], spend, moved)),
+                    tasks.create_task(_pump(other[0], one[1], spend, moved)),
+                )
+                await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+                ended = next(way for way in ways if way.done())
+                for way in ways:
+                    way.cancel()
+            return ended.result()
+    except TimeoutError:
+        return f"nothing has moved for {idle_s:g} s"
+
+
+async def _pump(
+    source: asyncio.StreamReader, sink: asyncio.StreamWriter, spend: Spend, moved: Callable[[], None]
+) -> str:
+    try:
+        while chunk := await source.read(READ_BYTES):
+            if objection := spend(len(chunk)):
+                return objection
+            sink.write(chunk)
+            await sink.drain()
+            moved()
+    except (OSError, RuntimeError) as error:  # RuntimeError: asyncio's, of a transport that is closing
+        return f"a stream broke: {error}"
+    return "one side has ended it"
+
+
+HOUR_S: Final = 3600.0
+MIN_OPEN_BYTES: Final = 64 * 1024
+"""With less than this left no tunnel is opened: a TLS handshake alone takes some thousand bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class RelayLimits:
+    """Limits of a relaying peer: the volunteer's bytes, and bounds on memory, files and time."""
+
+    bytes_per_hour: int  # Both ways together
+    pair_share: float = 0.25  # Share of the bytes for any two peers
+    tunnels: int = 16
+    tunnels_of_a_peer: int = 4
+    opens: int = 16
+    open_refill_s: float = 2.0  # Each tunnel costs its far end a handshake
+    attached: int = 64
+    greeting: int = 32  # Streams without a first message
+    greeting_of_a_peer: int = 4
+    handshake_s: float = 8.0  # For the first message, and for the far end to accept a tunnel
+    idle_s: float = 60.0  # Longest silence of a tunnel or an attachment
+
+
+class RelayBudget:
+    """The byte budget of the hour: half may go at once, the other half comes back in its course."""
+
+    def __init__(self, limits: RelayLimits, now: Callable[[], float] = time.monotonic, left: int | None = None) -> None:
+        """`left`: of the burst, when somebody before us has used up some of it."""
+        self._now = now
+        self._all = _hourly(limits.bytes_per_hour)
+        self._pairs = _hourly(limits.bytes_per_hour * limits.pair_share)
+        if left is not None:
+            self._all.take("", now(), max(0, self._all.left("", now()) - left))
+
+    def left(self) -> int:
+        return self._all.left("", self._now())
+
+    def pair_left(self, one: PeerId, other: PeerId) -> int:
+        return self._pairs.left(_pair(one, other), self._now())
+
+    def spend(self, one: PeerId, other: PeerId, amount: int) -> str:
+        """Takes so many bytes for these two peers; returns the reason if they are not to be had."""
+        now = self._now()
+        if not self._pairs.take(_pair(one, other), now, amount):
+            return "these two peers have had their share of the relay's bytes for now"
+        if not self._all.take("", now, amount):
+            return "the relay's bytes are used up for now"
+        return ""
+
+
+def _hourly(amount: float) -> Allowance:
+    half = max(1, int(amount / 2))
+    return Allowance(burst=half, refill_s=HOUR_S / half)
+
+
+def _pair(one: PeerId, other: PeerId) -> str:
+    return "|".join(sorted((one, other)))
+
+
+@dataclass(slots=True)
+class RelayFigures:
+    """The relay's account, with the names of `DhtRelayFigures` (proto/dht_process.proto)."""
+
+    carried_bytes: int = 0
+    left_bytes: int = 0
+    attached: int = 0
+    tunnels: int = 0
+    opened: int = 0
+    refused: int = 0
+    cut_off: int = 0
+
+
+def write_figures(figures: RelayFigures) -> dht_process_pb2.DhtRelayFigures:
+    return dht_process_pb2.DhtRelayFigures(**asdict(figures))
+
+
+def read_figures(message: dht_process_pb2.DhtRelayFigures) -> RelayFigures:
+    return RelayFigures(**{each.name: getattr(message, each.name) for each in fields(RelayFigures)})
+
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    """A tunnel that its far end has not accepted yet, and then the tunnel: the far end's stream lives until `over`."""
+
+    target: PeerId
+    taken: asyncio.Future[RelayStream]
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class RelayService:
+    """Serves streams to the relay: `serve` is called once for each and returns when it has ended."""
+
+    def __init__(
+        self,
+        run: RunId,
+        limits: RelayLimits,
+        before: RelayFigures | None = None,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`before`: what was given already, in a life that this one goes on with."""
+        self._run = run
+        self._limits = limits
+        self._budget = RelayBudget(limits, now, None if before is None else before.left_bytes)
+        self._figures = RelayFigures() if before is None else before
+        self._attachments: dict[PeerId, RelayStream] = {}
+        self._waiting: dict[int, _Waiting] = {}
+        self._numbers = itertools.count(1)
+        self._now = now
+        self._opens = Allowance(limits.opens, limits.open_refill_s)
+        self._greeting: Counter[PeerId] = Counter()
+        self._open: Counter[PeerId] = Counter()
+
+    def figures(self) -> RelayFigures:
+        now = {"attached": len(self._attachments), "tunnels": self._open.total(), "left_bytes": self._budget.left()}
+        return replace(self._figures, **now)
+
+    async def serve(self, stream: RelayStream) -> None:
+        """Serves a stream from its first message to its end; never raises but CancelledError."""
+        try:
+            first = await self._greeted(stream)
+            match first.WhichOneof("kind"):
+                case "attach":
+                    await self._attach(stream, first.attach)
+                case "open":
+                    await self._carry_for(stream, first.open)
+                case "accept":
+                    await self._accept(stream, first.accept)
+                case kind:
+                    raise ProtocolViolation(f"relay: a stream begins with {kind}")
+        except Unreachable as error:
+            log.debug("a stream of %s: %s", short(stream.peer), error)
+        except PeerError as error:
+            self._figures.refused += 1
+            log.info("a stream of %s is refused: %s", short(stream.peer), error)
+            with suppress(Unreachable, TimeoutError):
+                async with asyncio.timeout(self._limits.handshake_s):
+                    await stream.say(answer(str(error)))
+        finally:
+            await stream.close()
+
+    async def _greeted(self, stream: RelayStream) -> relay_pb2.RelayMessage:
+        """The first message. Raises Rejected when there are too many that have said nothing yet."""
+        limits = self._limits
+        if self._greeting.total() >= limits.greeting or self._greeting[stream.peer] >= limits.greeting_of_a_peer:
+            raise Rejected("too many streams have not said what they want")
+        with _counted(self._greeting, stream.peer):
+            try:
+                async with asyncio.timeout(limits.handshake_s):
+                    return await stream.hear()
+            except TimeoutError:
+                raise Rejected(f"a stream said nothing for {limits.handshake_s:g} s") from None
+
+    # ---- who waits for tunnels ----------------------------------------------------------------------------------
+
+    async def _attach(self, stream: RelayStream, wish: relay_pb2.RelayAttach) -> None:
+        self._check_run(wish.run)
+        before = self._attachments.pop(stream.peer, None)
+        if before is not None:
+            before.cut()
+        elif len(self._attachments) >= self._limits.attached:
+            raise Rejected(f"{self._limits.attached} peers are attached already")
+        self._attachments[stream.peer] = stream
+        try:
+            await stream.say(answer())
+            while True:
+                await self._hear_attached(stream)
+        finally:
+            if self._attachments.get(stream.peer) is stream:
+                del self._attachments[stream.peer]
+
+    async def _hear_attached(self, stream: RelayStream) -> None:
+        try:
+            async with asyncio.timeout(self._limits.idle_s):
+                message = await stream.hear()
+                match message.WhichOneof("kind"):
+                    case "ping":
+                        await stream.say(message)
+                    case "decline":
+                        waiting = self._waiting.get(message.decline.number)
+                        if waiting is not None and waiting.target == stream.peer and not waiting.taken.done():
+                            why = printable(message.decline.reason[:MAX_REASON])
+                            waiting.taken.set_exception(Rejected(f"the far end declined: {why}"))
+                    case kind:
+                        raise ProtocolViolation(f"relay: who is attached said {kind}")
+        except TimeoutError:
+            raise Unreachable(f"an attachment was silent for {self._limits.idle_s:g} s") from None
+
+    async def _accept(self, stream: RelayStream, accept: relay_pb2.RelayAccept) -> None:
+        waiting = self._waiting.get(accept.number)
+        if waiting is None or waiting.target != stream.peer or waiting.taken.done():
+            raise Rejected(f"nobody waits for number {accept.number}")
+        waiting.taken.set_result(stream)
+        await waiting.over.wait()
+
+    # ---- who opens them -----------------------------------------------------------------------------------------
+
+    async def _carry_for(self, stream: RelayStream, wish: relay_pb2.RelayOpen) -> None:
+        self._check_run(wish.run)
+        target = PeerId(wish.target)
+        attached = self._attachments.get(target)
+        if attached is None or target == stream.peer:
+            raise Rejected("the peer is not attached here")
+        self._check_room(stream.peer, target)
+        with _counted(self._open, stream.peer):
+            async with self._far_end(attached, stream.peer) as far:
+                await far.say(answer())
+                await stream.say(answer())
+                self._figures.opened += 1
+                await self._carry(stream, far)
+
+    def _check_room(self, peer: PeerId, target: PeerId) -> None:
+        limits = self._limits
+        if self._open.total() >= limits.tunnels:
+            raise Rejected(f"{limits.tunnels} tunnels are open here already")
+        if self._open[peer] >= limits.tunnels_of_a_peer:
+            raise Rejected(f"the peer has {limits.tunnels_of_a_peer} tunnels here already")
+        if not self._opens.take(peer, self._now()):
+            raise Rejected("the peer has opened tunnels often enough for now")
+        if self._budget.left() < MIN_OPEN_BYTES:
+            raise Rejected("the relay's bytes are used up for now")
+        if self._budget.pair_left(peer, target) < MIN_OPEN_BYTES:
+            raise Rejected("these two peers have had their share of the relay's bytes for now")
+
+    @asynccontextmanager
+    async def _far_end(self, attached: RelayStream, opener: PeerId) -> AsyncIterator[RelayStream]:
+        """Has the attached peer accept; its stream is open within the block. Raises Rejected."""
+        number = next(self._numbers)
+        waiting = _Waiting(attached.peer, asyncio.get_running_loop().create_future())
+        self._waiting[number] = waiting
+        try:
+            incoming = relay_pb2.RelayIncoming(number=number, peer=opener)
+            try:
+                async with asyncio.timeout(self._limits.handshake_s):
+                    await attached.say(relay_pb2.RelayMessage(incoming=incoming))
+                    far = await waiting.taken
+            except TimeoutError:
+                raise Rejected(f"the far end did not accept within {self._limits.handshake_s:g} s") from None
+            except Unreachable:
+                raise Rejected("the peer is not attached here any more") from None
+            yield far
+        finally:
+            del self._waiting[number]
+            waiting.taken.cancel()
+            waiting.over.set()
+
+    async def _carry(self, stream: RelayStream, far: RelayStream) -> None:
+        objection = ""
+
+        def spend(amount: int) -> str:
+            nonlocal objection
+            objection = self._budget.spend(stream.peer, far.peer, amount)
+            self._figures.carried_bytes += 0 if objection else amount
+            return objection
+
+        ended = await splice((stream.reader, stream.writer), (far.reader, far.writer), spend, self._limits.idle_s)
+        self._figures.cut_off += bool(objection)
+        log.info("a tunnel from %s to %s ended (%s)", short(stream.peer), short(far.peer), ended)
+
+    def _check_run(self, run: str) -> None:
+        if run != self._run:
+            raise Rejected("this peer relays for another run")
+
+
+@contextmanager
+def _counted(counter: Counter[PeerId], peer: PeerId) -> Iterator[None]:
+    counter[peer] += 1
+    try:
+        yield
+    finally:
+        counter -= Counter((peer,))  # and nothing is kept of 0
+
+
+PING_S: Final = 20.0  # Routers at home forget connections that are silent for some minutes
+SILENCE_S: Final = 60.0
+ANSWER_S: Final = 8.0
+IDLE_S: Final = 90.0  # Longer than the relay's own, so that it is the relay that says when a tunnel is idle
+RETRY_S: Final = (1.0, 60.0)
+"""First and longest pause before attaching again; doubled each time, shortened at random by up to half."""
+MAX_INCOMING: Final = 32  # Tunnels to this peer at once, through all relays
+TAKEN_BURST: Final = 64
+TAKEN_REFILL_S: Final = 0.5
+"""Tunnels taken at once through one relay, and seconds until one more: each is work that the relay can cause."""
+
+
+@dataclass(slots=True)
+class Incoming:
+    """The tunnels that lead to this peer now, through whatever relay."""
+
+    local: tuple[str, int]  # Host and port that they lead to
+    tunnels: int = 0
+    allowance: Allowance = field(default_factory=lambda: Allowance(TAKEN_BURST, TAKEN_REFILL_S))
+
+    def objection(self, relay: str, now: float) -> str:
+        """The reason against another tunnel through this relay; empty when it may come."""
+        if self.tunnels >= MAX_INCOMING:
+            return f"{MAX_INCOMING} tunnels lead there already"
+        if not self.allowance.take(relay, now):
+            return "enough tunnels came through this relay for now"
+        return ""
+
+
+@dataclass(slots=True, eq=False)
+class Attachment:
+    """The attachment to the relay at a multiaddr. `keep` runs as long as it is wanted."""
+
+    relay: str
+    run: RunId
+    dial: Dial
+    incoming: Incoming
+    jitter: Callable[[], float] = random.random  # From 0 to 1
+    ping_s: float = PING_S
+    standing: bool = field(default=False, init=False)
+    reason: str = field(default="not tried yet", init=False)  # Why it does not stand
+
+    async def keep(self) -> None:
+        """Attaches, and attaches again with growing pauses when that ends; until cancelled, with its tunnels."""
+        pause_s, longest_s = RETRY_S
+        async with asyncio.TaskGroup() as tunnels:
+            while True:
+                try:
+                    await self._attend(tunnels)
+                except PeerError as error:
+                    log.info("not attached to %s: %s", self.relay, error)
+                    self.reason = str(error)
+                if self.standing:
+                    pause_s = RETRY_S[0]
+                self.standing = False
+                await asyncio.sleep(pause_s * (1 - self.jitter() / 2))
+                pause_s = min(longest_s, 2 * pause_s)
+
+    async def _attend(self, tunnels: asyncio.TaskGroup) -> None:
+        """One attachment, from its start to its end. Raises PeerError, always."""
+        stream = await self.dial(self.relay)
+        try:
+            attach = relay_pb2.RelayAttach(run=self.run)
+            await ask(stream, relay_pb2.RelayMessage(attach=attach), ANSWER_S)
+            self.standing, self.reason = True, ""
+            pinging = asyncio.ensure_future(self._ping(stream))
+            try:
+                while True:
+                    await self._hear(stream, tunnels)
+            finally:
+                pinging.cancel()
+                await asyncio.wait((pinging,))
+        finally:
+            await stream.close()
+
+    async def _ping(self, stream: RelayStream) -> None:
+        with suppress(Unreachable):  # whoever listens on the stream hears of it too
+            while True:
+                await asyncio.sleep(self.ping_s)
+                await stream.say(relay_pb2.RelayMessage(ping=relay_pb2.RelayPing()))
+
+    async def _hear(self, stream: RelayStream, tunnels: asyncio.TaskGroup) -> None:
+        try:
+            async with asyncio.timeout(SILENCE_S):
+                message = await stream.hear()
+        except TimeoutError:
+            raise Unreachable(f"the relay was silent for {SILENCE_S:g} s") from None
+        match message.WhichOneof("kind"):
+            case "ping":
+                pass
+            case "incoming":
+                await self._take(message.incoming.number, stream, tunnels)
+            case kind:
+                raise ProtocolViolation(f"relay: {kind} was said to an attached peer")
+
+    async def _take(self, number: int, stream: RelayStream, tunnels: asyncio.TaskGroup) -> None:
+        if objection := self.incoming.objection(self.relay, time.monotonic()):
+            decline = relay_pb2.RelayDecline(number=number, reason=objection)
+            await stream.say(relay_pb2.RelayMessage(decline=decline))
+            return
+        self.incoming.tunnels += 1
+        taking = tunnels.create_task(self._accept(number))
+        taking.add_done_callback(self._let_go)
+
+    def _let_go(self, _: asyncio.Task[None]) -> None:
+        self.incoming.tunnels -= 1
+
+    async def _accept(self, number: int) -> None:
+        """Carries one tunnel between the relay and this peer's own port."""
+        try:
+            stream = await self.dial(self.relay)
+            try:
+                await self._carry(number, stream)
+            finally:
+                await stream.close()
+        except (PeerError, OSError) as error:
+            log.info("a tunnel through %s was not taken: %s", self.relay, error)
+
+    async def _carry(self, number: int, stream: RelayStream) -> None:
+        accept = relay_pb2.RelayAccept(number=number)
+        await ask(stream, relay_pb2.RelayMessage(accept=accept), ANSWER_S)
+        local = RelayStream(stream.peer, *await asyncio.open_connection(*self.incoming.local))
+        try:
+            ended = await splice((stream.reader, stream.writer), (local.reader, local.writer), freely, IDLE_S)
+            log.info("a tunnel through %s ended: %s", self.relay, ended)
+        finally:
+            await local.close()
+
+
+LOCAL_HOST: Final = "127.0.0.1"
+OPEN_S: Final = 10.0  # For the relay's answer; it gives the far end 8 s of them
+TAKE_S: Final = 10.0  # For the connection to the local port
+MAX_OPENING: Final = 8
+MAX_OPENED: Final = 64
+
+
+class OpenTunnels:
+    """The tunnels that this peer has opened. They end with the task group."""
+
+    def __init__(self, run: RunId, dial: Dial, tasks: asyncio.TaskGroup) -> None:
+        self._run = run
+        self._dial = dial
+        self._tasks = tasks
+        self._opening = 0
+        self._opened = 0
+
+    async def open(self, relay: str, target: PeerId) -> int:
+        """Opens a tunnel; returns a port on 127.0.0.1 for one connection. Raises PeerError, ResourceExhausted."""
+        # Another local program that connects only speaks to the target's TLS; the node's own connection then fails.
+        if self._opening >= MAX_OPENING or self._opened >= MAX_OPENED:
+            raise ResourceExhausted(f"{self._opening} tunnels are being opened and {self._opened} are open already")
+        self._opening += 1
+        try:
+            stream = await self._stream(relay, target)
+        finally:
+            self._opening -= 1
+        try:
+            listener = socket.create_server((LOCAL_HOST, 0), backlog=1)
+            listener.setblocking(False)
+        except OSError as error:
+            await stream.close()
+            raise ResourceExhausted(f"no local port for a tunnel: {error}") from error
+        self._opened += 1
+        port = int(listener.getsockname()[1])
+        carrying = self._tasks.create_task(self._carry(listener, stream, target))
+        carrying.add_done_callback(self._let_go)
+        return port
+
+    async def _stream(self, relay: str, target: PeerId) -> RelayStream:
+        stream = await self._dial(relay)
+        try:
+            wish = relay_pb2.RelayOpen(run=self._run, target=target)
+            await ask(stream, relay_pb2.RelayMessage(open=wish), OPEN_S)
+        except BaseException:
+            await stream.close()
+            raise
+        return stream
+
+    def _let_go(self, _: asyncio.Task[None]) -> None:
+        self._opened -= 1
+
+    async def _carry(self, listener: socket.socket, stream: RelayStream, target: PeerId) -> None:
+        try:
+            local = await _one_connection(listener, target)
+            try:
+                near, far = (local.reader, local.writer), (stream.reader, stream.writer)
+                ended = await splice(near, far, freely, IDLE_S)
+                log.info("the tunnel to %s ended: %s", short(target), ended)
+            finally:
+                await local.close()
+        except (TimeoutError, OSError) as error:
+            log.info("nobody used the tunnel to %s: %s", short(target), error or "no connection came")
+        finally:
+            await stream.close()
+
+
+async def _one_connection(listener: socket.socket, target: PeerId) -> RelayStream:
+    """The first connection that comes; later ones are refused by the system. Raises TimeoutError, OSError."""
+    try:
+        async with asyncio.timeout(TAKE_S):
+            accepted, _ = await asyncio.get_running_loop().sock_accept(listener)
+    finally:
+        listener.close()
+    accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    reader, writer = await asyncio.open_connection(sock=accepted)
+    return RelayStream(target, reader, writer)
