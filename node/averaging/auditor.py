@@ -95,7 +95,6 @@ class Recount:
         return signed if due <= signed.keys() else self.caught(accuser or reducer, "accuses without proof")
 
     def take_away(self, signed: SignedHash, data: memoryview) -> Caught | None:
-        """Subtracts a contribution from the rest."""
         if hash_of_piece(data) != signed.hash:
             return self.caught(signed.peer, "sent an auditor something else than what it had signed")
         plan = self._record.plan
@@ -125,7 +124,6 @@ class Recount:
 
 
 def _result(before: Anchor, after: Anchor, piece: Piece, momentum: float) -> Vector:
-    """The mean of a piece, from the two anchors' momentum."""
     result = np.multiply(before.momentum[piece.part], np.float32(-momentum))
     np.add(after.momentum[piece.part], result, out=result)
     return result
@@ -152,7 +150,6 @@ Result = TypeVar("Result")
 
 
 ANSWER_S: Final = 30.0
-"""For each answer of another member."""
 PAUSES_S: Final = (0.05, 0.2, 0.5, 1.0)
 """After a refusal: whoever is asked may be a little behind us."""
 PATIENCE: Final = 3
@@ -191,7 +188,6 @@ class Auditor:
         begin: Callable[[Coroutine[Any, Any, None]], object],
     ) -> None:
         self.sent_bytes = self.received_bytes = 0
-        """Of pieces, for audits."""
         self.verdicts = 0
         """Pieces that were summed again to the end, or somebody was caught."""
         self._own = own
@@ -205,7 +201,6 @@ class Auditor:
         self._served: Counter[PeerId] = Counter()
         self._accusers: set[PeerId] = set()
         self._caught: set[PeerId] = set()
-        """In the latest round."""
         self._unanswered: Counter[PeerId] = Counter()
         self._groundless: Counter[PeerId] = Counter()
         self._wanted: dict[tuple[PeerId, Contribution], _Wanted] = {}
@@ -216,10 +211,7 @@ class Auditor:
 
     @property
     def busy(self) -> bool:
-        """Whether audits of ours are under way."""
         return self._under_way > 0
-
-    # ---- the rounds' side --------------------------------------------------------------------------------------------
 
     def completed(self, record: ExchangeRecord) -> None:
         """Notes a complete exchange: others that commit it before us may ask about it."""
@@ -247,8 +239,6 @@ class Auditor:
         traffic = self.sent_bytes, self.received_bytes
         self.sent_bytes = self.received_bytes = 0
         return traffic
-
-    # ---- what comes in -----------------------------------------------------------------------------------------------
 
     def receive(self, sender: PeerId, message: AuditControl) -> None:
         """Takes in a small message. Only members of the latest exchanges count, and only about those."""
@@ -287,8 +277,6 @@ class Auditor:
             wanted.whole.set_result(buffer if whole else None)
         return True
 
-    # ---- answering ---------------------------------------------------------------------------------------------------
-
     def _asked(self, sender: PeerId, record: ExchangeRecord, request: AuditRequest) -> None:
         piece = record.plan.piece_at(request.first_chunk, request.end_chunk)
         self._served[sender] += 1
@@ -321,8 +309,6 @@ class Auditor:
                 log.debug("%s did not take a piece that it asked for: %s", short(asker), error)
                 return
             self.sent_bytes += data.nbytes
-
-    # ---- asking ------------------------------------------------------------------------------------------------------
 
     async def audit(
         self, record: ExchangeRecord, piece: Piece, accuser: PeerId | None = None, shown: Sequence[SignedHash] = ()

@@ -25,7 +25,6 @@ from swarm.vocabulary.types import AnchorVersion, PeerId
 log = logging.getLogger(__name__)
 
 PAUSE_S: Final = 0.5
-"""Seconds between two tries; doubled after each failure."""
 LONGEST_PAUSE_S: Final = 8.0
 
 

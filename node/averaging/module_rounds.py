@@ -57,7 +57,6 @@ CLIPPED: Final = 0.1
 CLIPPED_ROUNDS: Final = 3
 """Clipped rounds in a row after which a person is warned, once."""
 PROGRESS_S: Final = 1.0
-"""Seconds between two events of one download."""
 
 
 class RoundNews:
@@ -69,17 +68,12 @@ class RoundNews:
         self._clock = clock
         self._events = events
         self._last: tuple[RoundSettled, float] | None = None
-        """The latest round with us in it, and its time."""
         self._clipped = 0
-        """Rounds in a row in which our update hardly counted."""
         self._download: CatchingUp | None = None
         self._accused: list[Caught] = []
         self._began = self._told = 0.0
 
-    # ---- what happens ------------------------------------------------------------------------------------------------
-
     def restored(self, version: AnchorVersion) -> None:
-        """Reports an anchor from a checkpoint."""
         self._events.emit(Restored(self._peer, self._module, version.round, version.digest.hex()))
 
     def exchanging(self, how_far: HowFar) -> None:
@@ -138,13 +132,11 @@ class RoundNews:
         self._events.emit(ReplicaAccused(self._peer, self._module, caught.peer, caught.round, caught.why, caught.proof))
 
     def fetching(self, wanted: AnchorVersion) -> None:
-        """Reports that a download begins."""
         self._began = self._clock.monotonic()
         self._told = self._began - PROGRESS_S
         self._download = CatchingUp(self._peer, self._module, wanted.round, 0, 0)
 
     def progressed(self, done: int, total: int) -> None:
-        """Reports the bytes of a download."""
         if self._download is None:
             return
         self._download = CatchingUp(self._peer, self._module, self._download.round, done, total)
@@ -154,7 +146,6 @@ class RoundNews:
             self._events.emit(self._download)
 
     def ended(self) -> None:
-        """Reports that a download is over."""
         self._download = None
 
     def caught_up(
@@ -175,10 +166,7 @@ class RoundNews:
             )
         )
 
-    # ---- for whoever asks --------------------------------------------------------------------------------------------
-
     def last_round(self) -> RoundStatus | None:
-        """The latest round for `status`."""
         if self._last is None:
             return None
         settled, at = self._last
@@ -186,11 +174,9 @@ class RoundNews:
         return RoundStatus(len(settled.members), since, settled.codec.name.lower(), settled.codec_reason)
 
     def accused_lately(self) -> tuple[Accusation, ...]:
-        """The replicas excluded from our rounds, the latest last."""
         return tuple(Accusation(caught.peer, caught.round, caught.why) for caught in self._accused)
 
     def catching_up(self) -> DownloadStatus | None:
-        """The download in progress."""
         download = self._download
         return None if download is None else DownloadStatus(download.round, download.bytes, download.total_bytes)
 
@@ -198,7 +184,6 @@ class RoundNews:
 _ELEMENTS = 2**20
 LOOK_S = 0.05
 BETWEEN_SAVES_S = 30.0
-"""Least seconds between two checkpoints at rounds."""
 ALONE_AFTER_S = 4.0
 """Seconds for which a resumed replica looks for others: their announcements took 1.8 s on a busy machine."""
 RESUMING_WITHIN_S = 12.0
@@ -206,7 +191,6 @@ RESUMING_WITHIN_S = 12.0
 
 
 def rungs_to(limit: Codec) -> tuple[Rung, ...]:
-    """The codec levels up to a run's limit, mildest first."""
     return tuple(rung_of(codecs) for codecs in ladder(limit))
 
 
@@ -262,7 +246,6 @@ class ModuleRounds:
         self._saved_at = -BETWEEN_SAVES_S
 
     async def run(self) -> None:
-        """Runs the rounds, until cancelled."""
         dispatcher = self._given.session.dispatcher
         with self._donor.receiving(dispatcher), self.runner.receiving(dispatcher):
             async with task_scope() as tasks:
@@ -305,10 +288,7 @@ class ModuleRounds:
         return [known for known in self._given.session.membership.peers() if known.module == self._given.module]
 
     def describe(self) -> str:
-        """The state of the rounds in one line for people."""
         return self._machine.describe()
-
-    # ---- the replica's side ------------------------------------------------------------------------------------------
 
     def agreed(self) -> Agreed:
         """The anchor and the work since, for a checkpoint; on the compute thread."""
@@ -319,8 +299,6 @@ class ModuleRounds:
         """Finishes the current round before leaving: our work since the anchor is in it."""
         while self._machine.under_way is not None:  # noqa: ASYNC110 - the machine has no events to wait for
             await asyncio.sleep(LOOK_S)
-
-    # ---- node.averaging.round_runner.RoundHost -----------------------------------------------------------------------
 
     def others(self) -> tuple[OtherReplica, ...]:
         """The other replicas. Before we serve, leaving ones count as well: one may be the last with the state."""
@@ -385,7 +363,6 @@ async def module_rounds(
 
 
 def round_rules(manifest: Manifest, layout: Layout) -> RoundRules:
-    """The manifest's rules of rounds."""
     training = manifest.training
     return RoundRules(
         inner_steps=training.inner_steps,

@@ -53,11 +53,9 @@ class Snapshot:
 
     source: Source
     part: slice
-    """The fragment's elements."""
     norm: float
     """Euclidean; not finite if the replica is broken."""
     done: Work
-    """All work of the replica up to it."""
     since_anchor: Work
 
 
@@ -158,8 +156,6 @@ class ReplicaSync:
                     await self._compute.run(Priority.UPKEEP, job)
             await self._compute.run(Priority.UPKEEP, partial(self._start_anew, anchor))
 
-    # ---- without company ---------------------------------------------------------------------------------------------
-
     def _before_inner_step(self) -> None:
         """Takes the outer step that is due when nobody else serves the module. On the compute thread.
 
@@ -183,8 +179,6 @@ class ReplicaSync:
             return
         self._stand(self._done)
         self._stepped_to = SteppedTo(anchor, anchor.version.tokens - before.version.tokens)
-
-    # ---- inside ------------------------------------------------------------------------------------------------------
 
     async def _copy(self, part: slice, source: Source) -> float:
         """Copies slice after slice; returns the pseudo-gradient's sum of squares."""

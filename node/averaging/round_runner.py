@@ -131,8 +131,6 @@ class RoundWorkspace:
         self._staged: dict[bytes, StagedRound] = {}
         self._traffic = Traffic(0)
 
-    # ---- the round -------------------------------------------------------------------------------------------------
-
     async def take_snapshot(self, round_id: RoundId) -> Snapshot | None:
         """Takes the snapshot of this round, or returns the one there is. None if the round is over meanwhile."""
         self._expect(round_id)
@@ -150,7 +148,6 @@ class RoundWorkspace:
             return snapshot
 
     async def exchange(self, roster: Roster) -> None:
-        """Begins the exchange in a task; ends the one before."""
         self._wanted = roster
         self._expect(roster.round)
         arrivals = self._arrivals
@@ -164,7 +161,6 @@ class RoundWorkspace:
                     log.warning("no part in round %d: %s", roster.round.number, error)
 
     async def release(self, number: int) -> None:
-        """Frees everything of rounds up to this one."""
         self._releases += 1
         if self._wanted is not None and self._wanted.round.number <= number:
             self._wanted = None
@@ -178,7 +174,6 @@ class RoundWorkspace:
                 self.snapshot = None
 
     def drop_staged(self, version: AnchorVersion) -> None:
-        """Drops a complete result that will not be committed."""
         staged = self._staged.pop(version.digest, None)
         if staged is not None:
             self._store.give_back(staged.anchor.parameters, staged.anchor.momentum)
@@ -197,11 +192,8 @@ class RoundWorkspace:
         return staged
 
     def traffic(self, number: int) -> Traffic:
-        """The traffic of this round, if it is the latest."""
         self._count_traffic()
         return self._traffic if self._traffic.number == number else Traffic(number)
-
-    # ---- what comes in ---------------------------------------------------------------------------------------------
 
     def admit(self, sender: PeerId, message: RoundPiece, tensor: TensorSpec) -> memoryview | Refusal:
         if isinstance(message, Contribution) and self._auditor.wants(sender, message):
@@ -226,8 +218,6 @@ class RoundWorkspace:
         self.incoming.ended(sender, 0)
         if self._arrivals is not None and self._arrivals.round == message.round:
             self._arrivals.broken_off(sender, message, buffer)
-
-    # ---- inside ----------------------------------------------------------------------------------------------------
 
     def _is_next(self, number: int) -> bool:
         return self._store.current.version.round < number
@@ -316,12 +306,10 @@ class RoundSettled:
     members: tuple[PeerId, ...]
     contributors: tuple[PeerId, ...]
     tokens: int
-    """Tokens of the round, over all members."""
     attempts: int = 1
     seconds: float = 0.0
     """From our snapshot until the replica is on the new anchor."""
     sent_bytes: int = 0
-    """Bytes of pieces, over all attempts."""
     received_bytes: int = 0
     codec: Codec = Codec.NONE
     codec_reason: str = ""
@@ -380,7 +368,6 @@ class RoundRunner(MachineRunner[Event, Action]):
         self._drift = AnchorDrift()
         self._others: tuple[OtherReplica, ...] | None = None
         self._begun: tuple[int, float] = (0, 0.0)
-        """The round of the latest snapshot, and its time."""
         self._catching: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -389,17 +376,13 @@ class RoundRunner(MachineRunner[Event, Action]):
         return self._store.current
 
     async def run(self) -> None:
-        """Runs the machine, until cancelled."""
         self._loop = asyncio.get_running_loop()
         await super().run()
 
     def receiving(self, dispatcher: Dispatcher) -> AbstractContextManager[None]:
-        """Registers for messages and pieces of rounds within the block."""
         return dispatcher.registered(
             tensors={RoundPiece: self.workspace}, messages={RoundControl: self.receive}, link_down=self.link_down
         )
-
-    # ---- what happens ------------------------------------------------------------------------------------------------
 
     def after_inner_step(self, figures: StepFigures) -> None:
         """Counts an inner step, in the same job on the compute thread."""
@@ -408,12 +391,10 @@ class RoundRunner(MachineRunner[Event, Action]):
             self._loop.call_soon_threadsafe(self._stepped_alone, step)
 
     def stepped(self) -> None:
-        """Tells the machine that an inner step was taken."""
         work = self.replica_sync.since_anchor
         self.handle(Worked(work.steps, work.tokens))
 
     def receive(self, sender: PeerId, message: RoundControl) -> None:
-        """Takes in a control message."""
         if module_of(message) != self._module:
             return
         if isinstance(message, AuditControl):
@@ -435,8 +416,6 @@ class RoundRunner(MachineRunner[Event, Action]):
         self._host.anchored(step.anchor)
         self.handle(CaughtUp(version))
         self._host.settled(RoundSettled(version, members=own, contributors=own, tokens=step.tokens))
-
-    # ---- what is to be done --------------------------------------------------------------------------------------
 
     def _carry_out(self, action: Action) -> None:
         match action:

@@ -85,7 +85,6 @@ class Participation:
 
     round: RoundId
     heard: float
-    """Time of the last message from the leader."""
     rules: RoundRules
     until: float = field(init=False)
     """No honest leader lets the attempt last longer."""
@@ -96,10 +95,8 @@ class Participation:
     roster: Roster | None = None
     entries: tuple[Entry, ...] = ()
     version: AnchorVersion | None = None
-    """The prepared or committed version."""
     prepared_at: float = 0.0
     prepared: dict[PeerId, AnchorVersion] = field(default_factory=dict)
-    """Versions that other members told us they have."""
     told: float = 0.0
     link_lost: bool = False
     """The link to the leader broke, and nothing arrived since."""
@@ -138,7 +135,6 @@ class Participation:
         return self.phase is Phase.PREPARED and now - self.prepared_at > self.rules.silence_s
 
     def holders(self) -> frozenset[PeerId]:
-        """Other members that say they have our result."""
         return frozenset(peer for peer, version in self.prepared.items() if version == self.version)
 
     def piece_came(self, sender: PeerId, now: float) -> None:
@@ -244,12 +240,8 @@ class Attempts:
         self.part: Participation | None = None
         self._staged: StagedResult | None = None
         self.latest = ""
-        """How the last attempt ended, for people."""
-
-    # ---- opening and following ------------------------------------------------------------------------------------
 
     def open(self, why: str) -> Actions:
-        """Opens the next attempt as its leader."""
         view = self._view
         attempt = view.attempt_log.next_attempt(view.module, view.own, view.next_number())
         view.attempt_log.follow(attempt)
@@ -289,8 +281,6 @@ class Attempts:
         status = part.status(self._view.now)
         return [] if status is None else [Tell(part.round.convener, status)]
 
-    # ---- leaving ----------------------------------------------------------------------------------------------------
-
     def leave(self, why: str) -> Actions:
         self._remember_delays()
         part, self.part, self._leading = self.part, None, None
@@ -316,8 +306,6 @@ class Attempts:
     def _decline(self, part: Participation, reason: DeclineReason, why: str) -> Actions:
         declined = Declined(part.round, reason, self._view.version)
         return [Tell(part.round.convener, declined), *self.leave(why)]
-
-    # ---- messages ---------------------------------------------------------------------------------------------------
 
     def arrived(self, sender: PeerId, message: RoundControl) -> Actions:
         """Handles a message about an attempt, from a live replica or from ourselves."""
@@ -423,8 +411,6 @@ class Attempts:
             return []
         return self.leave("it settled on a result that we do not have")
 
-    # ---- events of the attempt --------------------------------------------------------------------------------------
-
     def befell(self, event: AttemptEvent) -> Actions:
         """Handles an event of our own part; those of other attempts are ignored."""
         part, now = self.part, self._view.now
@@ -500,8 +486,6 @@ class Attempts:
         part.broken.add(peer)
         return [] if peer == part.round.convener else self._tell_leader(part)
 
-    # ---- the result -------------------------------------------------------------------------------------------------
-
     def adopt_if_others_did(self) -> Actions:
         """Commits our prepared result if a replica holds it: so it was committed."""
         staged, view = self._staged, self._view
@@ -526,8 +510,6 @@ class Attempts:
             view.penalties.waiting.forgive(peer)
         view.others.presume(result.roster.peers, result.version, view.now)
         return [*others, commit, *view.stand_on(result.version)]
-
-    # ---- time --------------------------------------------------------------------------------------------------------
 
     def advance(self) -> Actions:
         """Advances the leader's side."""

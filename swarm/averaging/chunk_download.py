@@ -20,9 +20,7 @@ from swarm.vocabulary.types import PeerId, short
 
 LARGEST_BATCH: Final = 16
 MOST_OWED: Final = LARGEST_BATCH + LARGEST_BATCH // 2
-"""Largest number of chunks in flight from one donor."""
 BATCH_S: Final = 1.0
-"""Work of one batch at the measured speed, in seconds."""
 DONORS_AT_ONCE: Final = 8
 PATIENCE_S: Final = 60.0
 """Seconds without any chunk after which the download has failed; longer for large chunks."""
@@ -37,9 +35,6 @@ MAX_STRIKES: Final = 5
 """Broken links and silences in a row after which a donor is given up."""
 COPIES: Final = 2
 """Most donors that are asked for the same chunk at once."""
-
-
-# ---- what happens -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +78,6 @@ class Tick:
 Event = ChunkCame | ChunkLost | ChunksRefused | DonorLost | Tick
 
 
-# ---- what is to be done ----------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Ask:
     """Ask the donor for these chunks (StateRequest)."""
@@ -111,7 +103,6 @@ class FailureKind(enum.Enum):
     """Why a download has failed."""
 
     NO_DONOR = 1
-    """No donor has the state."""
     STALLED = 2
     """Donors that may have it cannot be reached, or send nothing."""
 
@@ -131,14 +122,12 @@ Action = Ask | Report | Complete | Failed
 class _Donor:
     peer: PeerId
     owes: dict[int, None] = field(default_factory=dict)
-    """Chunks in flight, in order."""
     seconds_per_byte: Ewma = field(default_factory=lambda: Ewma(0.3))
     news: float = 0.0
     """Time of its last message, or of the request that ended its idleness."""
     rests_until: float = 0.0
     strikes: int = 0
     out: str = ""
-    """Why it is excluded."""
     trouble: str = "it sent nothing"
 
 
@@ -198,8 +187,6 @@ class Download:
                 self._watch(now)
         return actions + self._go_on(now)
 
-    # ---- news --------------------------------------------------------------------------------------------------------
-
     def _came(self, peer: PeerId, chunk: int, matches: bool, now: float) -> list[Action]:
         donor = self._donors.get(peer)
         if donor is None:
@@ -247,8 +234,6 @@ class Download:
             if donor.owes and now - donor.news > self._silence_s(donor):
                 self._strike(donor, "it is silent", now)
 
-    # ---- donors ------------------------------------------------------------------------------------------------------
-
     def _strike(self, donor: _Donor, why: str, now: float) -> None:
         if donor.out:
             return
@@ -294,8 +279,6 @@ class Download:
             others = [s for other in self._donors.values() if (s := self._chunk_s(other)) is not None]
             chunk_s = max(others, default=self._chunk_bytes / SLOWEST_BYTES_PER_S)
         return max(SILENCE_S, SILENT_CHUNKS * chunk_s)
-
-    # ---- asking ------------------------------------------------------------------------------------------------------
 
     def _go_on(self, now: float) -> list[Action]:
         if not self._missing:

@@ -43,7 +43,6 @@ class TryAgain:
     without: frozenset[PeerId]
     why: str
     accuser: PeerId | None = None
-    """The only accuser, if there is one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +62,9 @@ class Answer(enum.Enum):
     ACCEPTED = 2
     ENTERED = 3
     ELSEWHERE = 4
-    """It follows another leader."""
     NOT_YET = 5
     """It holds another anchor or prepares. It gets the time of a silent one, so that it may still catch up."""
     PAST = 6
-    """It has committed this round already."""
     REFUSED = 7
 
 
@@ -105,7 +102,6 @@ class Leader:
         self.round = number
         self.roster: Roster | None = None
         self.bandwidth = 0.0
-        """Goodput of our best link in bytes per second; 0 until known."""
         self.forgers: set[PeerId] = set()
         """Peers that sent an entry that no honest invitee sends."""
         self._signed: SignedRoster | None = None
@@ -142,15 +138,12 @@ class Leader:
         others = (peer for peer, invitee in self._invitees.items() if peer != self._own and invitee.answer in WITH_US)
         return [Tell(peer, Dissolved(self.round, why)) for peer in others]
 
-    # ---- what comes in -----------------------------------------------------------------------------------------------
-
     def lost(self, peer: PeerId) -> None:
         invitee = self._invitees.get(peer)
         if invitee is not None:
             invitee.lost = True
 
     def hear(self, sender: PeerId, message: RoundControl, now: float) -> list[Tell]:
-        """Handles an invitee's message about this attempt."""
         invitee = self._invitees.get(sender)
         if invitee is None:
             return [Tell(sender, Dissolved(self.round, "you are not among those invited"))]
@@ -192,8 +185,6 @@ class Leader:
             Tell(sender, Dissolved(self.round, "your entry is not signed, or has impossible figures or another base"))
         ]
 
-    # ---- time --------------------------------------------------------------------------------------------------------
-
     def advance(self, now: float) -> tuple[list[Tell], Verdict | None]:
         """Returns the messages due by now, and the end of this attempt if it has come."""
         tells = self._pulses(now)
@@ -218,8 +209,6 @@ class Leader:
             for peer, invitee in self._invitees.items()
             if invitee.answer in WITH_US or invitee.answer in unsure
         ]
-
-    # ---- before the exchange -----------------------------------------------------------------------------------------
 
     def _collecting(self, now: float) -> bool:
         return any(self._awaited(invitee, now) for invitee in self._invitees.values())
@@ -290,8 +279,6 @@ class Leader:
 
     def _entries(self) -> dict[PeerId, Entry]:
         return {peer: invitee.entry for peer, invitee in self._invitees.items() if invitee.entry is not None}
-
-    # ---- the exchange ------------------------------------------------------------------------------------------------
 
     def _judge_exchange(self, roster: Roster, now: float) -> Verdict | None:
         members = {member.peer: self._invitees[member.peer] for member in roster.members}

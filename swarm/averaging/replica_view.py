@@ -34,21 +34,17 @@ class AttemptLog:
         self._commits: dict[RoundId, Commit] = {}
         self._failures = 0
         self.highest: tuple[int, int] = (0, 0)
-        """Highest (number, attempt) that we followed from this anchor."""
         self.left_out: set[PeerId] = set()
         self.refused: set[PeerId] = set()
         """Leaders whose roster we refused: not followed again at this round."""
         self.doubted: set[PeerId] = set()
         """Peers that accused another member alone."""
         self.rosters: list[Roster] = []
-        """The latest rosters whose exchange we began from this anchor."""
         self.quiet_until = 0.0
         self.due_since: float | None = None
         self.ended: RoundId | None = None
-        """The latest attempt that ended without a commit here."""
 
     def next_attempt(self, module: ModuleId, own: PeerId, number: int) -> RoundId:
-        """Names the next attempt."""
         # The number stays, so that pseudo-gradients do, until a version of it turned up or the attempts are too many.
         highest, attempt = self.highest
         if number <= highest and attempt + 1 < ATTEMPTS:
@@ -114,7 +110,6 @@ class _Known:
     said_at: float = 0.0
     presumed: bool = False
     base: AnchorVersion | None = None
-    """Anchor of the work in `steps`."""
     steps: int = 0
 
     def version(self, now: float) -> AnchorVersion:
@@ -167,11 +162,9 @@ class OtherReplicas:
         return frozenset(self._known)
 
     def versions(self, now: float) -> dict[PeerId, AnchorVersion]:
-        """Versions of the serving replicas."""
         return {peer: known.version(now) for peer, known in self._known.items() if known.serving}
 
     def on(self, version: AnchorVersion, now: float) -> frozenset[PeerId]:
-        """The serving replicas on this version."""
         return frozenset(peer for peer, stands in self.versions(now).items() if stands == version)
 
     def donors(self, version: AnchorVersion, now: float) -> tuple[PeerId, ...]:
@@ -210,7 +203,6 @@ class Lag:
         self._failures: dict[AnchorVersion, _Failure] = {}
         self._since: float | None = None
         self.catching: AnchorVersion | None = None
-        """The version that we are fetching."""
 
     def standing(
         self, own: AnchorVersion, others: Mapping[PeerId, AnchorVersion], now: float
@@ -241,7 +233,6 @@ class Lag:
         self.catching, self._since = version, None
 
     def failed(self, version: AnchorVersion, now: float) -> None:
-        """Notes that a version could not be fetched; it is retried with backoff."""
         self.catching = None
         before = self._failures.pop(version, None)
         count = 1 if before is None else before.count + 1
@@ -264,7 +255,6 @@ class ReplicaView:
         self.version = version
         self.now = 0.0
         self.steps = 0
-        """Our inner steps since our anchor."""
         self.anchored_at: float | None = None
         """Time when we took our anchor; None before the first event."""
         self._highest = 0
@@ -301,7 +291,6 @@ class ReplicaView:
 
     @property
     def anchored_s(self) -> float:
-        """Age of our anchor in seconds."""
         return 0.0 if self.anchored_at is None else self.now - self.anchored_at
 
     def due(self) -> Reasoned[bool]:
@@ -314,7 +303,6 @@ class ReplicaView:
         return max(self._highest, self.attempt_log.highest[0])
 
     def order(self) -> tuple[PeerId, ...]:
-        """The order of leaders of the next round."""
         others = self.others.on(self.version, self.now) - self.penalties.excluded(self.now)
         return leader_order(self.module, self.version, self.next_number(), {self.own, *others})
 

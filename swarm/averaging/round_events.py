@@ -45,13 +45,9 @@ class RoundRules:
 class Seal(Protocol):
     """Signs our entries and verifies those of others."""
 
-    def sign(self, entry: Entry) -> Entry:
-        """Returns the entry with our signature."""
-        ...
+    def sign(self, entry: Entry) -> Entry: ...
 
-    def verify(self, entry: Entry) -> bool:
-        """Whether the entry carries its peer's signature."""
-        ...
+    def verify(self, entry: Entry) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +56,8 @@ class OtherReplica:
 
     peer: PeerId
     version: AnchorVersion
-    """As announced."""
     serving: bool
     """False while it joins or drains: it gets no invitation."""
-
-
-# ---- what happens -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,8 +195,6 @@ Event = (
     | CatchUpFailed
     | Tick
 )
-
-# ---- what is to be done ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,15 +92,12 @@ class RoundMachine:
         """Whether no other replica serves; None before the first view."""
         self._alone_since: float | None = None
 
-    # ---- looking -----------------------------------------------------------------------------------------------------
-
     @property
     def version(self) -> AnchorVersion:
         return self._view.version
 
     @property
     def under_way(self) -> RoundId | None:
-        """The current attempt."""
         part = self._attempts.part
         return None if part is None else part.round
 
@@ -119,7 +116,6 @@ class RoundMachine:
         return bool(self._view.others.serving)
 
     def describe(self) -> str:
-        """One line for people."""
         view, part = self._view, self._attempts.part
         where = f"round {self.version.round}"
         if view.lag.catching is not None:
@@ -132,8 +128,6 @@ class RoundMachine:
             return f"{where}, alone, {view.steps} inner steps since"
         latest = f"; {self._attempts.latest}" if self._attempts.latest else ""
         return f"{where}; {view.standing().reason}; {view.due().reason}{latest}"
-
-    # ---- the machine -------------------------------------------------------------------------------------------------
 
     def handle(self, event: Event, now: float) -> Actions:
         """The actions that follow from an event, in order. Events of past attempts are ignored."""
@@ -193,8 +187,6 @@ class RoundMachine:
             or self._lead_if_due()
         )
 
-    # ---- ourselves and the others ------------------------------------------------------------------------------------
-
     def _arrived(self, sender: PeerId, message: RoundControl) -> Actions:
         view = self._view
         module = message.module if isinstance(message, Progress) else message.round.module
@@ -238,8 +230,6 @@ class RoundMachine:
             return []
         self._alone = alone
         return self._attempts.finish_alone() if alone else []
-
-    # ---- what time brings -------------------------------------------------------------------------------------------
 
     def _catch_up_if_behind(self) -> Actions:
         view = self._view

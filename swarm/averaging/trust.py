@@ -37,11 +37,9 @@ class Beside:
 
     reducer: PeerId
     share: float
-    """Share of the fragment's elements."""
     own_squares: float
     result_squares: float
     product: float
-    """Dot product of the two."""
 
 
 def oddities(
@@ -79,8 +77,6 @@ def _length(piece: Beside, norm: float, scale: float) -> float:
     there = scale * math.sqrt(max(piece.own_squares, piece.share * norm * norm))
     return math.sqrt(piece.result_squares) / there if there > 0 else 0.0
 
-
-# ---- after the commit ------------------------------------------------------------------------------------------------
 
 RESULT_ERROR: Final[Mapping[Codec, float]] = {
     Codec.NONE: 1e-4,
@@ -184,7 +180,6 @@ class UsualLength:
         return TOO_SHORT * _norm_per_token(entry) < expected
 
     def committed(self, entries: Iterable[Entry]) -> None:
-        """Notes the lengths in a committed round."""
         lengths = [_norm_per_token(entry) for entry in entries if entry.tokens]
         if lengths:
             self._usual = max(lower_median(lengths), FADING * self._usual)
@@ -195,9 +190,7 @@ class AnchorDrift:
 
     def __init__(self) -> None:
         self._length = 0.0
-        """Length of a round's update; 0 before the first."""
         self._between_s = 0.0
-        """Mean seconds between rounds; 0 before there are two."""
         self._round_at: float | None = None
         self._shared_at: float | None = None
 

@@ -46,7 +46,6 @@ class Anchor:
     layout: Layout
     version: AnchorVersion
     parameters: SharedVector
-    """[elements]"""
     momentum: SharedVector
     """[elements]; of the outer optimizer."""
     hashes: tuple[bytes, ...]
@@ -86,12 +85,10 @@ def version_of(
 
 
 def hash_all(layout: Layout, parameters: Vector | SharedVector, momentum: Vector | SharedVector) -> tuple[bytes, ...]:
-    """The hash list of a whole state."""
     return tuple(hash_of(chunk_bytes(layout, parameters, momentum, number)) for number in range(2 * layout.chunks))
 
 
 def hash_of(data: memoryview) -> bytes:
-    """The BLAKE3 hash of bytes, 32 bytes."""
     return blake3(data).digest()
 
 
@@ -105,11 +102,7 @@ def chunk_bytes(
     return vector[layout.range_of(index, index + 1)].view(np.uint8).data
 
 
-# ---- in checkpoints: by parameter name ------------------------------------------------------------
-
-
 def anchor_state(anchor: Anchor) -> AnchorState:
-    """The saved form of an anchor, which shares its memory."""
     return AnchorState(anchor.version, Named(anchor.layout, anchor.parameters), Named(anchor.layout, anchor.momentum))
 
 
@@ -154,7 +147,6 @@ class Named(TensorsInParts):
 
 
 def tensors_of(layout: Layout, vector: Vector | SharedVector) -> dict[str, Tensor]:
-    """A vector's parameters by name."""
     return dict(Named(layout, vector))
 
 
@@ -192,7 +184,6 @@ class AnchorStore:
         self._older: list[Anchor] = []  # the newest last
         self._leased_until: dict[bytes, float] = {}
         self._lent: list[weakref.ref[Vector]] = []
-        """An array of each anchor in the making."""
         parts = [self.layout.range_of(*fragment) for fragment in self.layout.fragments]
         self._arrays = SpareArrays(max(part.stop - part.start for part in parts))
 
@@ -205,12 +196,10 @@ class AnchorStore:
         return self._current.layout
 
     def get(self, digest: bytes) -> Anchor | None:
-        """The current or an older anchor by digest."""
         with self._lock:
             return self._find(digest)
 
     def saved(self) -> AnchorState:
-        """The current anchor in its saved form."""
         return anchor_state(self._current)
 
     def lease(self, digest: bytes, seconds: float) -> bool:
@@ -246,7 +235,6 @@ class AnchorStore:
             self._forget_lent(parameters)
 
     def put(self, anchor: Anchor) -> None:
-        """Makes an anchor the current one."""
         with self._lock:
             if anchor is self._current:
                 return
@@ -255,8 +243,6 @@ class AnchorStore:
             self._current = anchor
             self._older = [a for a in self._older[:-1] if self._is_leased(a)] + self._older[-1:]
             self._make_room(0)
-
-    # ---- all below with the lock held ------------------------------------------------------------------------------
 
     def _find(self, digest: bytes) -> Anchor | None:
         return next((a for a in (self._current, *self._older) if a.version.digest == digest), None)

@@ -41,7 +41,6 @@ class Layout:
     places: tuple[Place, ...]
     chunk_elements: int
     fragments: tuple[tuple[int, int], ...]
-    """First and end chunk of each."""
 
     @property
     def elements(self) -> int:

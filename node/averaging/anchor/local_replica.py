@@ -25,13 +25,10 @@ class Schedule(Protocol):
 
     steps: int
     tokens: int
-    """Position in the learning rate schedule, with `steps`."""
     replicas: int
-    """Replicas that train the module."""
     before_step: Callable[[], None]
     """Called at the beginning of each inner step."""
     before_change: Callable[[], None]
-    """To be called before the parameters change."""
 
     def start_anew(self, steps: int, tokens: int) -> None:
         """Drops the optimizer's state, because the parameters have changed."""
@@ -112,7 +109,6 @@ _Piece = tuple[Floats, slice]
 
 
 def _read(memory: Floats, part: slice) -> Tensor:
-    """A view, or a copy of packed memory."""
     return memory[part] if isinstance(memory, Tensor) else memory.read(part)
 
 

@@ -24,7 +24,6 @@ from swarm.vocabulary.errors import StateError
 from swarm.vocabulary.types import MAX_COUNT
 
 PIECE: Final = 2**18
-"""Elements per read in `step_alone`."""
 
 COARSE: Final = np.float32(2.0**-80)
 """Leaves numbers of 5e-32 and more, too large for denormal products."""
@@ -63,7 +62,6 @@ def _round(values: Vector, out: Vector) -> None:
 
 
 def outer_rule(manifest: Manifest) -> OuterRule:
-    """The outer optimizer of the run."""
     outer = manifest.training.outer
     return OuterRule(outer.learning_rate, outer.momentum)
 

@@ -19,7 +19,6 @@ from node.averaging.anchor.layout import Layout
 from swarm.vocabulary.errors import OutOfMemory
 
 KEPT: Final = 2
-"""Blocks: parameters and momentum of one fragment."""
 LARGEST_KEPT_BYTES: Final = 64 * 1024 * 1024
 """Larger blocks go back to the system."""
 
@@ -49,7 +48,6 @@ class SpareArrays:
 
 Vector = npt.NDArray[np.float32]
 StateVectors = tuple["SharedVector", "SharedVector"]
-"""Parameters and momentum."""
 
 
 class SharedVector:
@@ -134,7 +132,6 @@ STRETCH: Final = 2**15
 
 
 def stretches(length: int) -> Iterator[slice]:
-    """Consecutive slices that cover 0 to `length`."""
     return (slice(start, min(start + STRETCH, length)) for start in range(0, length, STRETCH))
 
 

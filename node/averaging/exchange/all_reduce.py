@@ -53,15 +53,12 @@ class ExchangeMeans:
     """What all exchanges of a replica work with."""
 
     codecs: tuple[RoundCodecs, ...]
-    """Codecs that this run's rosters may name."""
     rule: OuterRule
     thread: ComputeThread
-    """For arithmetic; not the compute thread."""
     transport: Transport
     clock: Clock
     signatures: PieceSignatures
     random: Random
-    """For what nobody may foresee."""
     watch: Watch = lambda how_far: None
 
 
@@ -73,11 +70,8 @@ class ExchangeRecord:
     anchor: Anchor | None
     """The result; None once the next exchange has begun."""
     signed: Mapping[Piece, Mapping[PeerId, SignedHash]]
-    """Contributions to our shard."""
     own: Mapping[Piece, SignedHash]
-    """Our contributions to other shards."""
     source: Source | None
-    """None once it was overwritten."""
     sent: SentParts | None
 
     def encoded(self, piece: Piece) -> memoryview | None:
@@ -119,7 +113,6 @@ class AllReduce:
     ) -> None:
         self.plan = plan
         self.sent_bytes = 0
-        """Bytes of pieces."""
         self.sent = SentParts(plan.codecs.contribution) if plan.codecs.leave_over else None
         """What the others get of our pseudo-gradient, if the codec leaves much out."""
         self._source = source
@@ -190,8 +183,6 @@ class AllReduce:
                 tasks.create_task(self._send_contributions(peer, contributions))
                 tasks.create_task(self._send_results(peer, results))
 
-    # ---- what goes out ---------------------------------------------------------------------------------------------
-
     async def _send_contributions(self, reducer: PeerId, pieces: Iterator[Piece]) -> None:
         codec = self.plan.codecs.contribution
         room = np.empty(self._largest_encoding(reducer), np.uint8).data
@@ -234,8 +225,6 @@ class AllReduce:
     def _largest_encoding(self, reducer: PeerId) -> int:
         elements = max((piece.elements for piece in self.plan.shards[reducer]), default=0)
         return encoded_bytes(self.plan.codecs.contribution, elements) if elements else 0
-
-    # ---- what comes in ---------------------------------------------------------------------------------------------
 
     def _take(self, sender: PeerId, message: RoundPiece, piece: Piece, buffer: memoryview) -> None:
         crash_point("piece arrived")

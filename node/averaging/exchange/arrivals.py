@@ -26,10 +26,8 @@ class _Sender:
     size_bytes: float = 0.0
     seconds: float = 0.0
     under_way: int = 0
-    """Pieces that are arriving."""
     since: float = 0.0
     came: int = 0
-    """Bytes since then."""
 
 
 class Incoming:
@@ -95,13 +93,11 @@ class Arrivals:
     ) -> None:
         self.round = round_id
         self.received_bytes = 0
-        """Of whole pieces."""
         self._codecs = codecs
         self._rejected = rejected
         self._plan: Plan | None = None
         self._deliver: Deliver | None = None
         self._come: dict[tuple[PeerId, RoundPiece], Codec] = {}
-        """Codecs of admitted pieces that were not broken off."""
         self._early: list[tuple[PeerId, RoundPiece, memoryview]] = []
         self._free: dict[int, list[memoryview]] = {}
 

@@ -124,9 +124,7 @@ class HowFar:
 
     round: RoundId
     reduced_chunks: int
-    """Chunks of its shard."""
     percent: int
-    """Of the contributions and results that it takes in."""
 
 
 Watch = Callable[[HowFar], None]

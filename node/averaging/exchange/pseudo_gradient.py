@@ -48,7 +48,6 @@ class Source:
 
     anchor: Anchor
     snapshot: Vector | SharedVector
-    """Of the fragment at least."""
 
     def squares(self, part: slice) -> float:
         """The sum of squares. Not finite if an element is not."""

@@ -54,7 +54,6 @@ class Added:
     """What became of a contribution."""
 
     objection: str | None = None
-    """Why it cannot be used."""
     encoding: memoryview | None = None
     """Of the whole sum, when it is complete."""
 
@@ -108,11 +107,9 @@ class Reduction:
 
 
 PATCH: Final = 4096
-"""Elements in a row."""
 ONE_IN: Final = 8
 """Inverse share of a piece's patches that are compared: nobody knows which, and memory traffic is an eighth."""
 AT_LEAST: Final = 8
-"""Least patches of a piece."""
 
 
 class Comparison:
@@ -135,7 +132,6 @@ class Comparison:
         start = self._random.randint(0, piece.elements - count * width)
 
         def patches(values: Vector) -> Vector:
-            """One after the other."""
             rows = values[start : start + count * width].reshape(count, width)
             return rows[chosen].reshape(-1)
 

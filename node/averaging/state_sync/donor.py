@@ -31,7 +31,6 @@ from swarm.vocabulary.types import Codec, ModuleId, PeerId, short
 log = logging.getLogger(__name__)
 
 CHUNKS_OF_ONE: Final = 32
-"""Unsent chunks of one asker."""
 ASKERS: Final = 32
 """Peers with chunks waiting; others get BUSY."""
 LINKS_AT_ONCE: Final = 8
@@ -50,7 +49,6 @@ class _Asker:
     """The queue of one peer, served by a task."""
 
     waiting: deque[tuple[ModuleId, bytes, int]] = field(default_factory=deque)
-    """Module, digest and number of each chunk."""
 
 
 class Donor:
@@ -88,7 +86,6 @@ class Donor:
         self.sent_bytes = 0
 
     def receiving(self, dispatcher: Dispatcher) -> AbstractContextManager[None]:
-        """Registers for requests within the block."""
         return dispatcher.registered(
             messages={StateRequest: self.receive},
             answers={QuestionAbout.STATE: self.answer},
@@ -96,7 +93,6 @@ class Donor:
         )
 
     async def run(self) -> None:
-        """Serves requests, until cancelled."""
         async with self._tasks.running():
             await asyncio.get_running_loop().create_future()
 
@@ -111,7 +107,6 @@ class Donor:
         return encode_hash_list(HashList(anchor.version, layout.elements, layout.chunk_elements, anchor.hashes))
 
     def receive(self, sender: PeerId, request: StateRequest) -> None:
-        """Queues a request, or refuses it."""
         if not self._tasks.are_running:
             return
         anchor = self._find(request.module, request.digest)
@@ -155,8 +150,6 @@ class Donor:
         left = self._first_asked.setdefault(digest, now) + LONGEST_LEASE_S - now
         if left > 0:
             self._store.lease(digest, min(LEASE_S, left))
-
-    # ---- tasks -------------------------------------------------------------------------------------------------------
 
     async def _serve(self, peer: PeerId, asker: _Asker) -> None:
         try:

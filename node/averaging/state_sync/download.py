@@ -120,7 +120,6 @@ def _nobody_has(wanted: AnchorVersion, failed: dict[PeerId, PeerError]) -> Skips
 
 FEWEST_BUFFERS: Final = 3
 MOST_WAITING: Final = MOST_OWED
-"""Requests in flight to one donor."""
 BUFFER_BYTES: Final = 16 * 1024 * 1024
 """Memory for one donor's chunks that are asked for, arriving or being checked."""
 
@@ -152,7 +151,6 @@ class StateDownloads:
         self.on_progress = on_progress
         self.on_liar = on_liar
         self.received_bytes: Mapping[PeerId, int] = {}
-        """Good bytes of the last download, by donor."""
         self._space = space
         self._folder = folder
         self._random = Random(session.own.peer)  # noqa: S311 - spreads the load over donors; no secret
@@ -252,8 +250,6 @@ class _Download(MachineRunner[Event, Action]):
         if isinstance(self._end, Failed):
             raise self._error(self._end)
 
-    # ---- what comes in by the links ----------------------------------------------------------------------------------
-
     def admit(self, sender: PeerId, message: StateChunk, tensor: TensorSpec) -> memoryview | Refusal:
         chunk = message.chunk
         if not self._is_of(message) or not self._plan.expects(sender, chunk):
@@ -297,8 +293,6 @@ class _Download(MachineRunner[Event, Action]):
         """Whether the buffer is the one given for this chunk."""
         given = self._arriving.get((sender, message.chunk))
         return self._is_of(message) and given is not None and given.obj is buffer.obj
-
-    # ---- carrying out ------------------------------------------------------------------------------------------------
 
     def _carry_out(self, action: Action) -> None:
         match action:

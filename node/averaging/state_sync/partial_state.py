@@ -32,7 +32,6 @@ STATE_CODECS: Final[Mapping[str, frozenset[Codec]]] = {
     "none": frozenset({Codec.NONE}),
     "planes": frozenset({Codec.NONE, Codec.PLANES}),
 }
-"""Codecs of chunks, by `codecs.state`."""
 
 PLANES_BELOW_BYTES_PER_S: Final = 80e6
 """Goodput below which byte planes (ratio 1.2, 1 GB/s on one core) save more time than they cost."""
@@ -114,8 +113,6 @@ class PartialState:
         finished = self._thread.submit(self._close, complete)
         self._thread.shutdown(wait=False)
         await asyncio.shield(asyncio.wrap_future(finished))
-
-    # ---- on the thread -----------------------------------------------------------------------------------------------
 
     def _take_over(self, known: Anchor | None) -> frozenset[int]:
         if self._folder is not None:
