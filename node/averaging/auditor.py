@@ -33,15 +33,8 @@ from protocol.interfaces.tensor_spec import TensorSpec
 from protocol.interfaces.transport import Refusal
 from swarm.averaging.round_events import Caught, Event
 from swarm.averaging.trust import Reckoning, chance_of_audit, unexplained
-from swarm.vocabulary.averaging_messages import (
-    Accusation,
-    AuditControl,
-    AuditRefused,
-    AuditRequest,
-    Contribution,
-    Evidence,
-    SignedHash,
-)
+from swarm.vocabulary import averaging_messages as messages
+from swarm.vocabulary.averaging_messages import Contribution, SignedHash
 from swarm.vocabulary.errors import PeerError, ProtocolViolation, StateError
 from swarm.vocabulary.types import AnchorVersion, PeerId, short
 
@@ -71,7 +64,7 @@ class Recount:
     def check(
         self,
         signatures: PieceSignatures,
-        evidence: Evidence | None,
+        evidence: messages.Evidence | None,
         accuser: PeerId | None,
         shown: Sequence[SignedHash],
     ) -> Mapping[PeerId, SignedHash] | Caught:
@@ -183,7 +176,7 @@ class Auditor:
         self,
         own: PeerId,
         means: ExchangeMeans,
-        send: Callable[[PeerId, AuditControl], object],
+        send: Callable[[PeerId, messages.AuditControl], object],
         report: Callable[[Event], None],
         begin: Callable[[Coroutine[Any, Any, None]], object],
     ) -> None:
@@ -204,7 +197,7 @@ class Auditor:
         self._unanswered: Counter[PeerId] = Counter()
         self._groundless: Counter[PeerId] = Counter()
         self._wanted: dict[tuple[PeerId, Contribution], _Wanted] = {}
-        self._evidence: dict[tuple[PeerId, Contribution], asyncio.Future[Evidence | None]] = {}
+        self._evidence: dict[tuple[PeerId, Contribution], asyncio.Future[messages.Evidence | None]] = {}
         self._auditing = asyncio.Lock()
         self._under_way = 0
         self._sending, self._fetching = asyncio.Semaphore(AT_ONCE), asyncio.Semaphore(AT_ONCE)
@@ -240,19 +233,19 @@ class Auditor:
         self.sent_bytes = self.received_bytes = 0
         return traffic
 
-    def receive(self, sender: PeerId, message: AuditControl) -> None:
+    def receive(self, sender: PeerId, message: messages.AuditControl) -> None:
         """Takes in a small message. Only members of the latest exchanges count, and only about those."""
         record = next((record for record in self._records if record.plan.roster.round == message.round), None)
         if record is None or sender not in record.plan.members:
-            if isinstance(message, AuditRequest):
+            if isinstance(message, messages.AuditRequest):
                 self._refuse(sender, message)
             return
         match message:
-            case AuditRequest():
+            case messages.AuditRequest():
                 self._asked(sender, record, message)
-            case Evidence() | AuditRefused():
+            case messages.Evidence() | messages.AuditRefused():
                 self._answered(sender, message)
-            case Accusation():
+            case messages.Accusation():
                 self._accused(sender, record, message)
 
     def wants(self, sender: PeerId, message: object) -> bool:
@@ -277,28 +270,28 @@ class Auditor:
             wanted.whole.set_result(buffer if whole else None)
         return True
 
-    def _asked(self, sender: PeerId, record: ExchangeRecord, request: AuditRequest) -> None:
+    def _asked(self, sender: PeerId, record: ExchangeRecord, request: messages.AuditRequest) -> None:
         piece = record.plan.piece_at(request.first_chunk, request.end_chunk)
         self._served[sender] += 1
         if piece is None or self._served[sender] > REQUESTS:
             self._refuse(sender, request)
         elif piece.reducer == self._own:
             signed = tuple(record.signed.get(piece, {}).values())
-            self._send(sender, Evidence(request.round, request.first_chunk, request.end_chunk, signed))
+            self._send(sender, messages.Evidence(request.round, request.first_chunk, request.end_chunk, signed))
         elif piece in record.own:
             self._begin(self._serve(sender, record, piece))
         else:
             self._refuse(sender, request)
 
-    def _refuse(self, sender: PeerId, request: AuditRequest) -> None:
-        self._send(sender, AuditRefused(request.round, request.first_chunk, request.end_chunk))
+    def _refuse(self, sender: PeerId, request: messages.AuditRequest) -> None:
+        self._send(sender, messages.AuditRefused(request.round, request.first_chunk, request.end_chunk))
 
     async def _serve(self, asker: PeerId, record: ExchangeRecord, piece: Piece) -> None:
         async with self._sending:
             message = record.plan.contribution(piece)
             data = await self._on_thread(partial(record.encoded, piece))
             if data is None:
-                self._refuse(asker, AuditRequest(message.round, message.first_chunk, message.end_chunk))
+                self._refuse(asker, messages.AuditRequest(message.round, message.first_chunk, message.end_chunk))
                 return
             spec = piece_spec(record.plan.codecs.contribution, piece.elements)
             try:
@@ -377,16 +370,16 @@ class Auditor:
         self, record: ExchangeRecord, piece: Piece, culprit: PeerId, signed: Mapping[PeerId, SignedHash]
     ) -> None:
         message = record.plan.contribution(piece)
-        accusation = Accusation(message.round, message.first_chunk, message.end_chunk, tuple(signed.values()))
+        accusation = messages.Accusation(message.round, message.first_chunk, message.end_chunk, tuple(signed.values()))
         for peer in record.plan.others:
             if peer != culprit:
                 self._send(peer, accusation)
 
-    async def _evidence_of(self, record: ExchangeRecord, piece: Piece) -> Evidence | None:
+    async def _evidence_of(self, record: ExchangeRecord, piece: Piece) -> messages.Evidence | None:
         """What the reducer says that others have signed; None when it says nothing."""
         key = (piece.reducer, record.plan.contribution(piece))
 
-        async def once() -> Evidence | None:
+        async def once() -> messages.Evidence | None:
             self._evidence[key] = asyncio.get_running_loop().create_future()
             self._request(*key)
             try:
@@ -421,17 +414,17 @@ class Auditor:
         return await _several_times(once)
 
     def _request(self, peer: PeerId, piece: Contribution) -> None:
-        self._send(peer, AuditRequest(piece.round, piece.first_chunk, piece.end_chunk))
+        self._send(peer, messages.AuditRequest(piece.round, piece.first_chunk, piece.end_chunk))
 
-    def _answered(self, sender: PeerId, message: Evidence | AuditRefused) -> None:
+    def _answered(self, sender: PeerId, message: messages.Evidence | messages.AuditRefused) -> None:
         key = (sender, Contribution(message.round, message.first_chunk, message.end_chunk))
         waiting, wanted = self._evidence.get(key), self._wanted.get(key)
         if waiting is not None and not waiting.done():
-            waiting.set_result(message if isinstance(message, Evidence) else None)
-        elif isinstance(message, AuditRefused) and wanted is not None and not wanted.whole.done():
+            waiting.set_result(message if isinstance(message, messages.Evidence) else None)
+        elif isinstance(message, messages.AuditRefused) and wanted is not None and not wanted.whole.done():
             wanted.whole.set_result(None)
 
-    def _accused(self, sender: PeerId, record: ExchangeRecord, accusation: Accusation) -> None:
+    def _accused(self, sender: PeerId, record: ExchangeRecord, accusation: messages.Accusation) -> None:
         """One audit for each accuser and round."""
         piece = record.plan.piece_at(accusation.first_chunk, accusation.end_chunk)
         if piece is None or piece.reducer in (self._own, sender) or sender in self._accusers:

@@ -17,9 +17,8 @@ from node.averaging.anchor.layout import Layout
 from node.averaging.anchor.local_replica import LocalReplica, anchor_of
 from node.averaging.anchor.outer_step import outer_rule
 from node.averaging.exchange.all_reduce import ExchangeMeans
-from node.averaging.exchange.partition import HowFar
 from node.averaging.replica_sync import ReplicaSync, Work
-from node.averaging.round_runner import RoundRunner, RoundSettled
+from node.averaging.round_runner import RoundRunner
 from node.averaging.state_sync.donor import Donor
 from node.averaging.state_sync.download import StateDownloads
 from node.averaging.state_sync.partial_state import STATE_CODECS
@@ -27,16 +26,8 @@ from node.checkpoint.state import Agreed, AnchorState
 from node.concurrency.compute_thread import ComputeThread, Priority
 from node.concurrency.task_groups import task_scope
 from node.context.module_context import ModuleContext
-from node.observability.events import (
-    CatchingUp,
-    CaughtUp,
-    EventSink,
-    Note,
-    ReplicaAccused,
-    Restored,
-    RoundCommitted,
-    RoundProgress,
-)
+from node.observability import events
+from node.observability.events import CatchingUp, EventSink, RoundCommitted
 from node.observability.status import Accusation, DownloadStatus, RoundStatus
 from protocol.codecs import encoded_bytes
 from protocol.identity.signatures import EntrySeal, PieceSignatures
@@ -46,6 +37,7 @@ from swarm.averaging.round_events import Caught, OtherReplica, RoundRules
 from swarm.averaging.round_machine import RoundMachine
 from swarm.compression.round_codecs import RoundCodecs, Rung, ladder
 from swarm.vocabulary.announcement import Announcement
+from swarm.vocabulary.averaging_messages import RoundId
 from swarm.vocabulary.errors import CorruptSnapshot
 from swarm.vocabulary.types import AnchorVersion, Codec, ModuleId, PeerId, PeerState
 
@@ -67,69 +59,40 @@ class RoundNews:
         self._module = str(module)
         self._clock = clock
         self._events = events
-        self._last: tuple[RoundSettled, float] | None = None
+        self._last: tuple[RoundCommitted, str, float] | None = None
         self._clipped = 0
         self._download: CatchingUp | None = None
         self._accused: list[Caught] = []
         self._began = self._told = 0.0
 
     def restored(self, version: AnchorVersion) -> None:
-        self._events.emit(Restored(self._peer, self._module, version.round, version.digest.hex()))
+        self._events.emit(events.Restored(self._peer, self._module, version.round, version.digest.hex()))
 
-    def exchanging(self, how_far: HowFar) -> None:
+    def exchanging(self, attempt: RoundId, reduced_chunks: int, percent: int) -> None:
         """Reports that another tenth of an exchange is done."""
-        attempt = how_far.round
-        self._events.emit(
-            RoundProgress(
-                self._peer,
-                str(attempt.module),
-                attempt.number,
-                attempt.attempt,
-                attempt.convener,
-                how_far.reduced_chunks,
-                how_far.percent,
-            )
-        )
+        figures = (attempt.number, attempt.attempt, attempt.convener, reduced_chunks, percent)
+        self._events.emit(events.RoundProgress(self._peer, str(attempt.module), *figures))
 
-    def committed(self, settled: RoundSettled) -> None:
-        version = settled.version
-        self._last = settled, self._clock.monotonic()
-        self._tell_of_clipping(settled)
-        self._events.emit(
-            RoundCommitted(
-                self._peer,
-                self._module,
-                version.round,
-                version.digest.hex(),
-                settled.members,
-                settled.contributors,
-                settled.tokens,
-                settled.attempts,
-                settled.seconds,
-                settled.sent_bytes,
-                settled.received_bytes,
-                settled.codec.name.lower(),
-                settled.audit_sent_bytes,
-                settled.audit_received_bytes,
-            )
-        )
-
-    def _tell_of_clipping(self, settled: RoundSettled) -> None:
-        self._clipped = self._clipped + 1 if settled.clipping < CLIPPED else 0
+    def committed(self, event: RoundCommitted, codec_reason: str, clipping: float) -> None:
+        self._last = event, codec_reason, self._clock.monotonic()
+        self._clipped = self._clipped + 1 if clipping < CLIPPED else 0
         if self._clipped == CLIPPED_ROUNDS:
             text = (
                 f"in {CLIPPED_ROUNDS} rounds in a row this replica's update of stage {self._module} counted "
                 f"less than {CLIPPED:.0%}, because the"
                 " others declare far shorter ones: either it has diverged, or they lie to slow training down"
             )
-            self._events.emit(Note("warning", text))
+            self._events.emit(events.Note("warning", text))
+        self._events.emit(event)
 
     def accused(self, caught: Caught) -> None:
         """Reports that a replica is excluded from our rounds; once per round and peer."""
         if self._accused and (self._accused[-1].peer, self._accused[-1].round) == (caught.peer, caught.round):
             return
         self._accused = [*self._accused, caught][-ACCUSED_KEPT:]
-        self._events.emit(ReplicaAccused(self._peer, self._module, caught.peer, caught.round, caught.why, caught.proof))
+        self._events.emit(
+            events.ReplicaAccused(self._peer, self._module, caught.peer, caught.round, caught.why, caught.proof)
+        )
 
     def fetching(self, wanted: AnchorVersion) -> None:
         self._began = self._clock.monotonic()
@@ -154,7 +117,7 @@ class RoundNews:
         """Reports a fetched anchor. `known`: ours before; `received`: bytes by donor."""
         chunks = (len(anchor.chunk(n)) for n, new in enumerate(anchor.hashes) if new != known.hashes[n])
         self._events.emit(
-            CaughtUp(
+            events.CaughtUp(
                 self._peer,
                 self._module,
                 anchor.version.round,
@@ -169,9 +132,8 @@ class RoundNews:
     def last_round(self) -> RoundStatus | None:
         if self._last is None:
             return None
-        settled, at = self._last
-        since = round(self._clock.monotonic() - at, 1)
-        return RoundStatus(len(settled.members), since, settled.codec.name.lower(), settled.codec_reason)
+        event, codec_reason, at = self._last
+        return RoundStatus(len(event.members), round(self._clock.monotonic() - at, 1), event.codec, codec_reason)
 
     def accused_lately(self) -> tuple[Accusation, ...]:
         return tuple(Accusation(caught.peer, caught.round, caught.why) for caught in self._accused)
@@ -328,14 +290,14 @@ class ModuleRounds:
             self._own.anchor = anchor.version
             self._given.session.membership_sync.announce()
 
-    def settled(self, settled: RoundSettled) -> None:
-        self.news.committed(settled)
-        if settled.version == self._store.current.version:
-            self._given.proofs.shared_round(frozenset(settled.contributors) - {self._own.peer})
+    def settled(self, version: AnchorVersion, event: RoundCommitted, reason: str = "", clipping: float = 1.0) -> None:
+        self.news.committed(event, reason, clipping)
+        if version == self._store.current.version:
+            self._given.proofs.shared_round(frozenset(map(PeerId, event.contributors)) - {self._own.peer})
         now = self._own.clock.monotonic()
         if now - self._saved_at >= BETWEEN_SAVES_S:
             self._saved_at = now
-            self._given.saves.request_save(f"round {settled.version.round}")
+            self._given.saves.request_save(f"round {event.round}")
 
 
 @asynccontextmanager
@@ -390,5 +352,5 @@ def _restored(given: ModuleContext, layout: Layout, saved: AnchorState) -> Ancho
     try:
         return restored_anchor(layout, saved)
     except CorruptSnapshot as error:
-        given.events.emit(Note("warning", f"{error}; the parameters saved with it are taken for the anchor"))
+        given.events.emit(events.Note("warning", f"{error}; the parameters saved with it are taken for the anchor"))
         return None

@@ -6,6 +6,7 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from swarm.averaging import round_events as events
 from swarm.averaging.leader import GivenUp, Leader, Settled, TryAgain
 from swarm.averaging.replica_view import ATTEMPTS_AT_ONCE, ReplicaView
 from swarm.averaging.roster import (
@@ -18,43 +19,11 @@ from swarm.averaging.roster import (
     objection,
     oddity,
 )
-from swarm.averaging.round_events import (
-    Accuse,
-    Action,
-    CatchUp,
-    Caught,
-    CommitStaged,
-    DropStaged,
-    Exchange,
-    Owing,
-    PieceCame,
-    PieceRejected,
-    Release,
-    RoundRules,
-    SnapshotBroken,
-    SnapshotTaken,
-    Staged,
-    TakeSnapshot,
-    Tell,
-)
+from swarm.averaging.round_events import Action, Tell
 from swarm.averaging.schedule import leader_order, plausible_round, precedence
 from swarm.averaging.trust import measured_of
-from swarm.vocabulary.averaging_messages import (
-    MAX_ATTEMPTS,
-    Accepting,
-    Commit,
-    Declined,
-    DeclineReason,
-    Dissolved,
-    Entry,
-    Invitation,
-    Prepared,
-    Pulse,
-    Roster,
-    RoundControl,
-    RoundId,
-    SignedRoster,
-)
+from swarm.vocabulary import averaging_messages as messages
+from swarm.vocabulary.averaging_messages import DeclineReason, RoundId
 from swarm.vocabulary.types import AnchorVersion, PeerId, short
 
 PIECE_SLACK = 4.0
@@ -75,7 +44,7 @@ class Phase(enum.Enum):
 class StagedResult:
     """The complete result of an exchange, not committed yet."""
 
-    roster: Roster
+    roster: messages.Roster
     version: AnchorVersion
 
 
@@ -85,15 +54,15 @@ class Participation:
 
     round: RoundId
     heard: float
-    rules: RoundRules
+    rules: events.RoundRules
     until: float = field(init=False)
     """No honest leader lets the attempt last longer."""
     phase: Phase = Phase.PREPARING
-    entry: Entry | None = None
+    entry: messages.Entry | None = None
     bandwidth: float = 0.0
     """Goodput of our best link in bytes per second; 0 if unknown."""
-    roster: Roster | None = None
-    entries: tuple[Entry, ...] = ()
+    roster: messages.Roster | None = None
+    entries: tuple[messages.Entry, ...] = ()
     version: AnchorVersion | None = None
     prepared_at: float = 0.0
     prepared: dict[PeerId, AnchorVersion] = field(default_factory=dict)
@@ -120,7 +89,7 @@ class Participation:
         """Whether to stay with this leader if another one calls: the exchange runs and the leader is alive."""
         return self.roster is not None and self.silence(now) < self.rules.silence_s / 2
 
-    def begin(self, roster: Roster, until: float) -> None:
+    def begin(self, roster: messages.Roster, until: float) -> None:
         self.roster, self.phase, self.until = roster, Phase.EXCHANGING, until
 
     def owed(self, peers: frozenset[PeerId], now: float) -> None:
@@ -168,29 +137,29 @@ class Participation:
     def _piece_s(self) -> float:
         return self.rules.chunk_bytes / (self.bandwidth or ASSUMED_BANDWIDTH)
 
-    def status(self, now: float) -> RoundControl | None:
+    def status(self, now: float) -> messages.RoundControl | None:
         """The member's repeated report to the leader."""
         match self.phase:
             case Phase.PREPARING:
-                return Accepting(self.round)
+                return messages.Accepting(self.round)
             case Phase.ENTERED:
                 return self.entry
             case Phase.EXCHANGING:
-                return Pulse(self.round, self.waiting_for(now), tuple(sorted(self.rejected)))
+                return messages.Pulse(self.round, self.waiting_for(now), tuple(sorted(self.rejected)))
             case Phase.PREPARED:
                 assert self.version is not None
-                return Prepared(self.round, self.version)
+                return messages.Prepared(self.round, self.version)
             case Phase.FINISHING:
                 return None
 
 
 def can_be_meant(sender: PeerId, attempt: RoundId, view: ReplicaView) -> bool:
     """Whether an invitation deserves an answer: from the leader itself, with possible numbers, from no offender."""
-    plausible = plausible_round(view.version, attempt.number) and 0 <= attempt.attempt < MAX_ATTEMPTS
+    plausible = plausible_round(view.version, attempt.number) and 0 <= attempt.attempt < messages.MAX_ATTEMPTS
     return attempt.convener == sender and plausible and sender not in view.penalties.excluded(view.now)
 
 
-def refusal_of(invitation: Invitation, part: Participation | None, view: ReplicaView) -> DeclineReason | None:
+def refusal_of(invitation: messages.Invitation, part: Participation | None, view: ReplicaView) -> DeclineReason | None:
     """The reason to refuse an invitation; None to follow it."""
     attempt = invitation.round
     if attempt.number <= view.version.round:
@@ -224,11 +193,10 @@ def _precedence(attempt: RoundId, base: AnchorVersion) -> bytes:
 
 
 Actions = list[Action]
-AttemptEvent = SnapshotTaken | SnapshotBroken | PieceCame | Owing | PieceRejected | Staged
 PATIENCE = 2.0
 """Factor on the time limit of an exchange after which a live leader is left."""
 FORGED_ENTRY = "the entry that it sent is not signed by it, or has impossible figures"
-ToLeader = Accepting | Entry | Declined | Pulse | Prepared
+ToLeader = messages.Accepting | messages.Entry | messages.Declined | messages.Pulse | messages.Prepared
 
 
 class Attempts:
@@ -251,7 +219,7 @@ class Attempts:
         self.latest = f"opened round {attempt.number} attempt {attempt.attempt}: {why}"
         return [*self._leading.open()]
 
-    def _invited(self, sender: PeerId, invitation: Invitation) -> Actions:
+    def _invited(self, sender: PeerId, invitation: messages.Invitation) -> Actions:
         view, attempt = self._view, invitation.round
         if not can_be_meant(sender, attempt, view):
             return []
@@ -259,7 +227,7 @@ class Attempts:
             return self._tell_leader(self.part)
         refusal = refusal_of(invitation, self.part, view)
         if refusal is not None:
-            return [Tell(sender, Declined(attempt, refusal, view.version))]
+            return [Tell(sender, messages.Declined(attempt, refusal, view.version))]
         return self._follow(attempt)
 
     def _follow(self, attempt: RoundId) -> Actions:
@@ -269,12 +237,12 @@ class Attempts:
             actions += self._leading.dissolve("another leader comes first")
             self._leading = None
         elif self.part is not None and self.part.round.convener not in (view.own, attempt.convener):
-            declined = Declined(self.part.round, DeclineReason.OTHER_CONVENER, view.version)
+            declined = messages.Declined(self.part.round, DeclineReason.OTHER_CONVENER, view.version)
             actions.append(Tell(self.part.round.convener, declined))
         self._remember_delays()
         self.part = Participation(attempt, view.now, view.rules)
         view.attempt_log.follow(attempt)
-        return [*actions, *self._tell_leader(self.part), TakeSnapshot(attempt, view.version.fragment)]
+        return [*actions, *self._tell_leader(self.part), events.TakeSnapshot(attempt, view.version.fragment)]
 
     def _tell_leader(self, part: Participation) -> Actions:
         part.told = self._view.now
@@ -290,7 +258,7 @@ class Attempts:
         attempt_log = self._view.attempt_log
         attempt_log.ended, attempt_log.due_since = part.round, None
         # Once an exchange has begun from this anchor, later attempts use the same pseudo-gradient.
-        return [Release(part.round.number - 1 if attempt_log.rosters else part.round.number, why)]
+        return [events.Release(part.round.number - 1 if attempt_log.rosters else part.round.number, why)]
 
     def _remember_delays(self) -> None:
         if self.part is not None:
@@ -301,26 +269,26 @@ class Attempts:
         """Leaves the attempt, and drops all results of this and earlier ones."""
         number = self._view.attempt_log.highest[0]
         self.part = self._leading = self._staged = None
-        return [Release(number, why)] if number else []
+        return [events.Release(number, why)] if number else []
 
     def _decline(self, part: Participation, reason: DeclineReason, why: str) -> Actions:
-        declined = Declined(part.round, reason, self._view.version)
+        declined = messages.Declined(part.round, reason, self._view.version)
         return [Tell(part.round.convener, declined), *self.leave(why)]
 
-    def arrived(self, sender: PeerId, message: RoundControl) -> Actions:
+    def arrived(self, sender: PeerId, message: messages.RoundControl) -> Actions:
         """Handles a message about an attempt, from a live replica or from ourselves."""
-        if isinstance(message, Pulse) and message.round.convener == sender:
+        if isinstance(message, messages.Pulse) and message.round.convener == sender:
             self._hear_leader(sender, message.round)
         match message:
-            case Invitation():
+            case messages.Invitation():
                 return self._invited(sender, message)
-            case SignedRoster():
+            case messages.SignedRoster():
                 return self._roster_came(sender, message)
-            case Commit():
+            case messages.Commit():
                 return self._commit_came(sender, message)
-            case Dissolved(attempt, detail):
+            case messages.Dissolved(attempt, detail):
                 return self._dissolved(sender, attempt, detail)
-            case Accepting() | Entry() | Declined() | Pulse() | Prepared():
+            case messages.Accepting() | messages.Entry() | messages.Declined() | messages.Pulse() | messages.Prepared():
                 return self._for_leader(sender, message)
             case _:
                 return []
@@ -337,14 +305,14 @@ class Attempts:
         view, attempt = self._view, message.round
         if self._leading is not None and self._leading.round == attempt:
             tells = self._leading.hear(sender, message, view.now)
-            forged = isinstance(message, Entry) and sender in self._leading.forgers
+            forged = isinstance(message, messages.Entry) and sender in self._leading.forgers
             return [*tells, *(self._accuse(sender, attempt, FORGED_ENTRY) if forged else [])]
         part = self.part
-        if isinstance(message, Prepared) and part is not None and part.round == attempt:
+        if isinstance(message, messages.Prepared) and part is not None and part.round == attempt:
             if part.roster is not None and sender in part.roster.peers:
                 part.prepared[sender] = message.version
             return self._commit_without_leader(part)
-        if isinstance(message, Declined):
+        if isinstance(message, messages.Declined):
             past = message.reason is DeclineReason.PAST
             return self.leave("it is over") if past and self._hear_leader(sender, attempt) else []
         if attempt.convener != view.own or (self._leading is not None and sender in self._leading.invitees):
@@ -353,10 +321,10 @@ class Attempts:
         if commit is not None:
             return [Tell(sender, commit)]
         if attempt.number <= view.version.round:
-            return [Tell(sender, Declined(attempt, DeclineReason.PAST, view.version))]
-        return [Tell(sender, Dissolved(attempt, "this attempt is over"))]
+            return [Tell(sender, messages.Declined(attempt, DeclineReason.PAST, view.version))]
+        return [Tell(sender, messages.Dissolved(attempt, "this attempt is over"))]
 
-    def _roster_came(self, sender: PeerId, signed: SignedRoster) -> Actions:
+    def _roster_came(self, sender: PeerId, signed: messages.SignedRoster) -> Actions:
         view, part = self._view, self.part
         if part is None or part.entry is None or not self._hear_leader(sender, signed.round):
             return []
@@ -377,7 +345,7 @@ class Attempts:
         part.begin(roster, view.now + PATIENCE * exchange_limit_s(view.rules, signed, part.bandwidth))
         part.entries = signed.entries
         view.attempt_log.began(roster)
-        return [Exchange(roster)]
+        return [events.Exchange(roster)]
 
     def _refuse(self, part: Participation, why: str, lie: bool) -> Actions:
         """Does not follow this leader again at this round. `lie`: no honest one sends what it sent."""
@@ -391,7 +359,7 @@ class Attempts:
 
     def _accuse(self, peer: PeerId, attempt: RoundId, why: str) -> Actions:
         self._view.penalties.rubbish.add(peer, self._view.now)
-        return [Accuse(Caught(peer, attempt.number, why))]
+        return [events.Accuse(events.Caught(peer, attempt.number, why))]
 
     def _dissolved(self, sender: PeerId, attempt: RoundId, detail: str) -> Actions:
         if not self._hear_leader(sender, attempt) or sender == self._view.own:
@@ -399,7 +367,7 @@ class Attempts:
         self._view.attempt_log.pause(self._view.now, 2 * self._view.rules.answer_s)
         return self.leave(detail)
 
-    def _commit_came(self, sender: PeerId, commit: Commit) -> Actions:
+    def _commit_came(self, sender: PeerId, commit: messages.Commit) -> Actions:
         if self._staged is not None and self._staged.version == commit.version:
             return self._adopt(self._staged)
         part = self.part
@@ -411,37 +379,37 @@ class Attempts:
             return []
         return self.leave("it settled on a result that we do not have")
 
-    def befell(self, event: AttemptEvent) -> Actions:
+    def befell(self, event: events.AttemptEvent) -> Actions:
         """Handles an event of our own part; those of other attempts are ignored."""
         part, now = self.part, self._view.now
-        accused = self._accuse(event.sender, event.round, event.why) if isinstance(event, PieceRejected) else []
+        accused = self._accuse(event.sender, event.round, event.why) if isinstance(event, events.PieceRejected) else []
         if part is None or event.round != part.round:
-            return self._not_wanted(event.version) if isinstance(event, Staged) else accused
+            return self._not_wanted(event.version) if isinstance(event, events.Staged) else accused
         match event:
-            case SnapshotTaken():
+            case events.SnapshotTaken():
                 return self._snapshot_taken(part, event)
-            case SnapshotBroken():
+            case events.SnapshotBroken():
                 self._view.steps = 0
                 return self._decline(part, DeclineReason.BROKEN, "our own update is not finite")
-            case Staged(_, version):
+            case events.Staged(_, version):
                 return self._staged_came(part, version)
-            case PieceCame(_, sender):
+            case events.PieceCame(_, sender):
                 part.piece_came(sender, now)
-            case Owing(_, peers):
+            case events.Owing(_, peers):
                 part.owed(peers, now)
-            case PieceRejected(_, sender, why):
+            case events.PieceRejected(_, sender, why):
                 self.latest = f"a piece of {sender} was rejected: {why}"
                 return [*accused, *self._piece_rejected(part, sender)]
         return []
 
-    def _snapshot_taken(self, part: Participation, taken: SnapshotTaken) -> Actions:
+    def _snapshot_taken(self, part: Participation, taken: events.SnapshotTaken) -> Actions:
         if part.phase is not Phase.PREPARING:
             return []
         staged = None if self._staged is None else self._staged.version
         view = self._view
         measured = measured_of(taken.received, view.version)
         figures = (taken.steps, taken.tokens, taken.norm)
-        entry = Entry(view.own, taken.round, view.version, *figures, measured, staged)
+        entry = messages.Entry(view.own, taken.round, view.version, *figures, measured, staged)
         part.entry, part.phase, part.bandwidth = view.seal.sign(entry), Phase.ENTERED, taken.bandwidth
         if self._leading is not None:
             self._leading.bandwidth = taken.bandwidth
@@ -471,7 +439,7 @@ class Attempts:
         return [*([] if before is None else self._not_wanted(before.version)), *self._tell_leader(part)]
 
     def _not_wanted(self, version: AnchorVersion) -> Actions:
-        return [] if self._staged is not None and self._staged.version == version else [DropStaged(version)]
+        return [] if self._staged is not None and self._staged.version == version else [events.DropStaged(version)]
 
     def link_lost(self, peer: PeerId) -> Actions:
         """Shortens the patience with that peer; if we wait for its pieces, the leader hears so at once."""
@@ -504,7 +472,7 @@ class Attempts:
             view.usual.committed(self.part.entries)
         self.part = self._leading = self._staged = None
         attempt = result.roster.round
-        commit = CommitStaged(result.roster, result.version)
+        commit = events.CommitStaged(result.roster, result.version)
         self.latest = f"round {attempt.number} committed by {len(result.roster.peers)} at attempt {attempt.attempt}"
         for peer in contributors(result.roster):
             view.penalties.waiting.forgive(peer)
@@ -533,7 +501,7 @@ class Attempts:
 
     def _settle(self, leading: Leader, version: AnchorVersion, holders: tuple[PeerId, ...]) -> Actions:
         view = self._view
-        commit = Commit(leading.round, version, holders)
+        commit = messages.Commit(leading.round, version, holders)
         view.attempt_log.announced(commit)
         self._leading = None
         actions: Actions = [Tell(peer, commit) for peer in sorted({*leading.invitees, *view.others.serving})]
@@ -542,7 +510,7 @@ class Attempts:
             actions += self.forget("an earlier attempt's result was found")
             view.lag.started(version)
             actions.append(
-                CatchUp(
+                events.CatchUp(
                     version,
                     donors,
                     "an earlier attempt's result was found, and somebody may have committed it",
@@ -554,9 +522,8 @@ class Attempts:
     def _try_again(self, leading: Leader, without: frozenset[PeerId], why: str) -> Actions:
         view = self._view
         view.attempt_log.left_out |= without | leading.mute
-        left: Actions = [
-            Tell(peer, Dissolved(leading.round, f"left out: {why}")) for peer in sorted(without) if peer != view.own
-        ]
+        dissolved = messages.Dissolved(leading.round, f"left out: {why}")
+        left: Actions = [Tell(peer, dissolved) for peer in sorted(without) if peer != view.own]
         if leading.round.attempt % ATTEMPTS_AT_ONCE == ATTEMPTS_AT_ONCE - 1:
             view.attempt_log.failed(view.now)
             return [*left, *leading.dissolve(why), *self.leave(why)]
@@ -581,7 +548,7 @@ class Attempts:
     def _tell_members(self, part: Participation) -> Actions:
         # Members learn what usually only the leader needs, in case it does not commit.
         status, roster = part.status(self._view.now), part.roster
-        if roster is None or not isinstance(status, Prepared) or not part.overdue(self._view.now):
+        if roster is None or not isinstance(status, messages.Prepared) or not part.overdue(self._view.now):
             return []
         apart = (self._view.own, part.round.convener)
         return [Tell(peer, status) for peer in roster.peers if peer not in apart]
@@ -594,7 +561,7 @@ class Attempts:
         if 2 * len(holders) <= len(staged.roster.members):
             return []
         # A majority has the same result: it holds, whatever the leader says.
-        commit = Commit(part.round, staged.version, tuple(sorted(holders)))
+        commit = messages.Commit(part.round, staged.version, tuple(sorted(holders)))
         tells = [Tell(peer, commit) for peer in sorted(holders) if peer != view.own]
         adopted = self._adopt(staged)
         view.penalties.waiting.add(part.round.convener, view.now)

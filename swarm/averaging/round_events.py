@@ -179,22 +179,8 @@ class Tick:
     """Time has passed; at least ten times a second."""
 
 
-Event = (
-    ReplicasChanged
-    | Worked
-    | Arrived
-    | SnapshotTaken
-    | SnapshotBroken
-    | PieceCame
-    | Owing
-    | PieceRejected
-    | Caught
-    | Staged
-    | LinkLost
-    | CaughtUp
-    | CatchUpFailed
-    | Tick
-)
+AttemptEvent = SnapshotTaken | SnapshotBroken | PieceCame | Owing | PieceRejected | Staged
+Event = ReplicasChanged | Worked | Arrived | AttemptEvent | Caught | LinkLost | CaughtUp | CatchUpFailed | Tick
 
 
 @dataclass(frozen=True, slots=True)

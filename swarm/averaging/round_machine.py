@@ -20,31 +20,10 @@ from __future__ import annotations
 
 from collections import deque
 
+from swarm.averaging import round_events as events
 from swarm.averaging.attempts import Attempts
 from swarm.averaging.replica_view import ReplicaView
-from swarm.averaging.round_events import (
-    Accuse,
-    Action,
-    Arrived,
-    CatchUp,
-    CatchUpFailed,
-    Caught,
-    CaughtUp,
-    Event,
-    LinkLost,
-    Owing,
-    PieceCame,
-    PieceRejected,
-    ReplicasChanged,
-    RoundRules,
-    Seal,
-    SnapshotBroken,
-    SnapshotTaken,
-    Staged,
-    Tell,
-    Tick,
-    Worked,
-)
+from swarm.averaging.round_events import Action, RoundRules, Seal, Tell
 from swarm.averaging.schedule import INFORMED
 from swarm.vocabulary.averaging_messages import (
     Commit,
@@ -129,7 +108,7 @@ class RoundMachine:
         latest = f"; {self._attempts.latest}" if self._attempts.latest else ""
         return f"{where}; {view.standing().reason}; {view.due().reason}{latest}"
 
-    def handle(self, event: Event, now: float) -> Actions:
+    def handle(self, event: events.Event, now: float) -> Actions:
         """The actions that follow from an event, in order. Events of past attempts are ignored."""
         view = self._view
         view.now, slept = self._time.advance(now)
@@ -150,28 +129,28 @@ class RoundMachine:
             produced = self._attempts.arrived(view.own, to_ourselves.popleft()) if to_ourselves else []
         return actions
 
-    def _react(self, event: Event) -> Actions:
+    def _react(self, event: events.Event) -> Actions:
         attempts = self._attempts
+        if isinstance(event, events.AttemptEvent):
+            return attempts.befell(event)
         match event:
-            case Arrived(sender, message):
+            case events.Arrived(sender, message):
                 return self._arrived(sender, message)
-            case ReplicasChanged():
+            case events.ReplicasChanged():
                 return self._replicas_changed(event)
-            case Worked(steps, tokens):
+            case events.Worked(steps, tokens):
                 return self._worked(steps, tokens)
-            case SnapshotTaken() | SnapshotBroken() | PieceCame() | Owing() | PieceRejected() | Staged():
-                return attempts.befell(event)
-            case LinkLost(peer):
+            case events.LinkLost(peer):
                 return attempts.link_lost(peer)
-            case CaughtUp(version):
+            case events.CaughtUp(version):
                 return [*attempts.forget("we stand on another anchor"), *self._view.stand_on(version)]
-            case Caught(peer):
+            case events.Caught(peer):
                 penalties = self._view.penalties
                 (penalties.fraud if event.certain else penalties.silence).add(peer, self._view.now)
-                return [Accuse(event)]
-            case CatchUpFailed(wanted):
+                return [events.Accuse(event)]
+            case events.CatchUpFailed(wanted):
                 self._view.catch_up_failed(wanted, event.astray)
-            case Tick():
+            case events.Tick():
                 pass
         return []
 
@@ -206,7 +185,7 @@ class RoundMachine:
                 pass
         return [*self._attempts.adopt_if_others_did(), *self._attempts.arrived(sender, message)]
 
-    def _replicas_changed(self, event: ReplicasChanged) -> Actions:
+    def _replicas_changed(self, event: events.ReplicasChanged) -> Actions:
         view = self._view
         self._seen = True
         gone = view.others.changed((replica for replica in event.others if replica.peer != view.own), view.now)
@@ -241,7 +220,7 @@ class RoundMachine:
             return []
         view.lag.started(wanted)
         donors = view.others.donors(wanted, view.now)
-        return [*self._attempts.forget("catching up"), CatchUp(wanted, donors, best.reason, certain)]
+        return [*self._attempts.forget("catching up"), events.CatchUp(wanted, donors, best.reason, certain)]
 
     def _lead_if_due(self) -> Actions:
         """The first in order opens a due round at once, the next one if those before stay silent."""

@@ -59,7 +59,7 @@ class ExchangeMeans:
     clock: Clock
     signatures: PieceSignatures
     random: Random
-    watch: Watch = lambda how_far: None
+    watch: Watch = lambda attempt, chunks, percent: None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

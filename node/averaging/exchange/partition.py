@@ -118,23 +118,14 @@ def _cut(layout: Layout, member: Member) -> tuple[Piece, ...]:
 TOLD_PERCENT: Final = 10
 
 
-@dataclass(frozen=True, slots=True)
-class HowFar:
-    """The progress of one member in one exchange."""
-
-    round: RoundId
-    reduced_chunks: int
-    percent: int
-
-
-Watch = Callable[[HowFar], None]
-"""Called when an exchange begins, and at each tenth of it."""
+Watch = Callable[[RoundId, int, int], None]
+"""Gets the attempt, the chunks of our shard, and the percentage of pieces taken in, at each tenth of an exchange."""
 
 
 class ExchangeProgress:
     """The counts of an exchange's pieces."""
 
-    def __init__(self, plan: Plan, watch: Watch = lambda how_far: None) -> None:
+    def __init__(self, plan: Plan, watch: Watch = lambda attempt, chunks, percent: None) -> None:
         self._plan = plan
         self._watch = watch
         contributors = frozenset(plan.contributors) - {plan.own}
@@ -191,4 +182,4 @@ class ExchangeProgress:
         if percent != self._told:
             self._told = percent
             reducing = self._plan.members[self._plan.own]
-            self._watch(HowFar(self._plan.roster.round, reducing.end_chunk - reducing.first_chunk, percent))
+            self._watch(self._plan.roster.round, reducing.end_chunk - reducing.first_chunk, percent)

@@ -26,23 +26,7 @@ from protocol.frames.rpc import HashList, decode_hash_list
 from protocol.interfaces.tensor_spec import TensorSpec
 from protocol.interfaces.transport import Question, QuestionAbout, Refusal, Transport
 from protocol.transport.buffer_pool import BufferPool
-from swarm.averaging.chunk_download import (
-    DONORS_AT_ONCE,
-    MOST_OWED,
-    Action,
-    Ask,
-    ChunkCame,
-    ChunkLost,
-    ChunksRefused,
-    Complete,
-    DonorLost,
-    Download,
-    Event,
-    Failed,
-    FailureKind,
-    Report,
-    Tick,
-)
+from swarm.averaging import chunk_download as machine
 from swarm.vocabulary.averaging_messages import StateChunk, StateRefusal, StateRefused, StateRequest
 from swarm.vocabulary.errors import NoQuorum, PeerError, ProtocolViolation, SkipstoneError, Stalled, Unreachable
 from swarm.vocabulary.types import AnchorVersion, Codec, ModuleId, PeerId, short
@@ -119,7 +103,7 @@ def _nobody_has(wanted: AnchorVersion, failed: dict[PeerId, PeerError]) -> Skips
 
 
 FEWEST_BUFFERS: Final = 3
-MOST_WAITING: Final = MOST_OWED
+MOST_WAITING: Final = machine.MOST_OWED
 BUFFER_BYTES: Final = 16 * 1024 * 1024
 """Memory for one donor's chunks that are asked for, arriving or being checked."""
 
@@ -196,9 +180,9 @@ class StateDownloads:
         try:
             here = await state.take_over(known)
             chunk_bytes = 4 * self.layout.chunk_elements
-            room = max(FEWEST_BUFFERS, min(MOST_OWED, BUFFER_BYTES // chunk_bytes))
-            plan = Download(chunks, chunk_bytes, here, proven.donors, self._random, room)
-            pool = BufferPool(chunk_bytes, room * min(len(proven.donors), DONORS_AT_ONCE))
+            room = max(FEWEST_BUFFERS, min(machine.MOST_OWED, BUFFER_BYTES // chunk_bytes))
+            plan = machine.Download(chunks, chunk_bytes, here, proven.donors, self._random, room)
+            pool = BufferPool(chunk_bytes, room * min(len(proven.donors), machine.DONORS_AT_ONCE))
             download = _Download(self, proven.hash_list.version, plan, chunks, state, pool, room)
             self.received_bytes = download.received_bytes
             with self.session.dispatcher.registered(
@@ -213,20 +197,20 @@ class StateDownloads:
             await state.close(complete=complete)
 
 
-class _Download(MachineRunner[Event, Action]):
+class _Download(MachineRunner[machine.Event, machine.Action]):
     """One download. `room`: buffers per donor."""
 
     def __init__(
         self,
         of: StateDownloads,
         version: AnchorVersion,
-        plan: Download,
+        plan: machine.Download,
         chunks: int,
         state: PartialState,
         pool: BufferPool,
         room: int,
     ) -> None:
-        super().__init__(plan, Tick(), of.session.transport, of.session.own.clock, MOST_WAITING)
+        super().__init__(plan, machine.Tick(), of.session.transport, of.session.own.clock, MOST_WAITING)
         self.received_bytes: Counter[PeerId] = Counter()
         self._of = of
         self._version = version
@@ -237,17 +221,17 @@ class _Download(MachineRunner[Event, Action]):
         self._room = room
         self._arriving: dict[tuple[PeerId, int], memoryview] = {}
         """Buffers of the chunks that are arriving or being checked."""
-        self._end: Complete | Failed | None = None
+        self._end: machine.Complete | machine.Failed | None = None
 
     @property
     def is_complete(self) -> bool:
-        return isinstance(self._end, Complete)
+        return isinstance(self._end, machine.Complete)
 
     async def run(self) -> None:
         """Fetches everything that is due. Raises as `StateDownloads.catch_up`."""
         self._tell_progress()
         await super().run()
-        if isinstance(self._end, Failed):
+        if isinstance(self._end, machine.Failed):
             raise self._error(self._end)
 
     def admit(self, sender: PeerId, message: StateChunk, tensor: TensorSpec) -> memoryview | Refusal:
@@ -256,7 +240,7 @@ class _Download(MachineRunner[Event, Action]):
             return Refusal(False, "this chunk is not wanted, or not any more")
         elements = self._elements_of(chunk)
         if not may_come_as(tensor, elements, self._of.codecs):
-            self.handle(ChunkCame(sender, chunk, False))
+            self.handle(machine.ChunkCame(sender, chunk, False))
             raise ProtocolViolation(
                 f"chunk {chunk} of a state, {elements} elements, as {tensor.shape} {tensor.dtype.name} in"
                 f" {tensor.byte_length} bytes of {tensor.codec.name}: that is no form of it in this run"
@@ -265,7 +249,7 @@ class _Download(MachineRunner[Event, Action]):
             return Refusal(False, "this chunk is on its way already")
         of_sender = sum(peer == sender for peer, _ in self._arriving)
         if of_sender >= self._room or self._pool.in_use >= self._pool.limit:
-            self.handle(ChunksRefused(sender, (chunk,), StateRefusal.BUSY))  # by us; it will be asked for again
+            self.handle(machine.ChunksRefused(sender, (chunk,), StateRefusal.BUSY))  # by us; it will be asked for again
             return Refusal(True, "too many chunks at once")
         buffer = self._arriving[sender, chunk] = self._pool.take()
         return buffer[: tensor.byte_length]
@@ -277,14 +261,14 @@ class _Download(MachineRunner[Event, Action]):
     def broken_off(self, sender: PeerId, message: StateChunk, buffer: memoryview) -> None:
         if self._is_arriving(sender, message, buffer):
             self._pool.give_back(self._arriving.pop((sender, message.chunk)))
-            self.handle(ChunkLost(sender, message.chunk))
+            self.handle(machine.ChunkLost(sender, message.chunk))
 
     def refused(self, sender: PeerId, message: StateRefused) -> None:
         if self._is_of(message):
-            self.handle(ChunksRefused(sender, message.chunks, message.reason))
+            self.handle(machine.ChunksRefused(sender, message.chunks, message.reason))
 
     def link_down(self, peer: PeerId, error: PeerError) -> None:
-        self.handle(DonorLost(peer))
+        self.handle(machine.DonorLost(peer))
 
     def _is_of(self, message: StateChunk | StateRefused) -> bool:
         return message.module == self._of.module and message.digest == self._version.digest
@@ -294,20 +278,20 @@ class _Download(MachineRunner[Event, Action]):
         given = self._arriving.get((sender, message.chunk))
         return self._is_of(message) and given is not None and given.obj is buffer.obj
 
-    def _carry_out(self, action: Action) -> None:
+    def _carry_out(self, action: machine.Action) -> None:
         match action:
-            case Ask(donor, chunks):
+            case machine.Ask(donor, chunks):
                 if not self.send(donor, StateRequest(self._of.module, self._version.digest, chunks)):
-                    self.handle(DonorLost(donor))
-            case Report(donor, detail):
+                    self.handle(machine.DonorLost(donor))
+            case machine.Report(donor, detail):
                 log.warning("%s does not send the state that was agreed on: %s", short(donor), detail)
                 self._of.on_liar(donor, detail)
-            case Complete() | Failed():
+            case machine.Complete() | machine.Failed():
                 self._end = action
                 self.stop()
 
     def _not_sent(self, to: PeerId, error: PeerError) -> None:
-        self.handle(DonorLost(to))
+        self.handle(machine.DonorLost(to))
 
     async def _check(self, sender: PeerId, chunk: int, tensor: TensorSpec, data: memoryview) -> None:
         try:
@@ -317,7 +301,7 @@ class _Download(MachineRunner[Event, Action]):
         if matches:
             self.received_bytes[sender] += tensor.raw_bytes
         crash_point("chunk arrived")
-        self.handle(ChunkCame(sender, chunk, matches))
+        self.handle(machine.ChunkCame(sender, chunk, matches))
         self._tell_progress()
 
     def _tell_progress(self) -> None:
@@ -330,9 +314,9 @@ class _Download(MachineRunner[Event, Action]):
         elements = self._of.layout.range_of(index, index + 1)
         return int(elements.stop - elements.start)
 
-    def _error(self, failed: Failed) -> SkipstoneError:
+    def _error(self, failed: machine.Failed) -> SkipstoneError:
         number = self._version.round
-        if failed.kind is FailureKind.NO_DONOR:
+        if failed.kind is machine.FailureKind.NO_DONOR:
             return NoQuorum(
                 f"no peer is left that gives the state of round {number}: {failed.detail}",
                 hint="It is tried again with the newest state that the module's replicas announce.",

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from node.averaging.module_rounds import PROGRESS_S, RoundNews
-from node.averaging.round_runner import RoundSettled
 from node.observability.events import CatchingUp, CaughtUp, Event, RoundCommitted
 from node.observability.status import DownloadStatus, RoundStatus
-from swarm.vocabulary.types import Codec, ModuleId, PeerId
+from swarm.vocabulary.types import ModuleId, PeerId
 from tests.node.checkpoint.small_states import state
 from tests.node.network.small_swarm import ManualClock
 
@@ -46,7 +45,8 @@ def test_the_last_round_is_remembered() -> None:
     clock, kept = ManualClock(), Kept()
     news = RoundNews(OWN, MODULE, clock, kept)
     assert news.last_round() is None
-    news.committed(RoundSettled(state(3).version, (OWN, A, B), (OWN, A), 100, 1, 0.5, 10, 20, Codec.INT4, "slow"))
+    event = RoundCommitted(OWN, "1.0", 3, "", (OWN, A, B), (OWN, A), 100, 1, 0.5, 10, 20, "int4")
+    news.committed(event, "slow", 1.0)
     clock.now += 4
     assert news.last_round() == RoundStatus(3, 4.0, "int4", "slow")
-    assert isinstance(kept.events[0], RoundCommitted)
+    assert kept.events == [event]
