@@ -202,8 +202,8 @@ class RoundRunner(MachineRunner[events.Event, events.Action]):
                 self._commit(action)
             case events.CatchUp():
                 self._start_catching_up(action)
-            case events.Accuse(caught):
-                self._host.accused(caught)
+            case events.Caught():
+                self._host.accused(action)
 
     def _send_or_lose(self, to: PeerId, message: RoundControl) -> None:
         if not self.send(to, message):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from swarm.averaging import round_events as events
-from swarm.averaging.leader import GivenUp, Leader, Settled, TryAgain
+from swarm.averaging.leader import GivenUp, Leader, TryAgain
 from swarm.averaging.replica_view import ATTEMPTS_AT_ONCE, ReplicaView
 from swarm.averaging.roster import (
     ASSUMED_BANDWIDTH,
@@ -40,14 +40,6 @@ class Phase(enum.Enum):
     FINISHING = "still lacks a part of the committed result"
 
 
-@dataclass(frozen=True, slots=True)
-class StagedResult:
-    """The complete result of an exchange, not committed yet."""
-
-    roster: messages.Roster
-    version: AnchorVersion
-
-
 @dataclass(slots=True)
 class Participation:
     """One replica's part in one attempt."""
@@ -78,50 +70,20 @@ class Participation:
     def __post_init__(self) -> None:
         self.until = self.heard + self.rules.prepare_s + GRACE_S
 
-    def hear_leader(self, now: float) -> None:
-        self.heard, self.link_lost = now, False
-
     def silence(self, now: float) -> float:
         """Seconds without a message from the leader; a broken link counts as half of the timeout."""
         return now - self.heard + (self.rules.silence_s / 2 if self.link_lost else 0.0)
-
-    def loyal(self, now: float) -> bool:
-        """Whether to stay with this leader if another one calls: the exchange runs and the leader is alive."""
-        return self.roster is not None and self.silence(now) < self.rules.silence_s / 2
-
-    def begin(self, roster: messages.Roster, until: float) -> None:
-        self.roster, self.phase, self.until = roster, Phase.EXCHANGING, until
-
-    def owed(self, peers: frozenset[PeerId], now: float) -> None:
-        self.owing = {peer: self.owing.get(peer, now) for peer in peers}
-        self.broken &= peers
-
-    def has_result(self, version: AnchorVersion, now: float) -> None:
-        self.phase, self.version, self.prepared_at = Phase.PREPARED, version, now
 
     def overdue(self, now: float) -> bool:
         """Whether an honest leader would have committed by now, if most members have the result."""
         return self.phase is Phase.PREPARED and now - self.prepared_at > self.rules.silence_s
 
-    def holders(self) -> frozenset[PeerId]:
-        return frozenset(peer for peer, version in self.prepared.items() if version == self.version)
-
-    def piece_came(self, sender: PeerId, now: float) -> None:
-        self.broken.discard(sender)
-        if sender in self.owing:
-            self.owing[sender] = now
-
-    def waiting_for(self, now: float) -> tuple[PeerId, ...]:
-        """Members that owe us pieces for longer than one takes."""
-        return tuple(sorted(self._late(now, self._patience_s())))
-
-    def was_waiting_for(self, now: float) -> frozenset[PeerId]:
-        """As `waiting_for` with half the timeout, for a failed attempt: others may have given up a little earlier."""
-        return self._late(now, self._patience_s() / 2)
-
-    def _late(self, now: float, patience_s: float) -> frozenset[PeerId]:
+    def waiting_for(self, now: float, share: float = 1.0) -> tuple[PeerId, ...]:
+        """Members that owe us pieces for longer than this share of the time that one may take."""
+        members = 1 if self.roster is None else len(self.roster.members)
+        patience_s = share * (self.rules.silence_s + PIECE_SLACK * members * self._piece_s())
         late = {peer for peer, since in self.owing.items() if now - since > patience_s}
-        return frozenset(late | (self.broken & self.owing.keys()))
+        return tuple(sorted(late | (self.broken & self.owing.keys())))
 
     def stalled(self, now: float) -> bool:
         """Whether the committed result will hardly become complete here."""
@@ -129,10 +91,6 @@ class Participation:
         if self.owing and self.owing.keys() <= self.broken:
             return True
         return now - max(latest, self.heard) > self.rules.silence_s + self._piece_s() * PIECE_SLACK / 2
-
-    def _patience_s(self) -> float:
-        members = 1 if self.roster is None else len(self.roster.members)
-        return self.rules.silence_s + PIECE_SLACK * members * self._piece_s()
 
     def _piece_s(self) -> float:
         return self.rules.chunk_bytes / (self.bandwidth or ASSUMED_BANDWIDTH)
@@ -153,13 +111,7 @@ class Participation:
                 return None
 
 
-def can_be_meant(sender: PeerId, attempt: RoundId, view: ReplicaView) -> bool:
-    """Whether an invitation deserves an answer: from the leader itself, with possible numbers, from no offender."""
-    plausible = plausible_round(view.version, attempt.number) and 0 <= attempt.attempt < messages.MAX_ATTEMPTS
-    return attempt.convener == sender and plausible and sender not in view.penalties.excluded(view.now)
-
-
-def refusal_of(invitation: messages.Invitation, part: Participation | None, view: ReplicaView) -> DeclineReason | None:
+def _refusal_of(invitation: messages.Invitation, part: Participation | None, view: ReplicaView) -> DeclineReason | None:
     """The reason to refuse an invitation; None to follow it."""
     attempt = invitation.round
     if attempt.number <= view.version.round:
@@ -168,28 +120,22 @@ def refusal_of(invitation: messages.Invitation, part: Participation | None, view
         return DeclineReason.OTHER_ANCHOR
     if view.lag.catching is not None or attempt == view.attempt_log.ended:
         return DeclineReason.NOT_READY
-    if (
-        attempt.number,
-        attempt.attempt,
-    ) < view.attempt_log.highest or attempt.convener in view.attempt_log.refused:
-        return DeclineReason.OTHER_CONVENER
-    if part is not None and not _prefers(attempt, part, view):
-        return DeclineReason.OTHER_CONVENER
-    return None
+    outdated = (attempt.number, attempt.attempt) < view.attempt_log.highest
+    refused = outdated or attempt.convener in view.attempt_log.refused
+    return DeclineReason.OTHER_CONVENER if refused or (part and not _prefers(attempt, part, view)) else None
 
 
 def _prefers(other: RoundId, part: Participation, view: ReplicaView) -> bool:
     """Whether an attempt takes precedence over the one we are in."""
     current = part.round
     if (other.number, other.attempt) == (current.number, current.attempt):
-        return part.roster is None and _precedence(other, view.version) < _precedence(current, view.version)
-    if other.convener == current.convener:
-        return True
-    return part.phase is not Phase.FINISHING and not part.loyal(view.now)
-
-
-def _precedence(attempt: RoundId, base: AnchorVersion) -> bytes:
-    return precedence(attempt.module, base, attempt.number, attempt.convener)
+        ours, theirs = (
+            precedence(attempt.module, view.version, attempt.number, attempt.convener) for attempt in (current, other)
+        )
+        return part.roster is None and theirs < ours
+    # A running exchange with a live leader goes on.
+    loyal = part.roster is not None and part.silence(view.now) < view.rules.silence_s / 2
+    return other.convener == current.convener or not (part.phase is Phase.FINISHING or loyal)
 
 
 Actions = list[Action]
@@ -206,7 +152,7 @@ class Attempts:
         self._view = view
         self._leading: Leader | None = None
         self.part: Participation | None = None
-        self._staged: StagedResult | None = None
+        self._staged: events.CommitStaged | None = None
         self.latest = ""
 
     def open(self, why: str) -> Actions:
@@ -221,11 +167,12 @@ class Attempts:
 
     def _invited(self, sender: PeerId, invitation: messages.Invitation) -> Actions:
         view, attempt = self._view, invitation.round
-        if not can_be_meant(sender, attempt, view):
+        plausible = plausible_round(view.version, attempt.number) and 0 <= attempt.attempt < messages.MAX_ATTEMPTS
+        if attempt.convener != sender or not plausible or sender in view.penalties.excluded(view.now):
             return []
         if self.part is not None and self.part.round == attempt:
             return self._tell_leader(self.part)
-        refusal = refusal_of(invitation, self.part, view)
+        refusal = _refusal_of(invitation, self.part, view)
         if refusal is not None:
             return [Tell(sender, messages.Declined(attempt, refusal, view.version))]
         return self._follow(attempt)
@@ -262,7 +209,8 @@ class Attempts:
 
     def _remember_delays(self) -> None:
         if self.part is not None:
-            for peer in self.part.was_waiting_for(self._view.now):
+            # The others may have given up a little earlier.
+            for peer in self.part.waiting_for(self._view.now, 0.5):
                 self._view.penalties.waiting.add(peer, self._view.now)
 
     def forget(self, why: str) -> Actions:
@@ -298,7 +246,7 @@ class Attempts:
         part = self.part
         if part is None or part.round != attempt or attempt.convener != sender:
             return False
-        part.hear_leader(self._view.now)
+        part.heard, part.link_lost = self._view.now, False
         return True
 
     def _for_leader(self, sender: PeerId, message: ToLeader) -> Actions:
@@ -342,8 +290,8 @@ class Attempts:
         roster = make_roster(view.rules, signed)
         if roster is None:
             return self._refuse(part, "nobody in it has worked", lie=True)
-        part.begin(roster, view.now + PATIENCE * exchange_limit_s(view.rules, signed, part.bandwidth))
-        part.entries = signed.entries
+        part.roster, part.phase, part.entries = roster, Phase.EXCHANGING, signed.entries
+        part.until = view.now + PATIENCE * exchange_limit_s(view.rules, signed, part.bandwidth)
         view.attempt_log.began(roster)
         return [events.Exchange(roster)]
 
@@ -359,7 +307,7 @@ class Attempts:
 
     def _accuse(self, peer: PeerId, attempt: RoundId, why: str) -> Actions:
         self._view.penalties.rubbish.add(peer, self._view.now)
-        return [events.Accuse(events.Caught(peer, attempt.number, why))]
+        return [events.Caught(peer, attempt.number, why)]
 
     def _dissolved(self, sender: PeerId, attempt: RoundId, detail: str) -> Actions:
         if not self._hear_leader(sender, attempt) or sender == self._view.own:
@@ -394,9 +342,12 @@ class Attempts:
             case events.Staged(_, version):
                 return self._staged_came(part, version)
             case events.PieceCame(_, sender):
-                part.piece_came(sender, now)
+                part.broken.discard(sender)
+                if sender in part.owing:
+                    part.owing[sender] = now
             case events.Owing(_, peers):
-                part.owed(peers, now)
+                part.owing = {peer: part.owing.get(peer, now) for peer in peers}
+                part.broken &= peers
             case events.PieceRejected(_, sender, why):
                 self.latest = f"a piece of {sender} was rejected: {why}"
                 return [*accused, *self._piece_rejected(part, sender)]
@@ -429,13 +380,13 @@ class Attempts:
         if not leads_to(self._view.rules, roster, version):
             declined = self._decline(part, DeclineReason.BROKEN, "our result is not what the roster leads to")
             return [*declined, *self._not_wanted(version)]
-        result = StagedResult(roster, version)
+        result = events.CommitStaged(roster, version)
         if part.phase is Phase.FINISHING and version == part.version:
             return self._adopt(result)
         if part.phase is Phase.FINISHING:
             return [*self.leave("our result differs from the committed"), *self._not_wanted(version)]
         before, self._staged = self._staged, result
-        part.has_result(version, self._view.now)
+        part.phase, part.version, part.prepared_at = Phase.PREPARED, version, self._view.now
         return [*([] if before is None else self._not_wanted(before.version)), *self._tell_leader(part)]
 
     def _not_wanted(self, version: AnchorVersion) -> Actions:
@@ -465,19 +416,18 @@ class Attempts:
         """Commits a complete result when nobody else is left: a peer that is gone may have committed it."""
         return self.forget("nobody else is there") if self._staged is None else self._adopt(self._staged)
 
-    def _adopt(self, result: StagedResult) -> Actions:
+    def _adopt(self, result: events.CommitStaged) -> Actions:
         view = self._view
         others: Sequence[Action] = () if self._leading is None else self._leading.dissolve("the result is there")
         if self.part is not None and self.part.round == result.roster.round:
             view.usual.committed(self.part.entries)
         self.part = self._leading = self._staged = None
         attempt = result.roster.round
-        commit = events.CommitStaged(result.roster, result.version)
         self.latest = f"round {attempt.number} committed by {len(result.roster.peers)} at attempt {attempt.attempt}"
         for peer in contributors(result.roster):
             view.penalties.waiting.forgive(peer)
         view.others.presume(result.roster.peers, result.version, view.now)
-        return [*others, commit, *view.stand_on(result.version)]
+        return [*others, result, *view.stand_on(result.version)]
 
     def advance(self) -> Actions:
         """Advances the leader's side."""
@@ -488,8 +438,8 @@ class Attempts:
         if leading.roster is None and verdict is None and not view.may_lead():
             verdict = GivenUp(f"the module has gone on: {view.standing().reason}")
         match verdict:
-            case Settled(version, holders):
-                return [*tells, *self._settle(leading, version, holders)]
+            case messages.Commit():
+                return [*tells, *self._settle(leading, verdict)]
             case TryAgain(without, why, accuser):
                 view.attempt_log.doubted |= set() if accuser is None else {accuser}
                 return [*tells, *self._try_again(leading, without, why)]
@@ -499,9 +449,8 @@ class Attempts:
             case None:
                 return [*tells]
 
-    def _settle(self, leading: Leader, version: AnchorVersion, holders: tuple[PeerId, ...]) -> Actions:
-        view = self._view
-        commit = messages.Commit(leading.round, version, holders)
+    def _settle(self, leading: Leader, commit: messages.Commit) -> Actions:
+        view, version, holders = self._view, commit.version, commit.holders
         view.attempt_log.announced(commit)
         self._leading = None
         actions: Actions = [Tell(peer, commit) for peer in sorted({*leading.invitees, *view.others.serving})]
@@ -557,7 +506,7 @@ class Attempts:
         view, staged = self._view, self._staged
         if staged is None or staged.version != part.version or not part.overdue(view.now):
             return []
-        holders = {view.own, *part.holders()}
+        holders = {view.own, *(peer for peer, version in part.prepared.items() if version == part.version)}
         if 2 * len(holders) <= len(staged.roster.members):
             return []
         # A majority has the same result: it holds, whatever the leader says.

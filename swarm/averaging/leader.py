@@ -13,6 +13,7 @@ from swarm.averaging.round_events import Tell
 from swarm.averaging.schedule import near, precedence
 from swarm.vocabulary.averaging_messages import (
     Accepting,
+    Commit,
     Declined,
     DeclineReason,
     Dissolved,
@@ -26,14 +27,6 @@ from swarm.vocabulary.averaging_messages import (
     SignedRoster,
 )
 from swarm.vocabulary.types import AnchorVersion, PeerId
-
-
-@dataclass(frozen=True, slots=True)
-class Settled:
-    """The attempt leads to a commit of this version."""
-
-    version: AnchorVersion
-    holders: tuple[PeerId, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +45,7 @@ class GivenUp:
     why: str
 
 
-Verdict = Settled | TryAgain | GivenUp
+Verdict = Commit | TryAgain | GivenUp
 
 
 class Answer(enum.Enum):
@@ -232,7 +225,7 @@ class Leader:
             return GivenUp("this round has been committed without us")
         return self._found()
 
-    def _found(self) -> Settled | None:
+    def _found(self) -> Commit | None:
         """The complete result of an earlier attempt that a majority may have, so that a peer may have committed it."""
         entries = self._entries()
         holders: defaultdict[AnchorVersion, list[PeerId]] = defaultdict(list)
@@ -243,7 +236,7 @@ class Leader:
         if not possible:
             return None
         version = max(possible, key=lambda version: (len(holders[version]), version.tokens, version.digest))
-        return Settled(version, tuple(holders[version]))
+        return Commit(self.round, version, tuple(holders[version]))
 
     def _possible(self, version: AnchorVersion, holders: Sequence[PeerId], entries: Iterable[PeerId]) -> bool:
         # If too many of that roster are here without the result, a liar claims it.
@@ -285,7 +278,8 @@ class Leader:
         prepared = Counter(invitee.prepared for invitee in members.values() if invitee.prepared is not None)
         for version, count in prepared.items():
             if 2 * count > len(members):
-                return Settled(version, tuple(peer for peer, invitee in members.items() if invitee.prepared == version))
+                holders = tuple(peer for peer, invitee in members.items() if invitee.prepared == version)
+                return Commit(self.round, version, holders)
         return (
             self._gone(members, now)
             or self._rejected(members)

@@ -131,7 +131,7 @@ class PieceRejected:
 
 @dataclass(frozen=True, slots=True)
 class Caught:
-    """A replica did what no honest one does: shown by an audit of a committed round, or by what it sent."""
+    """A replica did what no honest one does. As an action: report it."""
 
     peer: PeerId
     round: int
@@ -240,11 +240,4 @@ class CatchUp:
     """Most replicas hold it. If not, its distance from ours is checked."""
 
 
-@dataclass(frozen=True, slots=True)
-class Accuse:
-    """Report a replica that sent what no honest one sends."""
-
-    caught: Caught
-
-
-Action = Tell | TakeSnapshot | Exchange | DropStaged | Release | CommitStaged | CatchUp | Accuse
+Action = Tell | TakeSnapshot | Exchange | DropStaged | Release | CommitStaged | CatchUp | Caught

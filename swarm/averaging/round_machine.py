@@ -147,7 +147,7 @@ class RoundMachine:
             case events.Caught(peer):
                 penalties = self._view.penalties
                 (penalties.fraud if event.certain else penalties.silence).add(peer, self._view.now)
-                return [events.Accuse(event)]
+                return [event]
             case events.CatchUpFailed(wanted):
                 self._view.catch_up_failed(wanted, event.astray)
             case events.Tick():

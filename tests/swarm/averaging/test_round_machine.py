@@ -9,7 +9,6 @@ import pytest
 from swarm.averaging.leader import credible_accusers
 from swarm.averaging.roster import make_roster
 from swarm.averaging.round_events import (
-    Accuse,
     Action,
     Arrived,
     CatchUp,
@@ -317,7 +316,7 @@ def test_rejected_pieces_are_told_and_a_repeated_offender_is_heard_no_more() -> 
 
 
 def accused(actions: list[Action]) -> list[PeerId]:
-    return [action.caught.peer for action in actions if isinstance(action, Accuse)]
+    return [action.peer for action in actions if isinstance(action, Caught)]
 
 
 def test_who_sends_a_piece_that_cannot_be_used_is_named_even_after_the_attempt() -> None:
@@ -369,7 +368,7 @@ def test_a_guest_that_stands_elsewhere_by_now_is_not_named() -> None:
 def test_whom_an_audit_has_caught_is_named() -> None:
     desk = Desk()
     caught = Caught(C, 4, "its mean is none")
-    assert Accuse(caught) in desk.feed(caught)
+    assert caught in desk.feed(caught)
 
 
 def test_who_accuses_everybody_and_is_accused_is_not_believed() -> None:
