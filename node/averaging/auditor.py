@@ -1,9 +1,7 @@
 """Audits of committed rounds: one random piece of another's shard is summed again from what its contributors signed.
 
-The result of each piece is in the anchor's momentum. The reducer shows the signed hashes, the contributors send the
-data again, and the rest has to be possible as the reducer's own part (`swarm.averaging.trust`). The auditor tells all
-members of a finding, and each of them audits the piece itself. The poisoned anchor stays: else one accuser could cost
-a round.
+The auditor tells all members of a finding, and each of them audits the piece itself. The poisoned anchor stays: else
+one accuser could cost a round.
 """
 
 from __future__ import annotations
@@ -164,13 +162,7 @@ class _Wanted:
 
 
 class Auditor:
-    """The audits of one replica, its own and those that it answers.
-
-    Args:
-        send: sends a control message, or drops it.
-        report: gets the findings.
-        begin: starts a task.
-    """
+    """The audits of one replica, its own and those that it answers."""
 
     def __init__(
         self,
@@ -188,7 +180,6 @@ class Auditor:
         self._send = send
         self._report = report
         self._begin = begin
-        self._random = means.random
         self._records: list[ExchangeRecord] = []
         """Of the latest two exchanges; only the last can be encoded again."""
         self._served: Counter[PeerId] = Counter()
@@ -224,8 +215,8 @@ class Auditor:
         if record is None or record.anchor is None or record.anchor.version != version:
             return
         pieces = [piece for piece in record.plan.pieces if piece.reducer != self._own]
-        if pieces and self._random.random() < chance(record, pieces):
-            self._begin(self.audit(record, self._random.choice(pieces)))
+        if pieces and self._means.random.random() < chance(record, pieces):
+            self._begin(self.audit(record, self._means.random.choice(pieces)))
 
     def take_traffic(self) -> tuple[int, int]:
         """The bytes of pieces sent and received for audits since the last call."""
@@ -248,13 +239,11 @@ class Auditor:
             case messages.Accusation():
                 self._accused(sender, record, message)
 
-    def wants(self, sender: PeerId, message: object) -> bool:
-        """Whether the message is a piece that we have asked for."""
-        return isinstance(message, Contribution) and (sender, message) in self._wanted
-
-    def admit(self, sender: PeerId, message: Contribution, tensor: TensorSpec) -> memoryview | Refusal:
-        """Admits a piece that it `wants`."""
-        wanted = self._wanted[sender, message]
+    def admit(self, sender: PeerId, message: Contribution, tensor: TensorSpec) -> memoryview | Refusal | None:
+        """Admits a piece that we have asked for; None if we have not."""
+        wanted = self._wanted.get((sender, message))
+        if wanted is None:
+            return None
         if wanted.buffer is not None or tensor != wanted.spec:
             return Refusal(False, "this is not what was asked for")
         wanted.buffer = np.empty(tensor.byte_length, np.uint8).data

@@ -11,7 +11,6 @@ from functools import partial
 from typing import Final, Protocol
 
 from node.averaging.anchor.anchor import Anchor, AnchorStore, distance_between
-from node.averaging.anchor.shared_vector import StateVectors
 from node.averaging.auditor import Auditor
 from node.averaging.exchange.all_reduce import AllReduce, ExchangeMeans
 from node.averaging.exchange.arrivals import Arrivals, Incoming
@@ -46,13 +45,6 @@ log = logging.getLogger(__name__)
 
 MAX_WAITING_MESSAGES: Final = 64
 """Unsent control messages per peer. Beyond this the peer counts as lost."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Running:
-    exchange: AllReduce
-    vectors: StateVectors
-    task: asyncio.Task[None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -125,7 +117,7 @@ class RoundRunner(MachineRunner[events.Event, events.Action]):
         self._releases = 0
         self._wanted: Roster | None = None
         self._arrivals: Arrivals | None = None
-        self._running: _Running | None = None
+        self._running: tuple[AllReduce, asyncio.Task[None]] | None = None
         self._staged: dict[bytes, StagedRound] = {}
         self._traffic = Traffic(0)
         self._drift = AnchorDrift()
@@ -357,7 +349,7 @@ class RoundRunner(MachineRunner[events.Event, events.Action]):
             self._arrivals = None
         self._drop_staged(number)
         async with self._turn:
-            if self._running is not None and self._running.exchange.plan.roster.round.number <= number:
+            if self._running is not None and self._running[0].plan.roster.round.number <= number:
                 await self._end_exchange()
             if self.snapshot is not None and self.snapshot.source.anchor.version.round < number:
                 self.snapshot = None
@@ -385,8 +377,10 @@ class RoundRunner(MachineRunner[events.Event, events.Action]):
         return self._traffic if self._traffic.number == number else Traffic(number)
 
     def admit(self, sender: PeerId, message: RoundPiece, tensor: TensorSpec) -> memoryview | Refusal:
-        if isinstance(message, Contribution) and self.auditor.wants(sender, message):
-            return self.auditor.admit(sender, message, tensor)
+        if isinstance(message, Contribution):
+            audited = self.auditor.admit(sender, message, tensor)
+            if audited is not None:
+                return audited
         if self._arrivals is None:
             return Refusal(False, "no round is under way here")
         admitted = self._arrivals.admit(sender, message, tensor)
@@ -438,19 +432,20 @@ class RoundRunner(MachineRunner[events.Event, events.Action]):
             lambda anchor: self._keep(exchange, StagedRound(anchor, snapshot, exchange.sent)),
         )
         task = self.begin(_run(exchange))
-        self._running = None if task is None else _Running(exchange, vectors, task)
+        self._running = None if task is None else (exchange, task)
 
     async def _end_exchange(self) -> None:
         self._count_traffic()
         running, self._running = self._running, None
         if running is None:
             return
-        running.task.cancel()
-        await asyncio.wait((running.task,))
+        exchange, task = running
+        task.cancel()
+        await asyncio.wait((task,))
         await self._means.thread.run(Priority.UPKEEP, lambda: None)
-        if not running.exchange.is_staged:
-            self._store.give_back(*running.vectors)
-        running.exchange.let_go()
+        if not exchange.is_staged:
+            self._store.give_back(*exchange.vectors)
+        exchange.let_go()
 
     def _keep(self, exchange: AllReduce, staged: StagedRound) -> None:
         version = staged.anchor.version
@@ -468,7 +463,7 @@ class RoundRunner(MachineRunner[events.Event, events.Action]):
         if self._arrivals is not None and self._arrivals.round.number == self._traffic.number:
             self._traffic.received += self._arrivals.received_bytes
             self._arrivals.received_bytes = 0
-        exchange = None if self._running is None else self._running.exchange
+        exchange = None if self._running is None else self._running[0]
         if exchange is not None and exchange.plan.roster.round.number == self._traffic.number:
             self._traffic.sent += exchange.sent_bytes
             exchange.sent_bytes = 0

@@ -118,7 +118,7 @@ def _refusal_of(invitation: messages.Invitation, part: Participation | None, vie
         return DeclineReason.PAST
     if invitation.base != view.version:
         return DeclineReason.OTHER_ANCHOR
-    if view.lag.catching is not None or attempt == view.attempt_log.ended:
+    if view.catching is not None or attempt == view.attempt_log.ended:
         return DeclineReason.NOT_READY
     outdated = (attempt.number, attempt.attempt) < view.attempt_log.highest
     refused = outdated or attempt.convener in view.attempt_log.refused
@@ -265,7 +265,7 @@ class Attempts:
             return self.leave("it is over") if past and self._hear_leader(sender, attempt) else []
         if attempt.convener != view.own or (self._leading is not None and sender in self._leading.invitees):
             return []
-        commit = view.attempt_log.commit_of(attempt)
+        commit = view.attempt_log.commits.get(attempt)
         if commit is not None:
             return [Tell(sender, commit)]
         if attempt.number <= view.version.round:
@@ -457,7 +457,7 @@ class Attempts:
         if leading.roster is None and view.own not in holders:
             donors = tuple(peer for peer in holders if peer in view.others)
             actions += self.forget("an earlier attempt's result was found")
-            view.lag.started(version)
+            view.catch_up_started(version)
             actions.append(
                 events.CatchUp(
                     version,

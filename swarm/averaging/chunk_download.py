@@ -1,12 +1,9 @@
-"""The plan of one download of a state from several donors: which donor is asked for which chunks.
-
-Each donor gets batches in proportion to its speed, from a random place on. Idle donors take over what slow ones owe.
-A donor of a wrong chunk is excluded. It ends with all chunks, without donors, or after PATIENCE_S without a chunk.
+"""The plan of one download of a state: each donor gets batches of chunks in proportion to its speed, from a random
+place on. Idle donors take over what slow ones owe. A donor of a wrong chunk is excluded.
 """
 
 from __future__ import annotations
 
-import enum
 import math
 from collections import deque
 from collections.abc import Collection, Sequence
@@ -99,20 +96,13 @@ class Complete:
     """All chunks are here."""
 
 
-class FailureKind(enum.Enum):
-    """Why a download has failed."""
-
-    NO_DONOR = 1
-    STALLED = 2
-    """Donors that may have it cannot be reached, or send nothing."""
-
-
 @dataclass(frozen=True, slots=True)
 class Failed:
     """The download is over without the state."""
 
-    kind: FailureKind
     detail: str
+    stalled: bool
+    """Whether donors that may have it cannot be reached, or send nothing."""
 
 
 Action = Ask | Report | Complete | Failed
@@ -132,12 +122,7 @@ class _Donor:
 
 
 class Download:
-    """The state machine of one download.
-
-    Args:
-        here: chunks that need not be fetched.
-        most_owed: chunks of one donor that there is memory for.
-    """
+    """The state machine of one download. `here`: chunks we have; `most_owed`: chunks per donor that fit in memory."""
 
     def __init__(
         self,
@@ -287,10 +272,10 @@ class Download:
         alive = [donor for donor in self._donors.values() if not donor.out]
         if not alive:
             silent = any(donor.strikes >= MAX_STRIKES for donor in self._donors.values())
-            return self._fail(FailureKind.STALLED if silent else FailureKind.NO_DONOR)
+            return self._fail(silent)
         assert self._progressed_at is not None
         if now - self._progressed_at > max(PATIENCE_S, 2 * SILENT_CHUNKS * self._chunk_bytes / SLOWEST_BYTES_PER_S):
-            return self._fail(FailureKind.STALLED)
+            return self._fail(True)
         actions: list[Action] = []
         active = sum(bool(donor.owes) for donor in alive)
         for donor in alive:
@@ -336,7 +321,7 @@ class Download:
                 best, longest = owed[-1], expected_s
         return () if best is None else (best,)
 
-    def _fail(self, kind: FailureKind) -> list[Action]:
+    def _fail(self, stalled: bool) -> list[Action]:
         self._over = True
         told = "; ".join(f"{short(d.peer)}: {d.out or d.trouble}" for d in self._donors.values())
-        return [Failed(kind, told or "there are no donors")]
+        return [Failed(told or "there are no donors", stalled)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -31,7 +31,7 @@ class AttemptLog:
 
     def __init__(self, rules: RoundRules) -> None:
         self._backoff = ExponentialBackoff(rules.answer_s, LONGEST_PAUSE_S)
-        self._commits: dict[RoundId, Commit] = {}
+        self.commits: dict[RoundId, Commit] = {}
         self._failures = 0
         self.highest: tuple[int, int] = (0, 0)
         self.left_out: set[PeerId] = set()
@@ -53,7 +53,7 @@ class AttemptLog:
 
     def follow(self, attempt: RoundId) -> None:
         if attempt.number > self.highest[0]:
-            self._forgive()
+            self.left_out, self.refused, self.doubted = set(), set(), set()
         self.highest = max(self.highest, (attempt.number, attempt.attempt))
         self.due_since = None
 
@@ -70,23 +70,14 @@ class AttemptLog:
         self.due_since = None
 
     def announced(self, commit: Commit) -> None:
-        self._commits[commit.round] = commit
-        while len(self._commits) > _COMMITS:
-            del self._commits[next(iter(self._commits))]
-
-    def commit_of(self, attempt: RoundId) -> Commit | None:
-        return self._commits.get(attempt)
+        self.commits[commit.round] = commit
+        while len(self.commits) > _COMMITS:
+            del self.commits[next(iter(self.commits))]
 
     def new_anchor(self) -> None:
         self._failures = 0
         self.highest, self.quiet_until, self.due_since, self.ended = (0, 0), 0.0, None, None
-        self._forgive()
-        self.rosters = []
-
-    def _forgive(self) -> None:
-        self.left_out.clear()
-        self.refused.clear()
-        self.doubted.clear()
+        self.left_out, self.refused, self.doubted, self.rosters = set(), set(), set(), []
 
 
 WORD_HOLDS_S = 30.0
@@ -189,61 +180,6 @@ def _renewed(known: _Known | None, replica: OtherReplica, now: float) -> _Known:
 RETRY_S: Final = ExponentialBackoff(5.0, 60.0)
 
 
-@dataclass(slots=True)
-class _Failure:
-    until: float
-    count: int
-
-
-class Lag:
-    """How far our anchor is behind. Versions never go back; another anchor of an equal round is left alone."""
-
-    def __init__(self, rules: RoundRules) -> None:
-        self._rules = rules
-        self._failures: dict[AnchorVersion, _Failure] = {}
-        self._since: float | None = None
-        self.catching: AnchorVersion | None = None
-
-    def standing(
-        self, own: AnchorVersion, others: Mapping[PeerId, AnchorVersion], now: float
-    ) -> Reasoned[AnchorVersion]:
-        """The version that the module holds, without those that could not be fetched lately."""
-        vain = {version for version, failure in self._failures.items() if now < failure.until}
-        return standing(self._rules, own, {peer: version for peer, version in others.items() if version not in vain})
-
-    def may_lead(self, own: AnchorVersion, best: AnchorVersion, now: float) -> bool:
-        """Whether a round may start from our anchor. After `longest_s` it may, though the module has left it."""
-        if self.catching is not None:
-            return False
-        return best == own or (self._since is not None and now - self._since > self._rules.longest_s)
-
-    def target(
-        self, own: AnchorVersion, best: AnchorVersion, now: float, certain: bool, busy: bool
-    ) -> AnchorVersion | None:
-        """The version to fetch now; None if there is none, or a round is in flight, or it may settle by itself."""
-        if best == own or self.catching is not None:
-            self._since = None
-            return None
-        if self._since is None:
-            self._since = now
-        patient = not certain and now - self._since < PATIENCE_PULSES * self._rules.pulse_s
-        return None if busy or patient or best.round <= own.round else best
-
-    def started(self, version: AnchorVersion) -> None:
-        self.catching, self._since = version, None
-
-    def failed(self, version: AnchorVersion, now: float) -> None:
-        self.catching = None
-        before = self._failures.pop(version, None)
-        count = 1 if before is None else before.count + 1
-        self._failures[version] = _Failure(now + RETRY_S.seconds(count), count)
-        while len(self._failures) > REMEMBERED:
-            del self._failures[next(iter(self._failures))]
-
-    def moved(self) -> None:
-        self.catching = self._since = None
-
-
 class ReplicaView:
     """State shared by the parts of one `RoundMachine`, which keeps `now` up to date."""
 
@@ -261,33 +197,64 @@ class ReplicaView:
         self.others = OtherReplicas()
         self.attempt_log = AttemptLog(rules)
         self.penalties = Penalties()
-        self.lag = Lag(rules)
         self.usual = UsualLength()
+        self.catching: AnchorVersion | None = None
+        """The version that we are fetching."""
+        self._behind_since: float | None = None
+        self._failures: dict[AnchorVersion, tuple[float, int]] = {}
+        """Versions that could not be fetched: when to try again, and failures so far."""
 
     def standing(self) -> Reasoned[AnchorVersion]:
-        """The version that the module holds. Distrusted replicas count only with the majority."""
+        """The version that the module holds, without those that could not be fetched lately.
+
+        Distrusted replicas count only with the majority.
+        """
         versions, distrusted = self.others.versions(self.now), self.penalties.distrusted(self.now)
         held = Counter(versions.values())
+        vain = {version for version, (until, _) in self._failures.items() if self.now < until}
         counted = {
             peer: version
             for peer, version in versions.items()
-            if peer not in distrusted or self.are_most(held[version])
+            if version not in vain and (peer not in distrusted or self.are_most(held[version]))
         }
-        return self.lag.standing(self.version, counted, self.now)
+        return standing(self.rules, self.version, counted)
 
     def are_most(self, others: int) -> bool:
         """Whether that many other replicas are more than half of all."""
         return 2 * others > len(self.others.serving) + 1
 
     def catch_up_failed(self, version: AnchorVersion, astray: Iterable[PeerId]) -> None:
-        self.lag.failed(version, self.now)
+        """Notes that a version could not be fetched; it is retried with backoff."""
+        self.catching = None
+        count = self._failures.pop(version, (0.0, 0))[1] + 1
+        self._failures[version] = (self.now + RETRY_S.seconds(count), count)
+        while len(self._failures) > REMEMBERED:
+            del self._failures[next(iter(self._failures))]
         for peer in astray:
             self.penalties.straying.add(peer, self.now)
 
     def may_lead(self) -> bool:
-        """Whether a round from our anchor is what the module needs."""
-        possible = plausible_round(self.version, self.next_number())
-        return possible and self.lag.may_lead(self.version, self.standing().value, self.now)
+        """Whether a round may start from our anchor. After `longest_s` it may, though the module has left it."""
+        if not plausible_round(self.version, self.next_number()) or self.catching is not None:
+            return False
+        waited = self._behind_since is not None and self.now - self._behind_since > self.rules.longest_s
+        return waited or self.standing().value == self.version
+
+    def catch_up_target(self, best: AnchorVersion, certain: bool, busy: bool) -> AnchorVersion | None:
+        """The version to fetch now; None if there is none, or a round is in flight, or it may settle by itself.
+
+        Versions never go back; another anchor of an equal round is left alone.
+        """
+        if best == self.version or self.catching is not None:
+            self._behind_since = None
+            return None
+        if self._behind_since is None:
+            self._behind_since = self.now
+        patient = not certain and self.now - self._behind_since < PATIENCE_PULSES * self.rules.pulse_s
+        return None if busy or patient or best.round <= self.version.round else best
+
+    def catch_up_started(self, version: AnchorVersion) -> None:
+        self.catching, self._behind_since = version, None
 
     @property
     def anchored_s(self) -> float:
@@ -310,6 +277,6 @@ class ReplicaView:
         """Takes our new anchor, and tells everybody."""
         self.version, self.steps, self.anchored_at = version, 0, self.now
         self.attempt_log.new_anchor()
-        self.lag.moved()
+        self.catching = self._behind_since = None
         report = Progress(self.module, version, 0, 0)
         return [Tell(peer, report) for peer in sorted(self.others.all)]

@@ -1,19 +1,13 @@
 """The state machine of one replica's rounds: events in, actions out (`swarm.averaging.round_events`).
 
-A replica tells the next three leaders its progress. When the work of all is enough, the first in hash order invites
-everybody (`Leader`). Members fix their pseudo-gradients and enter (`Participation`), the leader fixes the roster, the
-members exchange, and report the digest of the result. When more than half of the roster has the same, it commits.
-
 What holds under any failure:
 
 * The highest (number, attempt) is followed, of equals that of the first leader in hash order; members of a running
   exchange stay with a live leader. A silent leader is replaced, silent or rejected members are excluded.
 * A prepared result is kept until the anchor changes, and named in every entry. While a majority of an earlier roster
   may have prepared one, no new exchange begins: somebody may have committed it.
-* Entries are signed, and every member computes weights, shards, steps and tokens from them.
 * A replica applies only what it prepared itself from its own anchor, after a Commit or when another replica holds it.
 * It leaves its anchor only for that of the module (`schedule.standing`), and only for a higher round.
-* Time in which the process did not run does not count.
 """
 
 from __future__ import annotations
@@ -40,22 +34,6 @@ GAP_S = 0.5
 """Pause between two calls, in seconds, after which the process counts as stopped. Usual are 0.1 s."""
 
 
-class WakingTime:
-    """A clock that stops while the process does: a frozen computer does not count others as silent when it thaws."""
-
-    def __init__(self) -> None:
-        self._last: float | None = None
-        self._slept = 0.0
-
-    def advance(self, now: float) -> tuple[float, float]:
-        """Seconds awake, and seconds slept since the last call."""
-        gap = 0.0 if self._last is None else now - self._last
-        self._last = now
-        slept = gap if gap > GAP_S else min(gap, 0.0)
-        self._slept += slept
-        return now - self._slept, max(slept, 0.0)
-
-
 Actions = list[Action]
 
 
@@ -65,7 +43,8 @@ class RoundMachine:
     def __init__(self, own: PeerId, module: ModuleId, rules: RoundRules, version: AnchorVersion, seal: Seal) -> None:
         self._view = ReplicaView(own, module, rules, version, seal)
         self._attempts = Attempts(self._view)
-        self._time = WakingTime()
+        self._last_call: float | None = None
+        self._slept = 0.0
         self._seen = False
         self._alone: bool | None = None
         """Whether no other replica serves; None before the first view."""
@@ -83,7 +62,7 @@ class RoundMachine:
     @property
     def settled(self) -> bool:
         """Whether we have seen the others and hold what the module holds: only then a replica should serve."""
-        return self._seen and self._view.lag.catching is None and self._view.standing().value == self.version
+        return self._seen and self._view.catching is None and self._view.standing().value == self.version
 
     @property
     def is_alone(self) -> bool:
@@ -97,8 +76,8 @@ class RoundMachine:
     def describe(self) -> str:
         view, part = self._view, self._attempts.part
         where = f"round {self.version.round}"
-        if view.lag.catching is not None:
-            return f"{where}, catching up to round {view.lag.catching.round}"
+        if view.catching is not None:
+            return f"{where}, catching up to round {view.catching.round}"
         if part is not None:
             attempt = part.round
             leader = "we lead" if attempt.convener == view.own else f"{short(attempt.convener)} leads"
@@ -111,7 +90,11 @@ class RoundMachine:
     def handle(self, event: events.Event, now: float) -> Actions:
         """The actions that follow from an event, in order. Events of past attempts are ignored."""
         view = self._view
-        view.now, slept = self._time.advance(now)
+        # The clock stops while the process does: a frozen computer does not count others as silent when it thaws.
+        gap = 0.0 if self._last_call is None else now - self._last_call
+        slept = gap if gap > GAP_S else min(gap, 0.0)
+        self._last_call, self._slept = now, self._slept + slept
+        view.now = now - self._slept
         if view.anchored_at is None:
             view.anchored_at = view.now
         actions: Actions = []
@@ -215,10 +198,10 @@ class RoundMachine:
         best = view.standing()
         certain = view.are_most(len(view.others.on(best.value, view.now)))
         busy = self._attempts.part is not None
-        wanted = view.lag.target(view.version, best.value, view.now, certain, busy)
+        wanted = view.catch_up_target(best.value, certain, busy)
         if wanted is None:
             return []
-        view.lag.started(wanted)
+        view.catch_up_started(wanted)
         donors = view.others.donors(wanted, view.now)
         return [*self._attempts.forget("catching up"), events.CatchUp(wanted, donors, best.reason, certain)]
 

@@ -1,7 +1,4 @@
-"""The anchor: a module's last agreed parameters and outer momentum, with the hashes that prove them; and its store.
-
-Both vectors are float32 in host memory. The digest is BLAKE3 over the version's numbers and the list of chunk hashes.
-"""
+"""The anchor: a module's last agreed parameters and outer momentum, float32, with the hashes that prove them."""
 
 from __future__ import annotations
 
@@ -12,6 +9,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -100,10 +98,6 @@ def chunk_bytes(
         raise IndexError(f"chunk {number} of {2 * layout.chunks}")
     vector, index = (parameters, number) if number < layout.chunks else (momentum, number - layout.chunks)
     return vector[layout.range_of(index, index + 1)].view(np.uint8).data
-
-
-def anchor_state(anchor: Anchor) -> AnchorState:
-    return AnchorState(anchor.version, Named(anchor.layout, anchor.parameters), Named(anchor.layout, anchor.momentum))
 
 
 def restored_anchor(layout: Layout, saved: AnchorState) -> Anchor:
@@ -200,7 +194,8 @@ class AnchorStore:
             return self._find(digest)
 
     def saved(self) -> AnchorState:
-        return anchor_state(self._current)
+        anchor, layout = self._current, self.layout
+        return AnchorState(anchor.version, Named(layout, anchor.parameters), Named(layout, anchor.momentum))
 
     def lease(self, digest: bytes, seconds: float) -> bool:
         """Keeps this anchor for so many seconds, unless a round needs the memory. False if it is not here."""
@@ -211,12 +206,9 @@ class AnchorStore:
             return True
 
     def spare(self, part: slice | None = None) -> StateVectors:
-        """Parameters and momentum to be written for the next anchor, of a part or of all.
+        """Parameters and momentum of the next anchor, to be written. Raises ResourceExhausted if two are in the making.
 
         They count until `put`, `give_back`, or the last reference is dropped.
-
-        Raises:
-            ResourceExhausted: two are in the making, or there is no memory.
         """
         with self._lock:
             if self._alive() >= LENT_AT_MOST:
@@ -225,7 +217,8 @@ class AnchorStore:
                 )
             self._older = [anchor for anchor in self._older if self._is_leased(anchor)]
             self._make_room(1)
-            pair = (self._empty(part), self._empty(part))
+            empty = partial(empty_vector, self.layout) if part is None else partial(empty_part, part, self._arrays)
+            pair = (empty(), empty())
             self._lent.append(weakref.ref(pair[0].arrays[0]))
             return pair
 
@@ -258,13 +251,6 @@ class AnchorStore:
         theirs = {id(array) for array in parameters.arrays}
         self._lent = [ref for ref in self._lent if (array := ref()) is not None and id(array) not in theirs]
 
-    def _empty(self, part: slice | None) -> SharedVector:
-        return empty_vector(self._current.layout) if part is None else empty_part(part, self._arrays)
-
     def _make_room(self, more: int) -> None:
         while self._older and 1 + len(self._older) + self._alive() + more > STATES:
-            self._drop(self._older[0])
-
-    def _drop(self, anchor: Anchor) -> None:
-        self._older = [a for a in self._older if a is not anchor]
-        self._leased_until.pop(anchor.version.digest, None)
+            self._leased_until.pop(self._older.pop(0).version.digest, None)

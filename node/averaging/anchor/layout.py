@@ -1,7 +1,6 @@
 """The layout of a module's parameters as one vector, cut into chunks and fragments by names and shapes alone.
 
-A fragment is a run of chunks with blocks of all depths: blocks 0, F, 2F, ..., then 1, F+1, ... (strided fragments,
-Douillard et al. 2025, arXiv:2501.18512).
+Fragments are strided: blocks 0, F, 2F, ..., then 1, F+1, ... (Douillard et al. 2025, arXiv:2501.18512).
 """
 
 from __future__ import annotations

@@ -2,9 +2,8 @@
 
     momentum = mu * momentum + g;   parameters = parameters - lr * (g + mu * momentum)
 
-as torch.optim.SGD(nesterov=True). Replicas agree bit for bit: numpy rounds each operation to float32 by itself, where a
-compiler may fuse two. Adding and subtracting COARSE rounds to multiples of 2**-104, so that momentum never becomes
-denormal, which would be slow.
+Replicas agree bit for bit: numpy rounds each operation to float32, where a compiler may fuse two. COARSE rounds to
+multiples of 2**-104, so that momentum never becomes denormal, which would be slow.
 """
 
 from __future__ import annotations

@@ -101,8 +101,9 @@ class SharedVector:
 
 def empty_vector(layout: Layout) -> SharedVector:
     """A module's vector, to be written. Raises OutOfMemory."""
+    parts = [layout.range_of(*fragment) for fragment in layout.fragments]
     try:
-        return SharedVector([_empty(layout.range_of(*fragment)) for fragment in layout.fragments])
+        return SharedVector([np.empty(part.stop - part.start, np.float32) for part in parts])
     except MemoryError:
         raise OutOfMemory(f"no memory for another state of this module ({layout.elements * 8} bytes)") from None
 
@@ -121,10 +122,6 @@ def cut_vector(layout: Layout, values: Vector | SharedVector) -> SharedVector:
     for part, array in cut.pieces():
         array[:] = values[part]
     return cut
-
-
-def _empty(part: slice) -> Vector:
-    return np.empty(part.stop - part.start, np.float32)
 
 
 STRETCH: Final = 2**15

@@ -1,8 +1,7 @@
 """The all-reduce of pseudo-gradients, as one member carries it out (DESIGN section 5).
 
-Everything overlaps, piece by piece: contributions are encoded when their reducer can take them; a reducer adds up what
-arrives, encodes the sum once and sends the same bytes to all; each member takes the outer step and hashes the result.
-Arithmetic has a thread of its own. A member has at most WINDOW pieces in flight to a reducer, whose results pace it.
+Pieces overlap: encoding, sending, summing, and the outer step. A member has at most WINDOW pieces in flight to a
+reducer, whose results pace it.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from node.averaging.anchor.shared_vector import StateVectors, Vector
 from node.averaging.exchange.arrivals import Arrivals, early_pieces, piece_spec
 from node.averaging.exchange.partition import ExchangeProgress, Piece, Plan, Watch
 from node.averaging.exchange.pseudo_gradient import SentParts, Source
-from node.averaging.exchange.reduction import Added, Comparison, NormLimit, Reduction, read_encoding
+from node.averaging.exchange.reduction import Comparison, NormLimit, Reduction, read_encoding
 from node.concurrency.compute_thread import ComputeThread, Priority
 from node.concurrency.task_groups import task_scope
 from node.model.device import gradual_underflow
@@ -94,10 +93,7 @@ class AllReduce:
     """One exchange of one member. Run it once; cancelling `run` leaves no trace.
 
     Args:
-        source: our pseudo-gradient; its anchor is the base.
         vectors: parameters and momentum of the fragment, for the next anchor, to be written.
-        arrivals: of this attempt, maybe with early pieces.
-        report: gets events for the round machine.
         staged: called once, with the complete next anchor.
     """
 
@@ -112,6 +108,7 @@ class AllReduce:
         staged: Callable[[Anchor], None],
     ) -> None:
         self.plan = plan
+        self.vectors = vectors
         self.sent_bytes = 0
         self.sent = SentParts(plan.codecs.contribution) if plan.codecs.leave_over else None
         """What the others get of our pseudo-gradient, if the codec leaves much out."""
@@ -236,21 +233,25 @@ class AllReduce:
             self._tasks.create_task(self._receive_result(sender, piece, buffer))
 
     async def _add(self, sender: PeerId, message: Contribution, piece: Piece, buffer: memoryview) -> None:
-        added = await self._on_thread(partial(self._check_and_add, sender, message, piece, buffer))
-        self._arrivals.give_back(buffer)
-        if added.objection is not None:
-            self._report(PieceRejected(self.plan.roster.round, sender, added.objection))
+        try:
+            encoding = await self._on_thread(partial(self._check_and_add, sender, message, piece, buffer))
+        except ProtocolViolation as error:
+            self._arrivals.give_back(buffer)
+            self._report(PieceRejected(self.plan.roster.round, sender, str(error)))
             return
+        self._arrivals.give_back(buffer)
         self._tell_of_piece(sender)
         self._progress.added(sender, piece)
         self._tell_owing()
-        if added.encoding is not None:
-            await self._pass_on(piece, added.encoding)
+        if encoding is not None:
+            await self._pass_on(piece, encoding)
 
-    def _check_and_add(self, sender: PeerId, message: Contribution, piece: Piece, buffer: memoryview) -> Added:
+    def _check_and_add(
+        self, sender: PeerId, message: Contribution, piece: Piece, buffer: memoryview
+    ) -> memoryview | None:
         data_hash = hash_of_piece(buffer)
         if not self._means.signatures.holds(sender, message, data_hash, message.signature):
-            return Added(objection="a contribution whose signature does not hold")
+            raise ProtocolViolation("a contribution whose signature does not hold")
         self._signed[piece][sender] = SignedHash(sender, data_hash, message.signature)
         return self._reduction.add(piece, sender, buffer, self._room)
 
@@ -273,9 +274,10 @@ class AllReduce:
 
     async def _apply(self, reducer: PeerId, piece: Piece, data: memoryview) -> bool:
         # What others wait for goes first: pieces to be sent, and sums.
-        objection = await self._means.thread.run(Priority.TRAIN, partial(self._step, piece, data))
-        if objection is not None:
-            self._report(PieceRejected(self.plan.roster.round, reducer, objection))
+        try:
+            await self._means.thread.run(Priority.TRAIN, partial(self._step, piece, data))
+        except ProtocolViolation as error:
+            self._report(PieceRejected(self.plan.roster.round, reducer, str(error)))
             return False
         complete = self._progress.applied(piece)
         self._tell_owing()
@@ -296,17 +298,12 @@ class AllReduce:
         crash_point("staged")
         self._staged(anchor)
 
-    def _step(self, piece: Piece, data: memoryview) -> str | None:
-        try:
-            with gradual_underflow():  # all members are to read the same
-                gradient = read_encoding(self.plan.codecs.result, data, self._room[: piece.elements])
-        except ProtocolViolation as error:
-            return str(error)
-        objection = self._result_limits[piece.reducer].objection(gradient)
-        if objection is None:
-            self._comparison.add(piece, gradient)
-            self._staging.apply(piece.first_chunk, piece.end_chunk, gradient)
-        return objection
+    def _step(self, piece: Piece, data: memoryview) -> None:
+        with gradual_underflow():  # all members are to read the same
+            gradient = read_encoding(self.plan.codecs.result, data, self._room[: piece.elements])
+        self._result_limits[piece.reducer].check(gradient)
+        self._comparison.add(piece, gradient)
+        self._staging.apply(piece.first_chunk, piece.end_chunk, gradient)
 
     def _widen(self, reducer: PeerId) -> None:
         """A result was applied: one more contribution may go, two until the window has its full width."""

@@ -81,12 +81,7 @@ def early_pieces(others: int) -> int:
 
 
 class Arrivals:
-    """The pieces that arrive for one attempt. A member may begin to send before the roster has reached us.
-
-    Args:
-        codecs: codecs that the roster may name.
-        rejected: gets a member that sent a due piece in a wrong form, and the reason.
-    """
+    """The pieces that arrive for one attempt. A member may begin to send before the roster has reached us."""
 
     def __init__(
         self, round_id: RoundId, codecs: Sequence[RoundCodecs], rejected: Callable[[PeerId, str], None]
@@ -111,7 +106,7 @@ class Arrivals:
     def let_go(self) -> None:
         """Frees the buffers after the exchange; what arrives now is dropped."""
         self._free.clear()
-        self._deliver = _dropped
+        self._deliver = lambda sender, message, piece, buffer: None
 
     def admit(self, sender: PeerId, message: RoundPiece, tensor: TensorSpec) -> memoryview | Refusal:
         """Admits a piece once; see `LinkHandler`."""
@@ -122,7 +117,8 @@ class Arrivals:
         if why_not is not None:
             return Refusal(False, why_not)
         self._come[key] = tensor.codec
-        return self._buffer(tensor.byte_length)
+        free = self._free.get(tensor.byte_length)
+        return free.pop() if free else np.empty(tensor.byte_length, np.uint8).data  # not filled with zeros first
 
     def received(self, sender: PeerId, message: RoundPiece, buffer: memoryview) -> None:
         self.received_bytes += buffer.nbytes
@@ -141,7 +137,11 @@ class Arrivals:
 
     def _objection(self, sender: PeerId, message: RoundPiece, tensor: TensorSpec) -> str | None:
         if self._plan is None:
-            return self._early_objection(message, tensor)
+            if len(self._come) >= EARLY_PIECES:
+                return "too many pieces before the roster"
+            elements = tensor.shape[0]
+            specs = (piece_spec(codecs.of(message), elements) for codecs in self._codecs)
+            return None if elements <= LARGEST_PIECE and tensor in specs else "no piece has such a form"
         piece = self._plan.piece_of(sender, message)
         if piece is None:
             return "no such piece is due from this peer"
@@ -150,13 +150,6 @@ class Arrivals:
         why = f"a piece of {piece.elements} elements as {tensor}"
         self._rejected(sender, why)
         return why
-
-    def _early_objection(self, message: RoundPiece, tensor: TensorSpec) -> str | None:
-        if len(self._come) >= EARLY_PIECES:
-            return "too many pieces before the roster"
-        elements = tensor.shape[0]
-        specs = (piece_spec(codecs.of(message), elements) for codecs in self._codecs)
-        return None if elements <= LARGEST_PIECE and tensor in specs else "no piece has such a form"
 
     def _hand_over(self, sender: PeerId, message: RoundPiece, buffer: memoryview) -> None:
         assert self._plan is not None
@@ -169,11 +162,3 @@ class Arrivals:
         if piece is not None:
             self._rejected(sender, f"a piece of {piece.elements} elements in {buffer.nbytes} bytes, not as {due.name}")
         self.give_back(buffer)
-
-    def _buffer(self, size: int) -> memoryview:
-        free = self._free.get(size)
-        return free.pop() if free else np.empty(size, np.uint8).data  # not filled with zeros first
-
-
-def _dropped(sender: PeerId, message: RoundPiece, piece: Piece, buffer: memoryview) -> None:
-    return

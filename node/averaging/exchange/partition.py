@@ -1,6 +1,4 @@
-"""The partition of one exchange into pieces, and its progress. All members compute the same pieces from layout and
-roster, and anything else is refused before it costs memory.
-"""
+"""The partition of one exchange into pieces, which all members compute from layout and roster, and its progress."""
 
 from __future__ import annotations
 
@@ -56,10 +54,9 @@ class Plan:
         self.contributors = contributors(roster)
         self.codecs = RoundCodecs(roster.codec)
         _check(own, roster, self.first_chunk, self.end_chunk)
-        shards = {member.peer: _cut(layout, member) for member in roster.members}
-        self.shards = shards
-        self.others = tuple(peer for peer in shards if peer != own)
-        self._by_chunks = {(p.first_chunk, p.end_chunk): p for pieces in shards.values() for p in pieces}
+        self.shards = {member.peer: _cut(layout, member) for member in roster.members}
+        self.others = tuple(peer for peer in self.shards if peer != own)
+        self._by_chunks = {(p.first_chunk, p.end_chunk): p for pieces in self.shards.values() for p in pieces}
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
@@ -97,12 +94,9 @@ def _check(own: PeerId, roster: Roster, first_chunk: int, end_chunk: int) -> Non
     starts = [*(first for first, _ in shards), end_chunk]
     if borders != starts or any(first > end for first, end in shards):
         raise ProtocolViolation(f"the shards of round {roster.round.number} do not cut the fragment up")
-    if not all(_is_sound(member) for member in members) or not any(member.coefficient > 0 for member in members):
+    sound = all(0 <= m.coefficient <= 1 and 0 <= m.norm < math.inf for m in members)
+    if not sound or not any(m.coefficient > 0 for m in members):
         raise ProtocolViolation(f"the roster of round {roster.round.number} has impossible weights")
-
-
-def _is_sound(member: Member) -> bool:
-    return all(math.isfinite(x) and x >= 0 for x in (member.coefficient, member.norm)) and member.coefficient <= 1
 
 
 def _cut(layout: Layout, member: Member) -> tuple[Piece, ...]:
@@ -147,14 +141,14 @@ class ExchangeProgress:
         self._awaited[piece].discard(sender)
         if not self._awaited[piece]:
             del self._awaited[piece]
-        self._take_in()
+        self._tell(taken_in=1)
 
     def applied(self, piece: Piece) -> bool:
         """Notes an applied result; returns whether it was the last."""
         self._unapplied.discard(piece)
         if piece.reducer != self._plan.own:
             self._results_due[piece.reducer] -= 1
-        self._take_in()
+        self._tell(taken_in=1)
         return not self._unapplied
 
     def owing(self) -> frozenset[PeerId]:
@@ -172,11 +166,8 @@ class ExchangeProgress:
             return due > 0
         return due > len(self._plan.shards[reducer]) - self._contributed[reducer]
 
-    def _take_in(self) -> None:
-        self._taken_in += 1
-        self._tell()
-
-    def _tell(self) -> None:
+    def _tell(self, taken_in: int = 0) -> None:
+        self._taken_in += taken_in
         percent = 100 * self._taken_in // self._all
         percent -= percent % TOLD_PERCENT
         if percent != self._told:

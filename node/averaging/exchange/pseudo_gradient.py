@@ -1,7 +1,7 @@
 """Our pseudo-gradient (anchor minus snapshot), and what was sent of it.
 
-What a codec leaves out stays in the replica: after the commit it is carried over from what the others received, so the
-rest is in its next pseudo-gradient. Error feedback was worse (0.25 nats behind float32 instead of 0.02).
+What a codec leaves out stays in the replica: after the commit it is carried over from what the others received.
+Error feedback was worse (0.25 nats behind float32 instead of 0.02).
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from random import Random
 from typing import Final
 
@@ -30,15 +29,14 @@ class NormLimit:
         rounding = COARSE_ROUNDING if codec is Codec.INT4 else ROUNDING
         self._left = (norm * rounding) ** 2 + float(np.finfo(np.float32).tiny)
 
-    def objection(self, values: Vector) -> str | None:
-        """The reason why the values cannot be used; None if they can, and then they count."""
+    def check(self, values: Vector) -> None:
+        """Counts the values. Raises ProtocolViolation if they cannot be used."""
         length = squares(values)
         if not math.isfinite(length):
-            return "elements that are not finite, or beyond all bounds"
+            raise ProtocolViolation("elements that are not finite, or beyond all bounds")
         if length > self._left:
-            return "more than the norm that was declared"
+            raise ProtocolViolation("more than the norm that was declared")
         self._left -= length
-        return None
 
 
 def read_encoding(codec: Codec, data: memoryview, room: Vector) -> Vector:
@@ -47,15 +45,6 @@ def read_encoding(codec: Codec, data: memoryview, room: Vector) -> Vector:
         return np.frombuffer(data, dtype="<f4")
     decode_into(codec, data, room)
     return room
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Added:
-    """What became of a contribution."""
-
-    objection: str | None = None
-    encoding: memoryview | None = None
-    """Of the whole sum, when it is complete."""
 
 
 class Reduction:
@@ -71,18 +60,17 @@ class Reduction:
         others = len(set(plan.contributors) - {plan.own})
         self._to_come = dict.fromkeys(plan.shards[plan.own], others)
 
-    def add(self, piece: Piece, sender: PeerId, data: memoryview, room: Vector) -> Added:
-        """Adds a contribution to a piece, and finishes the sum with the last. `room`: scratch of the piece's length."""
-        try:
-            values = read_encoding(self._plan.codecs.contribution, data, room[: piece.elements])
-        except ProtocolViolation as error:
-            return Added(objection=str(error))
-        objection = self._limits[sender].objection(values)
-        if objection is not None:
-            return Added(objection=objection)
+    def add(self, piece: Piece, sender: PeerId, data: memoryview, room: Vector) -> memoryview | None:
+        """Adds a contribution; returns the encoding of a complete sum. Raises ProtocolViolation.
+
+        Args:
+            room: scratch memory of the piece's length.
+        """
+        values = read_encoding(self._plan.codecs.contribution, data, room[: piece.elements])
+        self._limits[sender].check(values)
         add_scaled(values, self._plan.members[sender].coefficient, self._sum(piece))
         self._to_come[piece] -= 1
-        return Added(encoding=None if self._to_come[piece] else self.finish(piece))
+        return None if self._to_come[piece] else self.finish(piece)
 
     def finish(self, piece: Piece) -> memoryview:
         """The encoding of a complete sum, which all members get."""

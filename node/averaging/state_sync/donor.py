@@ -10,19 +10,22 @@ import asyncio
 import logging
 from collections import deque
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
+import numpy as np
+
 from node.averaging.anchor.anchor import Anchor, AnchorStore
-from node.averaging.state_sync.partial_state import as_it_is, codec_for, in_planes
+from node.averaging.state_sync.partial_state import codec_for
 from node.concurrency.compute_thread import ComputeThread, Priority
 from node.concurrency.task_tracker import TaskTracker
 from node.network.dispatcher import Dispatcher
 from node.start.cut_model import CutModel, FirstAnchor
-from protocol.codecs import Encoded
+from protocol.codecs import Encoded, encode
+from protocol.codecs.views import tensor_of
 from protocol.frames.rpc import HashList, encode_hash_list
 from protocol.interfaces.clock import Clock
+from protocol.interfaces.tensor_spec import DType, TensorSpec
 from protocol.interfaces.transport import Question, QuestionAbout, Transport
 from swarm.vocabulary.averaging_messages import StateChunk, StateRefusal, StateRefused, StateRequest
 from swarm.vocabulary.errors import ConfigError, PeerError, Rejected, StateError
@@ -44,21 +47,12 @@ SLOWEST_BYTES_PER_S: Final = 16 * 1024
 SEND_GRACE_S: Final = 10.0
 
 
-@dataclass(slots=True, eq=False)
-class _Asker:
-    """The queue of one peer, served by a task."""
-
-    waiting: deque[tuple[ModuleId, bytes, int]] = field(default_factory=deque)
+_Queue = deque[tuple[ModuleId, bytes, int]]
+"""Module, digest and number of each chunk that one peer waits for."""
 
 
 class Donor:
-    """Serves one module's anchors from its store, and those with which the run starts.
-
-    Args:
-        codecs: as the manifest allows (`STATE_CODECS`).
-        averaging: the thread for arithmetic on anchors.
-        start: the existing model from which the run starts, of which all modules are served.
-    """
+    """Serves one module's anchors, and all modules of the existing model from which the run starts, if any."""
 
     def __init__(
         self,
@@ -75,7 +69,7 @@ class Donor:
         self._clock = clock
         self._codecs = codecs
         self._averaging = averaging
-        self._askers: dict[PeerId, _Asker] = {}
+        self._askers: dict[PeerId, _Queue] = {}
         self._turns = asyncio.Semaphore(LINKS_AT_ONCE)
         self._hashing = asyncio.Lock()
         self._first_asked: dict[bytes, float] = {}
@@ -113,22 +107,20 @@ class Donor:
         if anchor is None or max(request.chunks) >= 2 * anchor.layout.chunks:
             self._refuse(sender, request, StateRefusal.GONE)
             return
-        asker = self._askers.get(sender)
-        waiting = 0 if asker is None else len(asker.waiting)
-        if waiting + len(request.chunks) > CHUNKS_OF_ONE or (asker is None and len(self._askers) >= ASKERS):
+        queue = self._askers.get(sender)
+        waiting = 0 if queue is None else len(queue)
+        if waiting + len(request.chunks) > CHUNKS_OF_ONE or (queue is None and len(self._askers) >= ASKERS):
             self._refuse(sender, request, StateRefusal.BUSY)
             return
         self._lease(anchor)
-        if asker is None:
-            asker = self._askers[sender] = _Asker()
-            self._tasks.begin(self._serve(sender, asker))
-        asker.waiting.extend((request.module, request.digest, chunk) for chunk in request.chunks)
+        if queue is None:
+            queue = self._askers[sender] = deque()
+            self._tasks.begin(self._serve(sender, queue))
+        queue.extend((request.module, request.digest, chunk) for chunk in request.chunks)
 
     def link_down(self, peer: PeerId, error: PeerError) -> None:
         """Drops the peer's queue; it asks again when it is back."""
-        asker = self._askers.get(peer)
-        if asker is not None:
-            asker.waiting.clear()
+        self._askers.get(peer, deque()).clear()
 
     def _find(self, module: ModuleId, digest: bytes) -> Anchor | FirstAnchor | None:
         """An anchor in the store, or a first one whose hashes are known."""
@@ -151,22 +143,22 @@ class Donor:
         if left > 0:
             self._store.lease(digest, min(LEASE_S, left))
 
-    async def _serve(self, peer: PeerId, asker: _Asker) -> None:
+    async def _serve(self, peer: PeerId, queue: _Queue) -> None:
         try:
-            while asker.waiting:
+            while queue:
                 async with self._turns:
-                    if asker.waiting:  # the link may have broken meanwhile
-                        await self._send_next(peer, asker)
+                    if queue:  # the link may have broken meanwhile
+                        await self._send_next(peer, queue)
         except PeerError as error:
             log.info("could not send state to %s: %s", short(peer), error)
         except TimeoutError:
             log.info("%s takes the state too slowly; it may ask again", short(peer))
         finally:
-            if self._askers.get(peer) is asker:
+            if self._askers.get(peer) is queue:
                 del self._askers[peer]
 
-    async def _send_next(self, peer: PeerId, asker: _Asker) -> None:
-        module, digest, chunk = asker.waiting.popleft()
+    async def _send_next(self, peer: PeerId, queue: _Queue) -> None:
+        module, digest, chunk = queue.popleft()
         anchor = self._find(module, digest)
         try:
             if anchor is None:
@@ -178,8 +170,10 @@ class Donor:
                 await self._send_chunk(peer, StateChunk(module, digest, chunk), anchor.chunk(chunk))
         except (StateError, ConfigError) as error:
             log.info("module %s in state %s can not be given: %s", module, digest.hex()[:12], error)
-            chunks = (chunk, *(number for *other, number in asker.waiting if other == [module, digest]))
-            asker.waiting = deque(entry for entry in asker.waiting if entry[:2] != (module, digest))
+            chunks = (chunk, *(number for *other, number in queue if other == [module, digest]))
+            others = [entry for entry in queue if entry[:2] != (module, digest)]
+            queue.clear()
+            queue.extend(others)
             self._refuse(peer, StateRequest(module, digest, chunks), StateRefusal.GONE)
 
     async def _send_chunk(self, peer: PeerId, message: StateChunk, data: memoryview) -> None:
@@ -194,8 +188,9 @@ class Donor:
         link = self._transport.figures().get(peer)
         codec = codec_for(self._codecs, 0.0 if link is None else link.goodput_bytes_per_s)
         if codec is Codec.NONE:
-            return as_it_is(data)
-        return await self._averaging.run(Priority.TRAIN, partial(in_planes, data))
+            return Encoded(TensorSpec((data.nbytes // DType.FLOAT32.size_bytes,), DType.FLOAT32), data)
+        tensor = tensor_of(np.frombuffer(data, np.float32))
+        return await self._averaging.run(Priority.TRAIN, partial(encode, tensor, Codec.PLANES))
 
     def _refuse(self, peer: PeerId, request: StateRequest, reason: StateRefusal) -> None:
         if self._tasks.are_running and self._refusals < REFUSALS_WAITING:

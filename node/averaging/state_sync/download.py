@@ -9,7 +9,6 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Final
@@ -37,15 +36,6 @@ ANSWER_S: Final = 10.0
 MOST_ASKED: Final = 16
 
 
-@dataclass(frozen=True, slots=True)
-class ProvenList:
-    """A hash list that the digest has proved, and its possible donors."""
-
-    hash_list: HashList
-    donors: tuple[PeerId, ...]
-    """The donors asked, without those that lack the state."""
-
-
 async def first_hash_list(
     transport: Transport,
     module: ModuleId,
@@ -53,8 +43,8 @@ async def first_hash_list(
     wanted: AnchorVersion,
     donors: Sequence[PeerId],
     on_liar: Callable[[PeerId, str], None],
-) -> ProvenList:
-    """Asks several donors for the hash list and takes the first that the digest proves. Raises NoQuorum, Stalled."""
+) -> tuple[HashList, tuple[PeerId, ...]]:
+    """The first hash list that the digest proves, and the asked donors that may have it. Raises NoQuorum, Stalled."""
     question = Question(QuestionAbout.STATE, module=module, digest=wanted.digest)
     asked = tuple(dict.fromkeys(donors))[:MOST_ASKED]
     failed: dict[PeerId, PeerError] = {}
@@ -76,7 +66,7 @@ async def first_hash_list(
             if hash_list is not None:
                 for task in running:
                     task.cancel()
-                return ProvenList(hash_list, tuple(donor for donor in asked if donor not in failed))
+                return hash_list, tuple(donor for donor in asked if donor not in failed)
     raise _nobody_has(wanted, failed)
 
 
@@ -109,14 +99,7 @@ BUFFER_BYTES: Final = 16 * 1024 * 1024
 
 
 class StateDownloads:
-    """The downloads of one module's state, one at a time.
-
-    Args:
-        codecs: codecs in which chunks may come.
-        folder: keeps chunks over a restart.
-        on_progress: gets bytes here and in all.
-        on_liar: gets a donor of wrong state, and the reason.
-    """
+    """The downloads of one module's state, one at a time. `on_progress` gets bytes here and in all."""
 
     def __init__(
         self,
@@ -141,17 +124,7 @@ class StateDownloads:
         self._is_busy = False
 
     async def catch_up(self, wanted: AnchorVersion, donors: Sequence[PeerId], known: Anchor | None = None) -> Anchor:
-        """Downloads the anchor of `wanted`'s digest, every byte checked.
-
-        Args:
-            donors: peers that announce it.
-            known: an anchor in memory, whose equal chunks are not fetched.
-
-        Raises:
-            NoQuorum: no donor has it any more.
-            Stalled: donors send nothing.
-            ResourceExhausted: no memory for the state.
-        """
+        """Downloads an anchor, except for the chunks that `known` has. Raises NoQuorum, Stalled, ResourceExhausted."""
         proven, vectors = await self._fetch(wanted, donors, 2 * self.layout.chunks, known)
         return Anchor(self.layout, proven.version, *vectors, proven.hashes)
 
@@ -169,21 +142,24 @@ class StateDownloads:
         self._is_busy = True
         try:
             transport = self.session.transport
-            proven = await first_hash_list(transport, self.module, self.layout, wanted, donors, self.on_liar)
-            return proven.hash_list, await self._fetch_chunks(proven, chunks, known)
+            arguments = (transport, self.module, self.layout, wanted, donors, self.on_liar)
+            hash_list, having = await first_hash_list(*arguments)
+            return hash_list, await self._fetch_chunks(hash_list, having, chunks, known)
         finally:
             self._is_busy = False
 
-    async def _fetch_chunks(self, proven: ProvenList, chunks: int, known: Anchor | None) -> StateVectors:
-        state = PartialState(proven.hash_list, self._space, self._folder)
+    async def _fetch_chunks(
+        self, hash_list: HashList, donors: tuple[PeerId, ...], chunks: int, known: Anchor | None
+    ) -> StateVectors:
+        state = PartialState(hash_list, self._space, self._folder)
         complete = False
         try:
             here = await state.take_over(known)
             chunk_bytes = 4 * self.layout.chunk_elements
             room = max(FEWEST_BUFFERS, min(machine.MOST_OWED, BUFFER_BYTES // chunk_bytes))
-            plan = machine.Download(chunks, chunk_bytes, here, proven.donors, self._random, room)
-            pool = BufferPool(chunk_bytes, room * min(len(proven.donors), machine.DONORS_AT_ONCE))
-            download = _Download(self, proven.hash_list.version, plan, chunks, state, pool, room)
+            plan = machine.Download(chunks, chunk_bytes, here, donors, self._random, room)
+            pool = BufferPool(chunk_bytes, room * min(len(donors), machine.DONORS_AT_ONCE))
+            download = _Download(self, hash_list.version, plan, chunks, state, pool, room)
             self.received_bytes = download.received_bytes
             with self.session.dispatcher.registered(
                 tensors={StateChunk: download},
@@ -316,7 +292,7 @@ class _Download(MachineRunner[machine.Event, machine.Action]):
 
     def _error(self, failed: machine.Failed) -> SkipstoneError:
         number = self._version.round
-        if failed.kind is machine.FailureKind.NO_DONOR:
+        if not failed.stalled:
             return NoQuorum(
                 f"no peer is left that gives the state of round {number}: {failed.detail}",
                 hint="It is tried again with the newest state that the module's replicas announce.",

@@ -19,8 +19,8 @@ import torch
 from node.averaging.anchor.anchor import Anchor, chunk_bytes, hash_of
 from node.averaging.anchor.layout import Layout
 from node.averaging.anchor.shared_vector import SharedVector, StateVectors, empty_vector
-from protocol.codecs import Encoded, decode, encode
-from protocol.codecs.views import octets_of_tensor, tensor_of
+from protocol.codecs import decode
+from protocol.codecs.views import octets_of_tensor
 from protocol.frames.rpc import HashList
 from protocol.interfaces.tensor_spec import DType, TensorSpec
 from swarm.vocabulary.errors import ProtocolViolation
@@ -41,16 +41,6 @@ def codec_for(allowed: frozenset[Codec], goodput_bytes_per_s: float) -> Codec:
     """The codec of chunks over a link of this goodput; 0 is unknown."""
     slow = 0 < goodput_bytes_per_s < PLANES_BELOW_BYTES_PER_S
     return Codec.PLANES if slow and Codec.PLANES in allowed else Codec.NONE
-
-
-def as_it_is(data: memoryview) -> Encoded:
-    """A chunk's bytes, float32, without a copy."""
-    return Encoded(TensorSpec((data.nbytes // DType.FLOAT32.size_bytes,), DType.FLOAT32), data)
-
-
-def in_planes(data: memoryview) -> Encoded:
-    """A chunk's bytes in planes, or unchanged if that gains nothing. Takes milliseconds."""
-    return encode(tensor_of(np.frombuffer(data, np.float32)), Codec.PLANES)
 
 
 def may_come_as(tensor: TensorSpec, elements: int, allowed: frozenset[Codec]) -> bool:
@@ -84,12 +74,7 @@ SUFFIX: Final = ".partial-state"
 
 
 class PartialState:
-    """The vectors of a state in assembly, on a thread of its own. A broken disk costs a warning only.
-
-    Args:
-        space: supplies the vectors, and gets them back unless the state becomes complete.
-        folder: keeps chunks over a restart.
-    """
+    """The vectors of a state in assembly, on a thread of its own. `folder` keeps chunks over a restart."""
 
     def __init__(self, hash_list: HashList, space: Space, folder: Path | None) -> None:
         self.parameters, self.momentum = self._vectors = space.spare()

@@ -280,7 +280,7 @@ async def test_a_flood_of_requests_is_bounded_and_others_are_served():
             await flooder.transport.tell(donor.peer, StateRequest(MODULE, ANCHOR.version.digest, chunks))
         await until(lambda: donor.faults.refused)
         assert donor.donor is not None
-        assert all(len(asker.waiting) <= CHUNKS_OF_ONE for asker in donor.donor._askers.values())
+        assert all(len(queue) <= CHUNKS_OF_ONE for queue in donor.donor._askers.values())
         assert all(refused.reason is StateRefusal.BUSY for refused in donor.faults.refused)
         donor.faults.gate.set()
         assert same(await fetch(joiner, donor), ANCHOR)
