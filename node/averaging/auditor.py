@@ -18,7 +18,6 @@ from typing import Any, Final, TypeVar
 import numpy as np
 from blake3 import blake3
 
-from node.averaging.anchor.anchor import Anchor
 from node.averaging.anchor.shared_vector import Vector, add_scaled, squares
 from node.averaging.exchange.all_reduce import ExchangeMeans, ExchangeRecord
 from node.averaging.exchange.arrivals import piece_spec
@@ -47,7 +46,9 @@ class Recount:
         if source is None or record.anchor is None:
             raise StateError("the next exchange has begun")
         self._record, self._piece = record, piece
-        self._rest = _result(source.anchor, record.anchor, piece, momentum)
+        # The mean of the piece follows from the two anchors' momentum.
+        self._rest: Vector = np.multiply(source.anchor.momentum[piece.part], np.float32(-momentum))
+        np.add(record.anchor.momentum[piece.part], self._rest, out=self._rest)
         self._result = math.sqrt(squares(self._rest))
         member, fragment = plan.members[plan.own], plan.layout.range_of(plan.first_chunk, plan.end_chunk)
         self._shares = [math.sqrt(piece.elements / (fragment.stop - fragment.start))]
@@ -112,12 +113,6 @@ class Recount:
         hashes = b"".join(sorted(one.peer.encode() + one.hash + one.signature for one in signed))
         proof = blake3(hashes).hexdigest() if signed else ""
         return Caught(peer, self._record.plan.roster.round.number, why, proof, certain)
-
-
-def _result(before: Anchor, after: Anchor, piece: Piece, momentum: float) -> Vector:
-    result = np.multiply(before.momentum[piece.part], np.float32(-momentum))
-    np.add(after.momentum[piece.part], result, out=result)
-    return result
 
 
 def chance(record: ExchangeRecord, pieces: Sequence[Piece]) -> float:

@@ -1,6 +1,4 @@
-"""The first state of a new replica in a run that starts from an existing model: its module's current anchor, or its
-part of that model. The manifest's digest tells whether the weights are right.
-"""
+"""The first state of a new replica in a run that starts from an existing model: the anchor, or a part of the model."""
 
 from __future__ import annotations
 
@@ -20,7 +18,6 @@ from node.observability.events import Note
 from node.start.cut_model import first_version, module_layout
 from swarm.averaging.schedule import choose_version
 from swarm.vocabulary.errors import NoQuorum, Stalled
-from swarm.vocabulary.types import AnchorVersion, PeerId
 
 log = logging.getLogger(__name__)
 
@@ -99,15 +96,12 @@ class _Fetch:
     async def _from_the_start(self) -> Anchor:
         """The module's part of the existing model. Raises NoQuorum or Stalled."""
         self._news.fetching(self._first)
+        known = list(self._given.session.membership.peers())
+        self._random.shuffle(known)  # more than are asked at once are asked in turns
+        # Peers that announce it, then data nodes (the author runs one), then all others.
+        known.sort(key=lambda a: (a.anchor != self._first, a.module is None or a.module.stage > 0))
         try:
-            parameters = await self._downloads.parameters(self._first, self._who_may_have(self._first))
+            parameters = await self._downloads.parameters(self._first, [a.peer for a in known][:MOST_ASKED])
         finally:
             self._news.ended()
         return await asyncio.to_thread(initial_anchor, self._layout, parameters)
-
-    def _who_may_have(self, version: AnchorVersion) -> tuple[PeerId, ...]:
-        """Peers that announce it, then data nodes (the author runs one), then all others."""
-        known = list(self._given.session.membership.peers())
-        self._random.shuffle(known)  # more than are asked at once are asked in turns
-        known.sort(key=lambda a: (a.anchor != version, a.module is None or a.module.stage > 0))
-        return tuple(a.peer for a in known)[:MOST_ASKED]

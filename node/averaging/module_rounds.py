@@ -115,19 +115,10 @@ class RoundNews:
         self, anchor: Anchor, known: Anchor, donors: Sequence[PeerId], received: Mapping[PeerId, int]
     ) -> None:
         """Reports a fetched anchor. `known`: ours before; `received`: bytes by donor."""
-        chunks = (len(anchor.chunk(n)) for n, new in enumerate(anchor.hashes) if new != known.hashes[n])
-        self._events.emit(
-            events.CaughtUp(
-                self._peer,
-                self._module,
-                anchor.version.round,
-                anchor.version.digest.hex(),
-                sum(chunks),
-                self._clock.monotonic() - self._began,
-                tuple(donors),
-                tuple(received.get(donor, 0) for donor in donors),
-            )
-        )
+        size = sum(len(anchor.chunk(n)) for n, new in enumerate(anchor.hashes) if new != known.hashes[n])
+        reached, seconds = (anchor.version.round, anchor.version.digest.hex()), self._clock.monotonic() - self._began
+        of_each = tuple(received.get(donor, 0) for donor in donors)
+        self._events.emit(events.CaughtUp(self._peer, self._module, *reached, size, seconds, tuple(donors), of_each))
 
     def last_round(self) -> RoundStatus | None:
         if self._last is None:
@@ -174,6 +165,7 @@ class ModuleRounds:
     ) -> None:
         manifest, own, session, module = given.manifest, given.session.own, given.session, given.module
         self.news = RoundNews(own.peer, module, own.clock, given.events)
+        self.accused = self.news.accused
         self._given = given
         self._own = own
         self._store = AnchorStore(start)
@@ -280,9 +272,6 @@ class ModuleRounds:
         finally:
             self.news.ended()
         return anchor
-
-    def accused(self, caught: Caught) -> None:
-        self.news.accused(caught)
 
     def anchored(self, anchor: Anchor) -> None:
         self._given.proofs.shared_round(frozenset())

@@ -1,7 +1,4 @@
-"""A replica between its anchors: snapshots, carrying over, adoption, and the work since the anchor.
-
-The replica is touched on the compute thread only, in slices: microbatches are computed between two of them.
-"""
+"""A replica between its anchors: snapshots, carrying over, adoption, and the work since the anchor."""
 
 from __future__ import annotations
 
@@ -123,7 +120,9 @@ class ReplicaSync:
         async with self._turn:
             if self._room is None:
                 self._room = await self._averaging.run(Priority.UPKEEP, self._room_for_a_fragment)
-            base, done, since = await self._compute.run(Priority.UPKEEP, self._where_we_stand)
+            base, done, since = await self._compute.run(
+                Priority.UPKEEP, lambda: (self._store.current, self._done, self.since_anchor)
+            )
             part = base.layout.range_of(*base.layout.fragments[base.version.fragment])
             source = Source(base, SharedVector([self._room[: part.stop - part.start]], part.start))
             squares = await self._copy(part, source)
@@ -157,11 +156,8 @@ class ReplicaSync:
             await self._compute.run(Priority.UPKEEP, partial(self._start_anew, anchor))
 
     def _before_inner_step(self) -> None:
-        """Takes the outer step that is due when nobody else serves the module. On the compute thread.
-
-        A round could not: what arrives after this inner step was queued has to be computed after it, and a round needs
-        the event loop. `solo` steps at the same places, so that one replica a stage computes what one process does.
-        """
+        """Takes the outer step that is due when nobody else serves the module. On the compute thread."""
+        # `solo` steps at the same places, so one replica per stage computes what one process does.
         if not self.is_alone():
             return
         self.trained_by(1)
@@ -200,9 +196,6 @@ class ReplicaSync:
         layout = self._replica.layout
         parts = [layout.range_of(*fragment) for fragment in layout.fragments]
         return np.full(max(part.stop - part.start for part in parts), 0, np.float32)
-
-    def _where_we_stand(self) -> tuple[Anchor, Work, Work]:
-        return self._store.current, self._done, self.since_anchor
 
     def _follow_schedule(self, anchor: Anchor) -> None:
         optimizer, since = self._replica.optimizer, self.since_anchor

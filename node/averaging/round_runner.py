@@ -32,7 +32,6 @@ from swarm.averaging.trust import AnchorDrift
 from swarm.vocabulary.averaging_messages import (
     AuditControl,
     Contribution,
-    Progress,
     Roster,
     RoundControl,
     RoundId,
@@ -68,9 +67,7 @@ class Traffic:
 class RoundHost(Protocol):
     """The interface of a replica's rounds to the rest of the node."""
 
-    def others(self) -> tuple[events.OtherReplica, ...]:
-        """The other live replicas of our module."""
-        ...
+    def others(self) -> tuple[events.OtherReplica, ...]: ...
 
     async def catch_up(self, version: AnchorVersion, donors: tuple[PeerId, ...]) -> Anchor:
         """Fetches an anchor. Raises PeerError, StateError or ResourceExhausted."""
@@ -84,13 +81,11 @@ class RoundHost(Protocol):
         """Takes note of a committed round, why its codec was chosen, and the factor that clipped our update."""
         ...
 
-    def accused(self, caught: events.Caught) -> None:
-        """Takes note that another replica did what no honest one does."""
-        ...
+    def accused(self, caught: events.Caught) -> None: ...
 
 
 class RoundRunner(MachineRunner[events.Event, events.Action]):
-    """One replica's rounds. Tensors of rounds arrive at its `workspace`."""
+    """One replica's rounds: its messages, snapshot, exchange and complete results."""
 
     def __init__(
         self,
@@ -150,15 +145,13 @@ class RoundRunner(MachineRunner[events.Event, events.Action]):
         self.handle(events.Worked(work.steps, work.tokens))
 
     def receive(self, sender: PeerId, message: RoundControl) -> None:
-        if module_of(message) != self._module:
-            return
-        if isinstance(message, AuditControl):
-            self.auditor.receive(sender, message)
-        else:
+        if not isinstance(message, AuditControl):
             self.handle(events.Arrived(sender, message))
+        elif message.round.module == self._module:
+            self.auditor.receive(sender, message)
 
-    def link_down(self, peer: PeerId, error: PeerError) -> None:
-        self.handle(events.LinkLost(peer))
+    def link_down(self, to: PeerId, error: PeerError) -> None:
+        self.handle(events.LinkLost(to))
 
     def _look_around(self) -> None:
         others = self._host.others()
@@ -177,8 +170,6 @@ class RoundRunner(MachineRunner[events.Event, events.Action]):
 
     def _carry_out(self, action: events.Action) -> None:
         match action:
-            case events.Tell(to, message) if to == self._own:
-                self.handle(events.Arrived(to, message))
             case events.Tell(to, message):
                 self._send_or_lose(to, message)
             case events.TakeSnapshot():
@@ -201,8 +192,7 @@ class RoundRunner(MachineRunner[events.Event, events.Action]):
         if not self.send(to, message):
             self.handle(events.LinkLost(to))
 
-    def _not_sent(self, to: PeerId, error: PeerError) -> None:
-        self.handle(events.LinkLost(to))
+    _not_sent = link_down
 
     async def _take_snapshot(self, action: events.TakeSnapshot) -> None:
         number = action.round.number
@@ -212,10 +202,10 @@ class RoundRunner(MachineRunner[events.Event, events.Action]):
         if snapshot is None:
             log.debug("round %d was over before its snapshot", number)
         elif math.isfinite(snapshot.norm):
-            work = snapshot.since_anchor
-            figures = (work.steps, work.tokens, snapshot.norm)
-            rates = self.incoming.bytes_per_s()
-            self.handle(events.SnapshotTaken(action.round, *figures, self._bandwidth(), rates))
+            work, rates = snapshot.since_anchor, self.incoming.bytes_per_s()
+            bandwidth = max((link.goodput_bytes_per_s for link in self.transport.figures().values()), default=0.0)
+            taken = events.SnapshotTaken(action.round, work.steps, work.tokens, snapshot.norm, bandwidth, rates)
+            self.handle(taken)
         else:
             log.warning("this replica's parameters are not finite; it starts again from its anchor")
             await self.replica_sync.adopt(self._store.current)
@@ -234,15 +224,13 @@ class RoundRunner(MachineRunner[events.Event, events.Action]):
         crash_point("committing")
         self.replica_sync.trained_by(len(contributors(action.roster)))
         self.replica_sync.committed(staged.snapshot)
-        self._measure_drift(staged.snapshot, action.roster)
-        self._host.anchored(staged.anchor)
-        self.stepped()
-        self.begin(self._settle(action, before, staged))
-
-    def _measure_drift(self, own: Snapshot, roster: Roster) -> None:
+        own, roster = staged.snapshot, action.roster
         of_all = roster.steps - roster.base.steps
         share = own.since_anchor.steps / of_all if of_all > 0 else 0.0
         self._drift.committed(own.norm, share, roster.largest_norm, len(roster.peers) > 1, self.clock.wall())
+        self._host.anchored(staged.anchor)
+        self.stepped()
+        self.begin(self._settle(action, before, staged))
 
     async def _settle(self, action: events.CommitStaged, before: Anchor, staged: StagedRound) -> None:
         await self.replica_sync.carry(staged.snapshot, staged.anchor, staged.sent)
@@ -289,41 +277,32 @@ class RoundRunner(MachineRunner[events.Event, events.Action]):
         except (PeerError, StateError, ResourceExhausted) as error:
             self.handle(events.CatchUpFailed(action.version, str(error)))
             return
-        astray = None if action.by_most else await self._astray(anchor)
-        if astray is not None:
-            log.warning("the anchor of round %d is not followed: %s", action.version.round, astray)
-            self.handle(events.CatchUpFailed(action.version, astray, action.donors))
-            return
+        if not action.by_most:
+            measure = partial(distance_between, self._store.current, anchor)
+            distance = await self._means.thread.run(Priority.UPKEEP, measure)
+            farthest = self._drift.farthest(self.clock.wall())
+            if not distance <= farthest:
+                why = f"it is {distance:.3g} from ours, where {farthest:.3g} can be since we were together"
+                log.warning("the anchor of round %d is not followed: %s", action.version.round, why)
+                self.handle(events.CatchUpFailed(action.version, why, action.donors))
+                return
         self._store.put(anchor)
         await self.replica_sync.adopt(anchor)
         self._host.anchored(anchor)
         self.handle(events.CaughtUp(anchor.version))
-
-    async def _astray(self, anchor: Anchor) -> str | None:
-        """The reason not to follow an anchor of a minority; None to follow it."""
-        measure = partial(distance_between, self._store.current, anchor)
-        distance = await self._means.thread.run(Priority.UPKEEP, measure)
-        farthest = self._drift.farthest(self.clock.wall())
-        if distance <= farthest:
-            return None
-        return f"it is {distance:.3g} from ours, where {farthest:.3g} can be after the rounds since we were together"
-
-    def _bandwidth(self) -> float:
-        """Goodput of our best link in bytes per second; 0 if unknown."""
-        return max((link.goodput_bytes_per_s for link in self.transport.figures().values()), default=0.0)
 
     async def take_snapshot(self, round_id: RoundId) -> Snapshot | None:
         """Takes the snapshot of this round, or returns the one there is. None if the round is over meanwhile."""
         self._expect(round_id)
         releases = self._releases
         async with self._turn:
-            if not self._is_next(round_id.number) or releases != self._releases:
+            if self._store.current.version.round >= round_id.number or releases != self._releases:
                 return None
             snapshot = self.snapshot
             if snapshot is None or snapshot.source.anchor is not self._store.current:
                 self.snapshot = None
                 snapshot = await self.replica_sync.snapshot()
-                if not self._is_next(round_id.number) or releases != self._releases:
+                if self._store.current.version.round >= round_id.number or releases != self._releases:
                     return None
                 self.snapshot = snapshot if math.isfinite(snapshot.norm) else None
             return snapshot
@@ -402,9 +381,6 @@ class RoundRunner(MachineRunner[events.Event, events.Action]):
         if self._arrivals is not None and self._arrivals.round == message.round:
             self._arrivals.broken_off(sender, message, buffer)
 
-    def _is_next(self, number: int) -> bool:
-        return self._store.current.version.round < number
-
     def _expect(self, round_id: RoundId) -> None:
         """From now on takes pieces of this attempt only."""
         if self._arrivals is None or self._arrivals.round != round_id:
@@ -476,8 +452,3 @@ async def _run(exchange: AllReduce) -> None:
         exchange.let_go()
     except SkipstoneError as error:
         log.warning("the exchange of round %d broke off: %s", exchange.plan.roster.round.number, error)
-
-
-def module_of(message: RoundControl) -> ModuleId:
-    """The module that a message is about."""
-    return message.module if isinstance(message, Progress) else message.round.module

@@ -1,7 +1,4 @@
-"""A module's vector as one array per fragment, which the versions of an anchor share, and arithmetic on it.
-
-A round moves one fragment, so each version has one array of its own. Anchors are never written again.
-"""
+"""A module's vector as one array per fragment, which the versions of an anchor share, and arithmetic on it."""
 
 from __future__ import annotations
 
@@ -24,10 +21,7 @@ LARGEST_KEPT_BYTES: Final = 64 * 1024 * 1024
 
 
 class SpareArrays:
-    """Arrays of fragments whose memory is reused: zeroing 80 MB of new memory took a tenth of a round.
-
-    Every view keeps its array alive; when the last is gone, its memory is spare.
-    """
+    """Arrays of fragments. When the last view of one is gone, its memory is reused: zeroing 80 MB is slow."""
 
     def __init__(self, elements: int) -> None:
         self._bytes = elements * np.dtype(np.float32).itemsize

@@ -154,7 +154,12 @@ class AllReduce:
         async with task_scope() as tasks:
             self._tasks = tasks
             try:
-                self._start_sending(tasks)
+                for peer in self.plan.others:
+                    contributions = iter(self.plan.shards[peer] if self.plan.contributes else ())
+                    results = iter(range(len(self.plan.shards[self.plan.own])))
+                    for _ in range(LANES):
+                        tasks.create_task(self._send_contributions(peer, contributions))
+                        tasks.create_task(self._send_results(peer, results))
                 self._arrivals.open(self.plan, self._take)
                 if not set(self.plan.contributors) - {self.plan.own}:
                     for piece in self.plan.shards[self.plan.own]:
@@ -172,17 +177,10 @@ class AllReduce:
             self._results.clear()
             del self._staging, self._reduction, self._comparison, self._source, self._staged, self._room
 
-    def _start_sending(self, tasks: asyncio.TaskGroup) -> None:
-        for peer in self.plan.others:
-            contributions = iter(self.plan.shards[peer] if self.plan.contributes else ())
-            results = iter(range(len(self.plan.shards[self.plan.own])))
-            for _ in range(LANES):
-                tasks.create_task(self._send_contributions(peer, contributions))
-                tasks.create_task(self._send_results(peer, results))
-
     async def _send_contributions(self, reducer: PeerId, pieces: Iterator[Piece]) -> None:
         codec = self.plan.codecs.contribution
-        room = np.empty(self._largest_encoding(reducer), np.uint8).data
+        largest = max((piece.elements for piece in self.plan.shards[reducer]), default=0)
+        room = np.empty(encoded_bytes(codec, largest) if largest else 0, np.uint8).data
         for piece in pieces:
             await self._windows[reducer].acquire()
             data = room[: encoded_bytes(codec, piece.elements)]
@@ -218,10 +216,6 @@ class AllReduce:
         self.sent_bytes += data.nbytes
         crash_point("piece sent")
         return True
-
-    def _largest_encoding(self, reducer: PeerId) -> int:
-        elements = max((piece.elements for piece in self.plan.shards[reducer]), default=0)
-        return encoded_bytes(self.plan.codecs.contribution, elements) if elements else 0
 
     def _take(self, sender: PeerId, message: RoundPiece, piece: Piece, buffer: memoryview) -> None:
         crash_point("piece arrived")

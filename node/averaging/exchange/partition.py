@@ -152,11 +152,9 @@ class ExchangeProgress:
         return not self._unapplied
 
     def owing(self) -> frozenset[PeerId]:
-        """The members that could send us something now and have not.
-
-        Results are nobody's fault while contributions to our shard are due: the same member may delay other reducers.
-        Only the first incomplete piece counts: a member sends no more than a window ahead of the results.
-        """
+        """The members that could send us something now and have not."""
+        # Results are nobody's fault while contributions to our shard are due: the same member may delay other reducers.
+        # Only the first incomplete piece counts: a member sends no more than a window ahead of the results.
         late = next(iter(self._awaited.values()), ())
         return frozenset(late) or frozenset(peer for peer in self._results_due if self._owes_result(peer))
 

@@ -1,8 +1,4 @@
-"""The donor of anchors: serves chunks to replicas that catch up, without delaying training or rounds.
-
-Each asker gets one chunk at a time, at most `LINKS_AT_ONCE` are in flight. A round takes the memory it needs; a chunk
-that is gone is refused with GONE.
-"""
+"""The donor of anchors: serves chunks to replicas that catch up, without delaying training or rounds."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The download of an agreed state: the hash list, which the digest proves, then the chunks, which the list proves.
-
-Chunks arrive in a few buffers and are copied to their places only if they match.
-"""
+"""The download of an agreed state: the hash list, which the digest proves, then the chunks, which the list proves."""
 
 from __future__ import annotations
 
@@ -32,6 +29,7 @@ from swarm.vocabulary.types import AnchorVersion, Codec, ModuleId, PeerId, short
 
 log = logging.getLogger(__name__)
 
+TRIED_AGAIN: Final = "It is tried again with the newest state that the module's replicas announce."
 ANSWER_S: Final = 10.0
 MOST_ASKED: Final = 16
 
@@ -88,7 +86,7 @@ def _nobody_has(wanted: AnchorVersion, failed: dict[PeerId, PeerError]) -> Skips
         )
     return NoQuorum(
         f"no peer has the state of round {wanted.round}: {told}",
-        hint="It is tried again with the newest state that the module's replicas announce.",
+        hint=TRIED_AGAIN,
     )
 
 
@@ -208,7 +206,11 @@ class _Download(MachineRunner[machine.Event, machine.Action]):
         self._tell_progress()
         await super().run()
         if isinstance(self._end, machine.Failed):
-            raise self._error(self._end)
+            number, detail = self._version.round, self._end.detail
+            if self._end.stalled:
+                hint = "Check this machine's connection; the next attempt keeps what has been fetched."
+                raise Stalled(f"nothing more comes of the state of round {number}: {detail}", hint=hint)
+            raise NoQuorum(f"no peer is left that gives the state of round {number}: {detail}", hint=TRIED_AGAIN)
 
     def admit(self, sender: PeerId, message: StateChunk, tensor: TensorSpec) -> memoryview | Refusal:
         chunk = message.chunk
@@ -243,8 +245,10 @@ class _Download(MachineRunner[machine.Event, machine.Action]):
         if self._is_of(message):
             self.handle(machine.ChunksRefused(sender, message.chunks, message.reason))
 
-    def link_down(self, peer: PeerId, error: PeerError) -> None:
-        self.handle(machine.DonorLost(peer))
+    def link_down(self, to: PeerId, error: PeerError) -> None:
+        self.handle(machine.DonorLost(to))
+
+    _not_sent = link_down
 
     def _is_of(self, message: StateChunk | StateRefused) -> bool:
         return message.module == self._of.module and message.digest == self._version.digest
@@ -266,9 +270,6 @@ class _Download(MachineRunner[machine.Event, machine.Action]):
                 self._end = action
                 self.stop()
 
-    def _not_sent(self, to: PeerId, error: PeerError) -> None:
-        self.handle(machine.DonorLost(to))
-
     async def _check(self, sender: PeerId, chunk: int, tensor: TensorSpec, data: memoryview) -> None:
         try:
             matches = await self._state.place(chunk, tensor, data)
@@ -289,18 +290,3 @@ class _Download(MachineRunner[machine.Event, machine.Action]):
         index = chunk % self._of.layout.chunks
         elements = self._of.layout.range_of(index, index + 1)
         return int(elements.stop - elements.start)
-
-    def _error(self, failed: machine.Failed) -> SkipstoneError:
-        number = self._version.round
-        if not failed.stalled:
-            return NoQuorum(
-                f"no peer is left that gives the state of round {number}: {failed.detail}",
-                hint="It is tried again with the newest state that the module's replicas announce.",
-            )
-        return Stalled(
-            f"nothing more comes of the state of round {number}: {failed.detail}",
-            hint=(
-                "Check this machine's connection; what has been fetched is kept, and the next attempt goes "
-                "on from there."
-            ),
-        )

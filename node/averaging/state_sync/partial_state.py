@@ -1,7 +1,4 @@
-"""A state in assembly: the encoding of chunks, their check, their places, and a file that keeps them over a restart.
-
-The file has the state's size, with holes. Nothing lists its contents: every chunk is hashed when it is read again.
-"""
+"""A state in assembly: the encoding of chunks, their check, their places, and a file that keeps them over a restart."""
 
 from __future__ import annotations
 
@@ -52,24 +49,6 @@ def may_come_as(tensor: TensorSpec, elements: int, allowed: frozenset[Codec]) ->
     )
 
 
-class ChunkDecoder:
-    """Decodes chunks, with room for one. Used on one thread."""
-
-    def __init__(self, chunk_elements: int) -> None:
-        self._chunk_elements = chunk_elements
-        self._room: torch.Tensor | None = None
-
-    def bytes_of(self, tensor: TensorSpec, data: memoryview) -> memoryview:
-        """The chunk's float32 bytes, until the next call. Raises ProtocolViolation."""
-        if tensor.codec is Codec.NONE:
-            return data
-        if self._room is None:
-            self._room = torch.empty(self._chunk_elements)
-        out = self._room[: tensor.elements]
-        decode(tensor, data, out)
-        return octets_of_tensor(out)
-
-
 SUFFIX: Final = ".partial-state"
 
 
@@ -80,7 +59,8 @@ class PartialState:
         self.parameters, self.momentum = self._vectors = space.spare()
         self._space, self._layout, self._folder = space, space.layout, folder
         self._digest, self._hashes = hash_list.version.digest, hash_list.hashes
-        self._decoder = ChunkDecoder(space.layout.chunk_elements)
+        self._room: torch.Tensor | None = None
+        """Memory for one decoded chunk."""
         self._file: KeptChunks | None = None
         self._placed: set[int] = set()
         self._thread = ThreadPoolExecutor(1, "catching-up")
@@ -126,11 +106,17 @@ class PartialState:
         return same
 
     def _place(self, number: int, tensor: TensorSpec, encoded: memoryview) -> bool:
-        try:
-            data = self._decoder.bytes_of(tensor, encoded)
-        except ProtocolViolation as error:
-            log.info("chunk %d of a state cannot be decoded: %s", number, error)
-            return False
+        data = encoded
+        if tensor.codec is not Codec.NONE:
+            if self._room is None:
+                self._room = torch.empty(self._layout.chunk_elements)
+            out = self._room[: tensor.elements]
+            try:
+                decode(tensor, encoded, out)
+            except ProtocolViolation as error:
+                log.info("chunk %d of a state cannot be decoded: %s", number, error)
+                return False
+            data = octets_of_tensor(out)
         if hash_of(data) != self._hashes[number]:
             return False
         if number not in self._placed:
@@ -156,7 +142,7 @@ class PartialState:
 
 
 class KeptChunks:
-    """The file of kept chunks. Any error of the disk ends its use."""
+    """The file of kept chunks, of the state's size, with holes. Any error of the disk ends its use."""
 
     def __init__(self, folder: Path, digest: bytes, layout: Layout) -> None:
         self._layout = layout
@@ -228,9 +214,7 @@ class Space(Protocol):
     @property
     def layout(self) -> Layout: ...
 
-    def spare(self) -> StateVectors:
-        """Parameters and momentum, [elements] each. Raises ResourceExhausted."""
-        ...
+    def spare(self) -> StateVectors: ...
 
     def give_back(self, parameters: SharedVector, momentum: SharedVector) -> None: ...
 
@@ -239,14 +223,10 @@ class FreshSpace:
     """Newly allocated vectors, for a node without a store of anchors yet."""
 
     def __init__(self, layout: Layout) -> None:
-        self._layout = layout
-
-    @property
-    def layout(self) -> Layout:
-        return self._layout
+        self.layout = layout
 
     def spare(self) -> StateVectors:
-        return empty_vector(self._layout), empty_vector(self._layout)
+        return empty_vector(self.layout), empty_vector(self.layout)
 
     def give_back(self, parameters: SharedVector, momentum: SharedVector) -> None:
         return
