@@ -102,14 +102,12 @@ class Recount:
         return None
 
     def judge(self, signed: Mapping[PeerId, SignedHash]) -> Caught | None:
-        """Whether the rest can be the reducer's own part, after all others were subtracted."""
         reducer, rest = self._record.plan.members[self._piece.reducer], math.sqrt(squares(self._rest))
         reckoning = Reckoning(self._piece.elements, rest, self._result, tuple(self._shares))
         why = unexplained(reckoning, reducer.coefficient, reducer.norm, self._record.plan.codecs.result)
         return None if why is None else self.caught(reducer.peer, why, tuple(signed.values()))
 
     def caught(self, peer: PeerId, why: str, signed: Sequence[SignedHash] = (), certain: bool = True) -> Caught:
-        """The finding against a replica. `signed` proves it to others."""
         hashes = b"".join(sorted(one.peer.encode() + one.hash + one.signature for one in signed))
         proof = blake3(hashes).hexdigest() if signed else ""
         return Caught(peer, self._record.plan.roster.round.number, why, proof, certain)
@@ -214,7 +212,6 @@ class Auditor:
             self._begin(self.audit(record, self._means.random.choice(pieces)))
 
     def take_traffic(self) -> tuple[int, int]:
-        """The bytes of pieces sent and received for audits since the last call."""
         traffic = self.sent_bytes, self.received_bytes
         self.sent_bytes = self.received_bytes = 0
         return traffic
@@ -341,7 +338,6 @@ class Auditor:
         return found
 
     def _doubted(self, doubts: Counter[PeerId], caught: Caught) -> Caught | None:
-        """What may happen once, and is an offence when it happens again and again."""
         doubts[caught.peer] += 1
         if doubts[caught.peer] >= PATIENCE:
             del doubts[caught.peer]
@@ -360,7 +356,6 @@ class Auditor:
                 self._send(peer, accusation)
 
     async def _evidence_of(self, record: ExchangeRecord, piece: Piece) -> messages.Evidence | None:
-        """What the reducer says that others have signed; None when it says nothing."""
         key = (piece.reducer, record.plan.contribution(piece))
 
         async def once() -> messages.Evidence | None:
@@ -409,7 +404,6 @@ class Auditor:
             wanted.whole.set_result(None)
 
     def _accused(self, sender: PeerId, record: ExchangeRecord, accusation: messages.Accusation) -> None:
-        """One audit for each accuser and round."""
         piece = record.plan.piece_at(accusation.first_chunk, accusation.end_chunk)
         if piece is None or piece.reducer in (self._own, sender) or sender in self._accusers:
             return

@@ -77,7 +77,6 @@ class _Fetch:
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     async def _agreed(self) -> Anchor | None:
-        """The anchor that the module's replicas hold, once they have had a round."""
         membership, module = self._given.session.membership, self._given.module
         announced = {a.peer: a.anchor for a in membership.with_state(module) if a.anchor is not None}
         version = choose_version(announced).value

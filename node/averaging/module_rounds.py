@@ -36,7 +36,6 @@ from protocol.manifest.manifest import Manifest
 from swarm.averaging.round_events import Caught, OtherReplica, RoundRules
 from swarm.averaging.round_machine import RoundMachine
 from swarm.compression.round_codecs import RoundCodecs, Rung, ladder
-from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.averaging_messages import RoundId
 from swarm.vocabulary.errors import CorruptSnapshot
 from swarm.vocabulary.types import AnchorVersion, Codec, ModuleId, PeerId, PeerState
@@ -65,11 +64,7 @@ class RoundNews:
         self._accused: list[Caught] = []
         self._began = self._told = 0.0
 
-    def restored(self, version: AnchorVersion) -> None:
-        self._events.emit(events.Restored(self._peer, self._module, version.round, version.digest.hex()))
-
     def exchanging(self, attempt: RoundId, reduced_chunks: int, percent: int) -> None:
-        """Reports that another tenth of an exchange is done."""
         figures = (attempt.number, attempt.attempt, attempt.convener, reduced_chunks, percent)
         self._events.emit(events.RoundProgress(self._peer, str(attempt.module), *figures))
 
@@ -86,7 +81,6 @@ class RoundNews:
         self._events.emit(event)
 
     def accused(self, caught: Caught) -> None:
-        """Reports that a replica is excluded from our rounds; once per round and peer."""
         if self._accused and (self._accused[-1].peer, self._accused[-1].round) == (caught.peer, caught.round):
             return
         self._accused = [*self._accused, caught][-ACCUSED_KEPT:]
@@ -148,7 +142,6 @@ def rungs_to(limit: Codec) -> tuple[Rung, ...]:
 
 
 def rung_of(codecs: RoundCodecs) -> Rung:
-    """A codec level with its ratio to float32."""
     encoded = sum(encoded_bytes(codec, _ELEMENTS) for codec in (codecs.contribution, codecs.result))
     return Rung(codecs, encoded / (2 * 4 * _ELEMENTS))
 
@@ -207,12 +200,12 @@ class ModuleRounds:
                 tasks.create_task(self.runner.run())
 
     def resume(self, since: Work) -> None:
-        """Takes over the work of a restored replica since its anchor."""
         self._replica_sync.resume(since)
         version = self._store.current.version
         if version.round:
             self._resumed = version
-            self.news.restored(version)
+            restored = events.Restored(self._own.peer, str(self._given.module), version.round, version.digest.hex())
+            self._given.events.emit(restored)
 
     async def prepare(self) -> None:
         """Waits until the replica holds what its module holds. With nobody else, that is its own state."""
@@ -231,21 +224,17 @@ class ModuleRounds:
         clock = self._own.clock
         begun = clock.monotonic()
         while (waited := clock.monotonic() - begun) < RESUMING_WITHIN_S:
-            first = not any(known.peer < self._own.peer for known in self._known_here())
+            here = [known for known in self._given.session.membership.peers() if known.module == self._given.module]
+            first = not any(known.peer < self._own.peer for known in here)
             if self._machine.in_company or (first and waited >= ALONE_AFTER_S):
                 break
             await asyncio.sleep(LOOK_S)
         await self._settled_down()
 
-    def _known_here(self) -> list[Announcement]:
-        """All others that announce our module, with or without a state."""
-        return [known for known in self._given.session.membership.peers() if known.module == self._given.module]
-
     def describe(self) -> str:
         return self._machine.describe()
 
     def agreed(self) -> Agreed:
-        """The anchor and the work since, for a checkpoint; on the compute thread."""
         since = self._replica_sync.since_anchor
         return Agreed(self._store.saved(), since.steps, since.tokens)
 
@@ -326,7 +315,6 @@ def round_rules(manifest: Manifest, layout: Layout) -> RoundRules:
 
 
 def _put_on(replica: LocalReplica, first: Anchor | None) -> Anchor:
-    """Puts the replica on its first anchor, on the compute thread."""
     if first is None:
         return anchor_of(replica)
     for part, array in first.parameters.pieces():
@@ -337,7 +325,6 @@ def _put_on(replica: LocalReplica, first: Anchor | None) -> Anchor:
 
 
 def _restored(given: ModuleContext, layout: Layout, saved: AnchorState) -> Anchor | None:
-    """The saved anchor; None, with a warning, if it is corrupt."""
     try:
         return restored_anchor(layout, saved)
     except CorruptSnapshot as error:

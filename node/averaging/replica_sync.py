@@ -98,11 +98,9 @@ class ReplicaSync:
 
     @property
     def since_anchor(self) -> Work:
-        """Our work since the current anchor."""
         return self._done - self._at_anchor
 
     def resume(self, since: Work) -> None:
-        """Takes over the work of a restored replica since its anchor, before its first step."""
         self._done, self._at_anchor = since, Work()
 
     def trained_by(self, replicas: int) -> None:
@@ -177,7 +175,6 @@ class ReplicaSync:
         self._stepped_to = SteppedTo(anchor, anchor.version.tokens - before.version.tokens)
 
     async def _copy(self, part: slice, source: Source) -> float:
-        """Copies slice after slice; returns the pseudo-gradient's sum of squares."""
         norms = []
         async with asyncio.TaskGroup() as tasks:
             for piece in _slices(part):

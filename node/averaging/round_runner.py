@@ -135,7 +135,6 @@ class RoundRunner(MachineRunner[events.Event, events.Action]):
         )
 
     def after_inner_step(self, figures: StepFigures) -> None:
-        """Counts an inner step, in the same job on the compute thread."""
         step = self.replica_sync.after_inner_step(figures)
         if step is not None and self._loop is not None:
             self._loop.call_soon_threadsafe(self._stepped_alone, step)
@@ -382,7 +381,6 @@ class RoundRunner(MachineRunner[events.Event, events.Action]):
             self._arrivals.broken_off(sender, message, buffer)
 
     def _expect(self, round_id: RoundId) -> None:
-        """From now on takes pieces of this attempt only."""
         if self._arrivals is None or self._arrivals.round != round_id:
             self._count_traffic()
             self._arrivals = Arrivals(

@@ -78,7 +78,6 @@ class Invitee:
     heard: float
     answer: Answer = Answer.NONE
     lost: bool = False
-    """Its link broke, and nothing arrived since."""
     entry: Entry | None = None
     prepared: AnchorVersion | None = None
     waiting_for: frozenset[PeerId] = frozenset()
@@ -120,14 +119,12 @@ class Leader:
 
     @property
     def mute(self) -> frozenset[PeerId]:
-        """Invitees that never answered."""
         return frozenset(peer for peer, invitee in self._invitees.items() if invitee.answer is Answer.NONE)
 
     def open(self) -> list[Tell]:
         return [Tell(peer, Invitation(self.round, self._base)) for peer in self._invitees]
 
     def dissolve(self, why: str) -> list[Tell]:
-        """Tells the others in this attempt that it is given up."""
         others = (peer for peer, invitee in self._invitees.items() if peer != self._own and invitee.answer in WITH_US)
         return [Tell(peer, Dissolved(self.round, why)) for peer in others]
 

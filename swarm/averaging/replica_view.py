@@ -38,7 +38,6 @@ class AttemptLog:
         self.refused: set[PeerId] = set()
         """Leaders whose roster we refused: not followed again at this round."""
         self.doubted: set[PeerId] = set()
-        """Peers that accused another member alone."""
         self.rosters: list[Roster] = []
         self.quiet_until = 0.0
         self.due_since: float | None = None
@@ -61,7 +60,6 @@ class AttemptLog:
         self.rosters = [*self.rosters, roster][-_ROSTERS:]
 
     def failed(self, now: float) -> None:
-        """Notes a failed attempt; the pauses become longer."""
         self._failures += 1
         self.pause(now, self._backoff.seconds(self._failures))
 
@@ -117,7 +115,6 @@ class OtherReplicas:
         return peer in self._known
 
     def changed(self, others: Iterable[OtherReplica], now: float) -> frozenset[PeerId]:
-        """Takes over a new membership view; returns the peers that are gone."""
         before = self._known
         listed = sorted(others, key=lambda replica: (not replica.serving, replica.peer))[: MAX_MEMBERS - 1]
         self._known = {replica.peer: _renewed(before.get(replica.peer), replica, now) for replica in listed}
@@ -159,11 +156,9 @@ class OtherReplicas:
         return frozenset(peer for peer, stands in self.versions(now).items() if stands == version)
 
     def donors(self, version: AnchorVersion, now: float) -> tuple[PeerId, ...]:
-        """All replicas that have the version, serving or not."""
         return tuple(sorted(peer for peer, known in self._known.items() if known.version(now) == version))
 
     def steps(self, base: AnchorVersion, now: float) -> list[int]:
-        """Inner steps since `base`, as its replicas reported."""
         return [self._known[peer].steps for peer in self.on(base, now) if self._known[peer].base == base]
 
 
@@ -192,17 +187,14 @@ class ReplicaView:
         self.now = 0.0
         self.steps = 0
         self.anchored_at: float | None = None
-        """Time when we took our anchor; None before the first event."""
         self._highest = 0
         self.others = OtherReplicas()
         self.attempt_log = AttemptLog(rules)
         self.penalties = Penalties()
         self.usual = UsualLength()
         self.catching: AnchorVersion | None = None
-        """The version that we are fetching."""
         self._behind_since: float | None = None
         self._failures: dict[AnchorVersion, tuple[float, int]] = {}
-        """Versions that could not be fetched: when to try again, and failures so far."""
 
     def standing(self) -> Reasoned[AnchorVersion]:
         """The version that the module holds, without those that could not be fetched lately.
@@ -220,11 +212,9 @@ class ReplicaView:
         return standing(self.rules, self.version, counted)
 
     def are_most(self, others: int) -> bool:
-        """Whether that many other replicas are more than half of all."""
         return 2 * others > len(self.others.serving) + 1
 
     def catch_up_failed(self, version: AnchorVersion, astray: Iterable[PeerId]) -> None:
-        """Notes that a version could not be fetched; it is retried with backoff."""
         self.catching = None
         count = self._failures.pop(version, (0.0, 0))[1] + 1
         self._failures[version] = (self.now + RETRY_S.seconds(count), count)
@@ -274,7 +264,6 @@ class ReplicaView:
         return leader_order(self.module, self.version, self.next_number(), {self.own, *others})
 
     def stand_on(self, version: AnchorVersion) -> list[Tell]:
-        """Takes our new anchor, and tells everybody."""
         self.version, self.steps, self.anchored_at = version, 0, self.now
         self.attempt_log.new_anchor()
         self.catching = self._behind_since = None

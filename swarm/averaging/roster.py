@@ -34,7 +34,6 @@ LEADER_REDUCES_FROM = 2
 
 
 def sound_entry(entry: Entry) -> bool:
-    """Whether an entry's figures are possible."""
     return (
         0 <= entry.steps <= MOST_STEPS
         and 0 <= entry.tokens <= MOST_TOKENS

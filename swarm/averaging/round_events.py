@@ -32,7 +32,6 @@ class RoundRules:
     step_tokens: int = 2**20
     """Approximate tokens of one inner step of one replica."""
     chunk_bytes: int = 4 * 2**20
-    """Largest chunk on the wire; the time limit of a piece follows from it."""
     rungs: tuple[Rung, ...] = (FLOAT32,)
     """Codec levels that the run allows in rounds, mildest first."""
 

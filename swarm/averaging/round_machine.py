@@ -67,7 +67,6 @@ class Participation:
     phase: Phase = Phase.PREPARING
     entry: messages.Entry | None = None
     bandwidth: float = 0.0
-    """Goodput of our best link in bytes per second; 0 if unknown."""
     roster: messages.Roster | None = None
     entries: tuple[messages.Entry, ...] = ()
     version: AnchorVersion | None = None
@@ -75,11 +74,9 @@ class Participation:
     prepared: dict[PeerId, AnchorVersion] = field(default_factory=dict)
     told: float = 0.0
     link_lost: bool = False
-    """The link to the leader broke, and nothing arrived since."""
     owing: dict[PeerId, float] = field(default_factory=dict)
     """By member, the time since when it owes us pieces, or of its last piece."""
     broken: set[PeerId] = field(default_factory=set)
-    """Members whose link broke since their last piece."""
     rejected: set[PeerId] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -90,7 +87,6 @@ class Participation:
         return now - self.heard + (self.rules.silence_s / 2 if self.link_lost else 0.0)
 
     def overdue(self, now: float) -> bool:
-        """Whether an honest leader would have committed by now, if most members have the result."""
         return self.phase is Phase.PREPARED and now - self.prepared_at > self.rules.silence_s
 
     def waiting_for(self, now: float, share: float = 1.0) -> tuple[PeerId, ...]:
@@ -101,7 +97,6 @@ class Participation:
         return tuple(sorted(late | (self.broken & self.owing.keys())))
 
     def stalled(self, now: float) -> bool:
-        """Whether the committed result will hardly become complete here."""
         latest = max(self.owing.values(), default=self.heard)
         if self.owing and self.owing.keys() <= self.broken:
             return True
@@ -111,7 +106,6 @@ class Participation:
         return self.rules.chunk_bytes / (self.bandwidth or ASSUMED_BANDWIDTH)
 
     def status(self, now: float) -> messages.RoundControl | None:
-        """The member's repeated report to the leader."""
         match self.phase:
             case Phase.PREPARING:
                 return messages.Accepting(self.round)
@@ -127,7 +121,6 @@ class Participation:
 
 
 def _refusal_of(invitation: messages.Invitation, part: Participation | None, view: ReplicaView) -> DeclineReason | None:
-    """The reason to refuse an invitation; None to follow it."""
     attempt = invitation.round
     if attempt.number <= view.version.round:
         return DeclineReason.PAST
@@ -169,12 +162,10 @@ class RoundMachine:
         self._part: Participation | None = None
         self._staged: events.CommitStaged | None = None
         self._latest = ""
-        """How the last attempt ended, for people."""
         self._last_call: float | None = None
         self._slept = 0.0
         self._seen = False
         self._alone: bool | None = None
-        """Whether no other replica serves; None before the first view."""
         self._alone_since: float | None = None
 
     @property
@@ -406,7 +397,6 @@ class RoundMachine:
                 self._view.penalties.waiting.add(peer, self._view.now)
 
     def _forget(self, why: str) -> Actions:
-        """Leaves the attempt, and drops all results of this and earlier ones."""
         number = self._view.attempt_log.highest[0]
         self._part = self._leading = self._staged = None
         return [events.Release(number, why)] if number else []
@@ -416,7 +406,6 @@ class RoundMachine:
         return [Tell(part.round.convener, declined), *self._leave(why)]
 
     def _about_attempt(self, sender: PeerId, message: messages.RoundControl) -> Actions:
-        """Handles a message about an attempt, from a live replica or from ourselves."""
         if isinstance(message, messages.Pulse) and message.round.convener == sender:
             self._hear_leader(sender, message.round)
         match message:
@@ -434,7 +423,6 @@ class RoundMachine:
                 return []
 
     def _hear_leader(self, sender: PeerId, attempt: RoundId) -> bool:
-        """Whether this comes from our leader, about the current attempt."""
         part = self._part
         if part is None or part.round != attempt or attempt.convener != sender:
             return False
@@ -622,7 +610,6 @@ class RoundMachine:
         return [*others, result, *view.stand_on(result.version)]
 
     def _advance(self) -> Actions:
-        """Advances the leader's side."""
         leading, view = self._leading, self._view
         if leading is None:
             return []
@@ -671,7 +658,6 @@ class RoundMachine:
         return left + self._open(why)
 
     def _upkeep(self) -> Actions:
-        """Advances the member's side: pulses, timeouts, commit."""
         part, view = self._part, self._view
         if part is None:
             return []

@@ -49,7 +49,6 @@ def lower_median(values: Sequence[Number]) -> Number:
 
 
 def fragments_of(rules: RoundRules) -> int:
-    """The number of a module's fragments, at most that of its chunks."""
     return max(1, min(rules.fragments, rules.chunks))
 
 
@@ -60,7 +59,6 @@ def fragment_chunks(rules: RoundRules, fragment: int) -> tuple[int, int]:
 
 
 def steps_between_rounds(rules: RoundRules) -> int:
-    """Inner steps of the average replica between two rounds."""
     return -(-rules.inner_steps // fragments_of(rules))
 
 
@@ -84,7 +82,6 @@ def plausible_round(own: AnchorVersion, number: int) -> bool:
 
 
 def possible(rules: RoundRules, version: AnchorVersion) -> bool:
-    """Whether a version's figures are possible in this run."""
     steps = SLACK_WORK * rules.inner_steps * (version.round + SLACK_ROUNDS)
     tokens = steps * rules.step_tokens * MAX_MEMBERS
     return 0 <= version.round <= MOST_ROUNDS and 0 <= version.steps <= steps and 0 <= version.tokens <= tokens

@@ -132,7 +132,6 @@ NEWS: Final = 0.1
 
 
 def mark_of(peer: PeerId) -> int:
-    """A peer's 24-bit mark in rosters, from the hash of its name."""
     return int.from_bytes(hashlib.sha256(peer.encode()).digest()[:3], "big")
 
 
@@ -157,7 +156,6 @@ def rates(entries: Mapping[PeerId, Entry]) -> dict[PeerId, int]:
 
 
 def slowest_bytes_per_s(entries: Mapping[PeerId, Entry]) -> float:
-    """The slowest rate of the members' links; 0 if none was measured."""
     known = rates(entries)
     return 4.0 ** min(known.values()) if known else 0.0
 
@@ -173,7 +171,6 @@ class UsualLength:
         self._usual = 0.0
 
     def too_short(self, entry: Entry, own: Entry) -> bool:
-        """Whether a pseudo-gradient is so short that it can only be meant to clip the others'."""
         if not (entry.tokens and own.tokens):
             return False
         expected = min(_norm_per_token(own), self._usual or math.inf)

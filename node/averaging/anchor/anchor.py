@@ -50,7 +50,6 @@ class Anchor:
     """Of each chunk of the parameters, then of the momentum."""
 
     def chunk(self, number: int) -> memoryview:
-        """The bytes of a chunk, little-endian float32, numbered as in `StateRequest`."""
         return chunk_bytes(self.layout, self.parameters, self.momentum, number)
 
 
@@ -76,7 +75,6 @@ def distance_between(one: Anchor, other: Anchor) -> float:
 def version_of(
     layout: Layout, hashes: Sequence[bytes], round_number: int, steps: int, tokens: int, fragment: int
 ) -> AnchorVersion:
-    """The anchor's version with its digest."""
     header = _HEADER.pack(round_number, steps, tokens, fragment, layout.elements, layout.chunk_elements)
     digest = blake3(_DOMAIN + header + b"".join(hashes)).digest()
     return AnchorVersion(round_number, steps, tokens, fragment, digest)
@@ -223,7 +221,6 @@ class AnchorStore:
             return pair
 
     def give_back(self, parameters: SharedVector, momentum: SharedVector) -> None:
-        """Notes that vectors from `spare` will not become an anchor."""
         with self._lock:
             self._forget_lent(parameters)
 

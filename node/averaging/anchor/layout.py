@@ -50,7 +50,6 @@ class Layout:
         return -(-self.elements // self.chunk_elements)
 
     def range_of(self, first_chunk: int, end_chunk: int) -> slice:
-        """The elements of these chunks; the last chunk may be shorter."""
         return slice(first_chunk * self.chunk_elements, min(end_chunk * self.chunk_elements, self.elements))
 
 

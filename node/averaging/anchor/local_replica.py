@@ -23,7 +23,6 @@ class Schedule(Protocol):
     tokens: int
     replicas: int
     before_step: Callable[[], None]
-    """Called at the beginning of each inner step."""
     before_change: Callable[[], None]
 
     def start_anew(self, steps: int, tokens: int) -> None:
@@ -50,13 +49,11 @@ class LocalReplica:
         self._starts = [place.start for place in self.layout.places]
 
     def read(self, part: slice, out: Vector) -> None:
-        """Copies this part of the vector to `out`."""
         target = torch.from_numpy(out)
         for here, there in self._overlaps(part):
             target[there].copy_(_read(*here))
 
     def write(self, part: slice, values: Vector) -> None:
-        """Writes `values` to this part of the vector."""
         self.optimizer.before_change()
         source = torch.from_numpy(values)
         for (memory, here), there in self._overlaps(part):
@@ -88,7 +85,6 @@ class LocalReplica:
 
 
 def anchor_of(replica: LocalReplica) -> Anchor:
-    """The anchor of the current parameters, before the first round."""
     parameters = empty_vector(replica.layout)
     for part, array in parameters.pieces():
         replica.read(part, array)

@@ -81,12 +81,10 @@ class SharedVector:
         return SharedVector([array.copy() for array in self.arrays], self._starts[0])
 
     def replaced(self, place: int, other: SharedVector) -> SharedVector:
-        """The vector with the one array of `other` at this index."""
         (array,) = other.arrays
         return SharedVector((*self.arrays[:place], array, *self.arrays[place + 1 :]), self._starts[0])
 
     def sharing(self, other: SharedVector, places: Container[int]) -> SharedVector:
-        """The vector with the arrays of `other` at some indices."""
         arrays = zip(self.arrays, other.arrays, strict=True)
         return SharedVector(
             [theirs if place in places else own for place, (own, theirs) in enumerate(arrays)], self._starts[0]
@@ -103,7 +101,6 @@ def empty_vector(layout: Layout) -> SharedVector:
 
 
 def empty_part(part: slice, arrays: SpareArrays) -> SharedVector:
-    """A part in one array, to be written. Raises OutOfMemory."""
     try:
         return SharedVector([arrays.empty(part.stop - part.start)], part.start)
     except MemoryError:
@@ -111,7 +108,6 @@ def empty_part(part: slice, arrays: SpareArrays) -> SharedVector:
 
 
 def cut_vector(layout: Layout, values: Vector | SharedVector) -> SharedVector:
-    """A copy of a whole vector, cut into fragments."""
     cut = empty_vector(layout)
     for part, array in cut.pieces():
         array[:] = values[part]
@@ -133,7 +129,6 @@ def squares(values: Vector) -> float:
 
 
 def squares_of_difference(left: Vector, right: Vector) -> float:
-    """The sum of squares of `left` - `right`, as `squares`."""
     room = np.empty(min(STRETCH, len(left)), np.float32)
     total = 0.0
     with np.errstate(all="ignore"):

@@ -129,7 +129,6 @@ class AllReduce:
         self._told_of_piece: dict[PeerId, float] = {}
         largest = max(piece.elements for piece in plan.pieces)
         self._room: Vector = np.empty(largest, np.float32)
-        """Scratch memory of jobs on the thread."""
         width = min(WINDOW, early_pieces(len(plan.others)))
         self._windows = {peer: asyncio.Semaphore(width) for peer in plan.others}
         self._widths = dict.fromkeys(plan.others, width)
@@ -143,7 +142,6 @@ class AllReduce:
 
     @property
     def is_staged(self) -> bool:
-        """Whether the vectors belong to a complete anchor."""
         return self._complete.is_set()
 
     def record(self, anchor: Anchor) -> ExchangeRecord:
@@ -253,7 +251,6 @@ class AllReduce:
         await self._pass_on(piece, await self._on_thread(partial(self._reduction.finish, piece)))
 
     async def _pass_on(self, piece: Piece, data: memoryview) -> None:
-        """Sends the complete sum of a piece: the same bytes to all, and to ourselves."""
         crash_point("reduced")
         for queue in self._results.values():
             queue.put_nowait((piece, data))

@@ -47,7 +47,6 @@ class Incoming:
         known.under_way += 1
 
     def ended(self, sender: PeerId, size_bytes: int) -> None:
-        """Notes a complete piece, or a broken one with 0 bytes."""
         known = self._senders.get(sender)
         if known is None or not known.under_way:
             return
@@ -97,7 +96,6 @@ class Arrivals:
         self._free: dict[int, list[memoryview]] = {}
 
     def open(self, plan: Plan, deliver: Deliver) -> None:
-        """Delivers early pieces that are due, and from now on others as they arrive."""
         self._plan, self._deliver = plan, deliver
         early, self._early = self._early, []
         for sender, message, buffer in early:
@@ -109,7 +107,6 @@ class Arrivals:
         self._deliver = lambda sender, message, piece, buffer: None
 
     def admit(self, sender: PeerId, message: RoundPiece, tensor: TensorSpec) -> memoryview | Refusal:
-        """Admits a piece once; see `LinkHandler`."""
         key = (sender, message)
         if message.round != self.round or key in self._come:
             return Refusal(False, "this piece is of another round, or has come before")
@@ -132,7 +129,6 @@ class Arrivals:
         self.give_back(buffer)
 
     def give_back(self, buffer: memoryview) -> None:
-        """Takes back the buffer of a piece that nothing reads any more."""
         self._free.setdefault(buffer.nbytes, []).append(buffer)
 
     def _objection(self, sender: PeerId, message: RoundPiece, tensor: TensorSpec) -> str | None:

@@ -137,14 +137,12 @@ class ExchangeProgress:
         self._contributed[reducer] += 1
 
     def added(self, sender: PeerId, piece: Piece) -> None:
-        """Notes that a contribution to our shard is in its sum."""
         self._awaited[piece].discard(sender)
         if not self._awaited[piece]:
             del self._awaited[piece]
         self._tell(taken_in=1)
 
     def applied(self, piece: Piece) -> bool:
-        """Notes an applied result; returns whether it was the last."""
         self._unapplied.discard(piece)
         if piece.reducer != self._plan.own:
             self._results_due[piece.reducer] -= 1

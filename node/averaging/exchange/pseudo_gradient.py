@@ -50,7 +50,6 @@ class Source:
     snapshot: Vector | SharedVector
 
     def squares(self, part: slice) -> float:
-        """The sum of squares. Not finite if an element is not."""
         return squares_of_difference(self.anchor.parameters[part], self.snapshot[part])
 
     def write(self, part: slice, out: Vector, factor: float) -> None:

@@ -73,7 +73,6 @@ class Reduction:
         return None if self._to_come[piece] else self.finish(piece)
 
     def finish(self, piece: Piece) -> memoryview:
-        """The encoding of a complete sum, which all members get."""
         total = self._sum(piece)
         del self._sums[piece]
         codec = self._plan.codecs.result
@@ -130,6 +129,5 @@ class Comparison:
         self._pieces.append(Beside(piece.reducer, len(there) / self._elements, own, squares, product))
 
     def oddities(self) -> dict[PeerId, str]:
-        """The reducers whose results cannot be the mean, with reasons, after all results."""
         own = self._plan.members[self._plan.own]
         return oddities(self._plan.own, self._pieces, own.coefficient, own.norm, self._plan.roster.largest_norm)

@@ -180,7 +180,6 @@ class Donor:
         self.sent_bytes += size
 
     async def _encoded(self, peer: PeerId, data: memoryview) -> Encoded:
-        """In byte planes if the link is slow."""
         link = self._transport.figures().get(peer)
         codec = codec_for(self._codecs, 0.0 if link is None else link.goodput_bytes_per_s)
         if codec is Codec.NONE:

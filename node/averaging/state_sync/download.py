@@ -194,7 +194,6 @@ class _Download(MachineRunner[machine.Event, machine.Action]):
         self._pool = pool
         self._room = room
         self._arriving: dict[tuple[PeerId, int], memoryview] = {}
-        """Buffers of the chunks that are arriving or being checked."""
         self._end: machine.Complete | machine.Failed | None = None
 
     @property
@@ -202,7 +201,6 @@ class _Download(MachineRunner[machine.Event, machine.Action]):
         return isinstance(self._end, machine.Complete)
 
     async def run(self) -> None:
-        """Fetches everything that is due. Raises as `StateDownloads.catch_up`."""
         self._tell_progress()
         await super().run()
         if isinstance(self._end, machine.Failed):
@@ -254,7 +252,6 @@ class _Download(MachineRunner[machine.Event, machine.Action]):
         return message.module == self._of.module and message.digest == self._version.digest
 
     def _is_arriving(self, sender: PeerId, message: StateChunk, buffer: memoryview) -> bool:
-        """Whether the buffer is the one given for this chunk."""
         given = self._arriving.get((sender, message.chunk))
         return self._is_of(message) and given is not None and given.obj is buffer.obj
 

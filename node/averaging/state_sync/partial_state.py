@@ -41,7 +41,6 @@ def codec_for(allowed: frozenset[Codec], goodput_bytes_per_s: float) -> Codec:
 
 
 def may_come_as(tensor: TensorSpec, elements: int, allowed: frozenset[Codec]) -> bool:
-    """Whether a chunk may have this encoding: none, or a shorter one."""
     return (
         (tensor.shape, tensor.dtype) == ((elements,), DType.FLOAT32)
         and tensor.codec in allowed
@@ -60,7 +59,6 @@ class PartialState:
         self._space, self._layout, self._folder = space, space.layout, folder
         self._digest, self._hashes = hash_list.version.digest, hash_list.hashes
         self._room: torch.Tensor | None = None
-        """Memory for one decoded chunk."""
         self._file: KeptChunks | None = None
         self._placed: set[int] = set()
         self._thread = ThreadPoolExecutor(1, "catching-up")
@@ -74,7 +72,6 @@ class PartialState:
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._place, number, tensor, data)
 
     async def close(self, *, complete: bool) -> None:
-        """Ends the use of file and vectors after all jobs of the thread."""
         finished = self._thread.submit(self._close, complete)
         self._thread.shutdown(wait=False)
         await asyncio.shield(asyncio.wrap_future(finished))
@@ -173,7 +170,6 @@ class KeptChunks:
             return False
 
     def write(self, number: int, data: memoryview) -> bool:
-        """Keeps a chunk. False if the file is not usable any more."""
         if self._file is None:
             return False
         try:
