@@ -16,9 +16,8 @@ from typing import Any, Final
 import numpy as np
 
 from node.averaging.anchor.shared_vector import Vector
-from node.averaging.exchange.partition import Piece
-from node.averaging.exchange.pseudo_gradient import Source
-from node.averaging.exchange.reduction import Reduction
+from node.averaging.exchange.pieces import Piece
+from node.averaging.exchange.reduction import Reduction, Source
 from node.averaging.replica_sync import ReplicaSync, Snapshot
 from node.averaging.round_runner import RoundRunner
 from node.network.local_peer import LocalPeer

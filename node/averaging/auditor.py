@@ -20,8 +20,7 @@ from blake3 import blake3
 
 from node.averaging.anchor.shared_vector import Vector, add_scaled, squares
 from node.averaging.exchange.all_reduce import ExchangeMeans, ExchangeRecord
-from node.averaging.exchange.arrivals import piece_spec
-from node.averaging.exchange.partition import Piece
+from node.averaging.exchange.pieces import Piece, piece_spec
 from node.averaging.exchange.reduction import read_encoding
 from node.concurrency.compute_thread import Priority
 from protocol.codecs import encoded_bytes

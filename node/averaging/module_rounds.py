@@ -1,4 +1,4 @@
-"""The rounds of a node's module: runner, donor and downloads, joined to the rest of the node."""
+"""The rounds of a node's module, joined to the rest of the node, and the first state of a new replica."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
-from random import SystemRandom
+from random import Random, SystemRandom
 from typing import Final
 
 import torch
 
-from node.averaging.anchor.anchor import Anchor, AnchorStore, restored_anchor
+from node.averaging.anchor.anchor import Anchor, AnchorStore, initial_anchor, restored_anchor
 from node.averaging.anchor.layout import Layout
 from node.averaging.anchor.local_replica import LocalReplica, anchor_of
 from node.averaging.anchor.outer_step import outer_rule
@@ -20,24 +21,27 @@ from node.averaging.exchange.all_reduce import ExchangeMeans
 from node.averaging.replica_sync import ReplicaSync, Work
 from node.averaging.round_runner import RoundRunner
 from node.averaging.state_sync.donor import Donor
-from node.averaging.state_sync.download import StateDownloads
-from node.averaging.state_sync.partial_state import STATE_CODECS
+from node.averaging.state_sync.download import MOST_ASKED, StateDownloads
+from node.averaging.state_sync.partial_state import STATE_CODECS, FreshSpace
 from node.checkpoint.state import Agreed, AnchorState
 from node.concurrency.compute_thread import ComputeThread, Priority
 from node.concurrency.task_groups import task_scope
 from node.context.module_context import ModuleContext
+from node.model.memory_need import require_room
 from node.observability import events
-from node.observability.events import CatchingUp, EventSink, RoundCommitted
+from node.observability.events import CatchingUp, EventSink, Note, RoundCommitted
 from node.observability.status import Accusation, DownloadStatus, RoundStatus
+from node.start.cut_model import first_version, module_layout
 from protocol.codecs import encoded_bytes
 from protocol.identity.signatures import EntrySeal, PieceSignatures
 from protocol.interfaces.clock import Clock
 from protocol.manifest.manifest import Manifest
 from swarm.averaging.round_events import Caught, OtherReplica, RoundRules
 from swarm.averaging.round_machine import RoundMachine
+from swarm.averaging.schedule import choose_version
 from swarm.compression.round_codecs import RoundCodecs, Rung, ladder
 from swarm.vocabulary.averaging_messages import RoundId
-from swarm.vocabulary.errors import CorruptSnapshot
+from swarm.vocabulary.errors import CorruptSnapshot, NoQuorum, Stalled
 from swarm.vocabulary.types import AnchorVersion, Codec, ModuleId, PeerId, PeerState
 
 log = logging.getLogger(__name__)
@@ -330,3 +334,88 @@ def _restored(given: ModuleContext, layout: Layout, saved: AnchorState) -> Ancho
     except CorruptSnapshot as error:
         given.events.emit(events.Note("warning", f"{error}; the parameters saved with it are taken for the anchor"))
         return None
+
+
+PAUSE_S: Final = 0.5
+LONGEST_PAUSE_S: Final = 8.0
+
+
+@dataclass(frozen=True, slots=True)
+class FirstState:
+    """Initial anchor, or None to keep the weights of the seed or checkpoint."""
+
+    anchor: Anchor | None = None
+
+
+async def first_state(given: ModuleContext) -> FirstState:
+    """Gets the anchor for the node's replica, however long that takes. Raises ConfigError, ResourceExhausted."""
+    if given.manifest.start is None or given.resumed.state is not None:
+        return FirstState()
+    allowance = given.options.allowance
+    require_room(given.manifest, (given.module,), given.device, allowance.slots, allowance.moments)
+    if given.start is not None:
+        return FirstState(await asyncio.to_thread(given.start.anchor, given.module))
+    return FirstState(await _Fetch(given).anchor())
+
+
+class _Fetch:
+    """The download of a replica's first anchor."""
+
+    def __init__(self, given: ModuleContext) -> None:
+        session, manifest, module = given.session, given.manifest, given.module
+        self._given = given
+        self._layout = module_layout(manifest, module)
+        self._first = first_version(manifest, module)
+        self._news = RoundNews(session.own.peer, module, session.own.clock, given.events)
+        self._random = Random()  # noqa: S311 - spreads the load over donors; no secret
+        folder = given.options.checkpoint_dir
+        self._downloads = StateDownloads(
+            session,
+            module,
+            FreshSpace(self._layout),
+            STATE_CODECS[manifest.codecs.state],
+            None if folder is None else folder / session.own.peer / "download",
+            self._news.progressed,
+        )
+
+    async def anchor(self) -> Anchor:
+        await self._given.session.membership_sync.looked.wait()
+        pause_s = PAUSE_S
+        while True:
+            try:
+                return await self._agreed() or await self._from_the_start()
+            except (NoQuorum, Stalled) as error:
+                log.info("module %s: %s", self._given.module, error)
+                if pause_s == PAUSE_S:
+                    self._given.events.emit(Note("info", f"waits for the weights of module {self._given.module}"))
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    async def _agreed(self) -> Anchor | None:
+        membership, module = self._given.session.membership, self._given.module
+        announced = {a.peer: a.anchor for a in membership.with_state(module) if a.anchor is not None}
+        version = choose_version(announced).value
+        if version is None or version.round == 0:
+            return None
+        donors = tuple(peer for peer, stands in announced.items() if stands == version)
+        self._news.fetching(version)
+        try:
+            return await self._downloads.catch_up(version, donors)
+        except (NoQuorum, Stalled) as error:  # they may have gone on, or may never have had it
+            log.info("module %s: %s", module, error)
+            return None
+        finally:
+            self._news.ended()
+
+    async def _from_the_start(self) -> Anchor:
+        """The module's part of the existing model. Raises NoQuorum or Stalled."""
+        self._news.fetching(self._first)
+        known = list(self._given.session.membership.peers())
+        self._random.shuffle(known)  # more than are asked at once are asked in turns
+        # Peers that announce it, then data nodes (the author runs one), then all others.
+        known.sort(key=lambda a: (a.anchor != self._first, a.module is None or a.module.stage > 0))
+        try:
+            parameters = await self._downloads.parameters(self._first, [a.peer for a in known][:MOST_ASKED])
+        finally:
+            self._news.ended()
+        return await asyncio.to_thread(initial_anchor, self._layout, parameters)

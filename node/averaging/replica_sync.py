@@ -16,7 +16,7 @@ from node.averaging.anchor.anchor import Anchor, AnchorStore
 from node.averaging.anchor.local_replica import LocalReplica
 from node.averaging.anchor.outer_step import OuterRule, step_alone
 from node.averaging.anchor.shared_vector import SharedVector, Vector
-from node.averaging.exchange.pseudo_gradient import SentParts, Source
+from node.averaging.exchange.reduction import SentParts, Source
 from node.concurrency.compute_thread import ComputeThread, Priority
 from node.model.optimizer import StepFigures
 from protocol.interfaces.clock import Clock

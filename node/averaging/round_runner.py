@@ -13,9 +13,8 @@ from typing import Final, Protocol
 from node.averaging.anchor.anchor import Anchor, AnchorStore, distance_between
 from node.averaging.auditor import Auditor
 from node.averaging.exchange.all_reduce import AllReduce, ExchangeMeans
-from node.averaging.exchange.arrivals import Arrivals, Incoming
-from node.averaging.exchange.partition import Plan
-from node.averaging.exchange.pseudo_gradient import SentParts
+from node.averaging.exchange.pieces import Arrivals, Incoming, Plan
+from node.averaging.exchange.reduction import SentParts
 from node.averaging.replica_sync import ReplicaSync, Snapshot, SteppedTo
 from node.concurrency.compute_thread import Priority
 from node.concurrency.machine_runner import MachineRunner

@@ -2,7 +2,7 @@
 decode to 0.
 
 252 and 260 bytes for 4096 elements: 65 and 63 times less than float32. What is left out has to be sent another time by
-who encodes (`node.averaging.exchange.pseudo_gradient`), or the sum of many encodings is not that of what was encoded.
+who encodes (`node.averaging.exchange.reduction`), or the sum of many encodings is not that of what was encoded.
 
 The encoding is that of each chunk, one after the other; the last chunk may be shorter. A chunk of w elements sends n =
 ceil(w * 192 / 4096) of them (256 with TOP_K_2), in the order of their places in the chunk, in these parts, each in

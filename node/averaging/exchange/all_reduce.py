@@ -19,10 +19,8 @@ import numpy as np
 from node.averaging.anchor.anchor import Anchor
 from node.averaging.anchor.outer_step import OuterRule, Staging
 from node.averaging.anchor.shared_vector import StateVectors, Vector
-from node.averaging.exchange.arrivals import Arrivals, early_pieces, piece_spec
-from node.averaging.exchange.partition import ExchangeProgress, Piece, Plan, Watch
-from node.averaging.exchange.pseudo_gradient import SentParts, Source
-from node.averaging.exchange.reduction import Comparison, NormLimit, Reduction, read_encoding
+from node.averaging.exchange.pieces import Arrivals, ExchangeProgress, Piece, Plan, Watch, early_pieces, piece_spec
+from node.averaging.exchange.reduction import Comparison, NormLimit, Reduction, SentParts, Source, read_encoding
 from node.concurrency.compute_thread import ComputeThread, Priority
 from node.concurrency.task_groups import task_scope
 from node.model.device import gradual_underflow

@@ -21,9 +21,8 @@ from node.averaging.anchor.local_replica import LocalReplica, anchor_of
 from node.averaging.anchor.outer_step import OuterRule
 from node.averaging.anchor.shared_vector import SpareArrays, Vector, empty_part
 from node.averaging.exchange.all_reduce import AllReduce, ExchangeMeans
-from node.averaging.exchange.arrivals import Arrivals
-from node.averaging.exchange.partition import Plan
-from node.averaging.exchange.pseudo_gradient import Source
+from node.averaging.exchange.pieces import Arrivals, Plan
+from node.averaging.exchange.reduction import Source
 from node.averaging.module_rounds import rung_of, rungs_to
 from node.averaging.replica_sync import ReplicaSync
 from node.averaging.round_runner import RoundRunner

@@ -11,8 +11,7 @@ import torch
 
 from node.averaging.anchor.anchor import Anchor, hash_all, version_of
 from node.averaging.anchor.shared_vector import SharedVector
-from node.averaging.exchange.arrivals import piece_spec
-from node.averaging.exchange.partition import Plan
+from node.averaging.exchange.pieces import Plan, piece_spec
 from node.averaging.replica_sync import SteppedTo
 from protocol.interfaces.transport import Refusal
 from swarm.vocabulary.averaging_messages import Contribution, Member, Roster, RoundId

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from node.averaging.anchor.anchor import hash_all
-from node.averaging.exchange.partition import ExchangeProgress, Plan
+from node.averaging.exchange.pieces import ExchangeProgress, Plan
 from protocol.codecs import encoded_bytes
 from swarm.averaging.round_events import Event, Owing, PieceCame, PieceRejected
 from swarm.compression.round_codecs import RoundCodecs, ladder
