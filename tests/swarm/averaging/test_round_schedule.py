@@ -62,9 +62,6 @@ def version(number: int, tokens: int = 0, digest: bytes = b"x") -> AnchorVersion
     return AnchorVersion(number, 0, tokens, 0, digest)
 
 
-# ---- who, when, which number -----------------------------------------------------------------------------------------
-
-
 def test_the_convener_changes_from_round_to_round_and_a_leaver_moves_nobody_else() -> None:
     peers = [PeerId(f"peer{number}") for number in range(8)]
     first = [leader_order(MODULE, BASE, number, peers)[0] for number in range(400)]
@@ -114,9 +111,6 @@ def test_numbers_go_beyond_all_that_is_seen_but_not_beyond_reason() -> None:
     assert next_number(BASE, [version(900)]) == 901
     assert next_number(version(100_000), [version(300_000)]) == 300_001
     assert next_number(version(0), [version(2**48 - 1)]) == 1
-
-
-# ---- what the module stands on --------------------------------------------------------------------------------------
 
 
 def test_most_replicas_decide_and_of_equally_many_the_greater() -> None:
@@ -181,9 +175,6 @@ def test_absurd_figures_are_nobodys_version_whoever_claims_them(absurd: AnchorVe
 
 def test_a_young_run_whose_rounds_fail_for_hours_is_possible() -> None:
     assert possible(RULES, AnchorVersion(3, 3 * 3600 * 100, 10**12, 0, b"x"))
-
-
-# ---- rosters --------------------------------------------------------------------------------------------------------
 
 
 def test_shares_follow_tokens_up_to_a_limit_and_long_updates_are_scaled_down() -> None:
