@@ -117,7 +117,10 @@ class ReplicaSync:
         """Fixes the pseudo-gradient of the fragment whose turn it is, in the memory of the one before."""
         async with self._turn:
             if self._room is None:
-                self._room = await self._averaging.run(Priority.UPKEEP, self._room_for_a_fragment)
+                parts = [self._store.layout.range_of(*fragment) for fragment in self._store.layout.fragments]
+                largest = max(part.stop - part.start for part in parts)
+                room = partial[Vector](np.full, largest, 0, np.float32)
+                self._room = await self._averaging.run(Priority.UPKEEP, room)
             base, done, since = await self._compute.run(
                 Priority.UPKEEP, lambda: (self._store.current, self._done, self.since_anchor)
             )
@@ -188,11 +191,6 @@ class ReplicaSync:
             self._replica.write(piece, after[piece])
         else:
             self._replica.carry(piece, before[piece], after[piece])
-
-    def _room_for_a_fragment(self) -> Vector:
-        layout = self._replica.layout
-        parts = [layout.range_of(*fragment) for fragment in layout.fragments]
-        return np.full(max(part.stop - part.start for part in parts), 0, np.float32)
 
     def _follow_schedule(self, anchor: Anchor) -> None:
         optimizer, since = self._replica.optimizer, self.since_anchor

@@ -169,7 +169,9 @@ class Download:
                 if (donor := self._donors.get(peer)) is not None:
                     self._strike(donor, "its link broke", now)
             case Tick():
-                self._watch(now)
+                for donor in self._donors.values():
+                    if donor.owes and now - donor.news > self._silence_s(donor):
+                        self._strike(donor, "it is silent", now)
         return actions + self._go_on(now)
 
     def _came(self, peer: PeerId, chunk: int, matches: bool, now: float) -> list[Action]:
@@ -185,7 +187,8 @@ class Download:
             self._exclude(donor, f"its chunk {chunk} does not match its hash")
             return [Report(peer, donor.out)]
         if owed:
-            self._measure(donor, now)
+            # Time per byte, not bytes per time: chunks that arrive in pairs would make a donor look fast.
+            donor.seconds_per_byte.add(max(now - donor.news, 1e-6) / self._chunk_bytes)
         donor.strikes, donor.trouble, donor.news = 0, "it stopped sending", now
         if chunk in self._missing:  # even from one who was thought silent
             self._missing.discard(chunk)
@@ -213,11 +216,6 @@ class Download:
         donor.news = now
         donor.trouble = "it is busy"
         self._rest(donor, now, donor.strikes + 3)
-
-    def _watch(self, now: float) -> None:
-        for donor in self._donors.values():
-            if donor.owes and now - donor.news > self._silence_s(donor):
-                self._strike(donor, "it is silent", now)
 
     def _strike(self, donor: _Donor, why: str, now: float) -> None:
         if donor.out:
@@ -250,10 +248,6 @@ class Download:
 
     def _askers(self, chunk: int) -> int:
         return sum(chunk in donor.owes for donor in self._donors.values())
-
-    def _measure(self, donor: _Donor, now: float) -> None:
-        # Time per byte, not bytes per time: chunks that arrive in pairs would make a donor look fast.
-        donor.seconds_per_byte.add(max(now - donor.news, 1e-6) / self._chunk_bytes)
 
     def _chunk_s(self, donor: _Donor) -> float | None:
         return donor.seconds_per_byte.mean * self._chunk_bytes if donor.seconds_per_byte.samples else None

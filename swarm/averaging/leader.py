@@ -99,7 +99,7 @@ class Leader:
         self._signed: SignedRoster | None = None
         self._own = view.own
         self._base = view.version
-        self._invitees = {peer: Invitee(view.now) for peer in sorted(invitees)}
+        self.invitees = {peer: Invitee(view.now) for peer in sorted(invitees)}
         self._earlier = tuple(view.attempt_log.rosters)
         # Lone accusers of earlier attempts. One that accuses alone again is excluded itself: else one liar could
         # have everybody excluded.
@@ -113,28 +113,20 @@ class Leader:
         self._deadline = 0.0
         self._accused_since: float | None = None
 
-    @property
-    def invitees(self) -> tuple[PeerId, ...]:
-        return tuple(self._invitees)
-
-    @property
-    def mute(self) -> frozenset[PeerId]:
-        return frozenset(peer for peer, invitee in self._invitees.items() if invitee.answer is Answer.NONE)
-
     def open(self) -> list[Tell]:
-        return [Tell(peer, Invitation(self.round, self._base)) for peer in self._invitees]
+        return [Tell(peer, Invitation(self.round, self._base)) for peer in self.invitees]
 
     def dissolve(self, why: str) -> list[Tell]:
-        others = (peer for peer, invitee in self._invitees.items() if peer != self._own and invitee.answer in WITH_US)
+        others = (peer for peer, invitee in self.invitees.items() if peer != self._own and invitee.answer in WITH_US)
         return [Tell(peer, Dissolved(self.round, why)) for peer in others]
 
     def lost(self, peer: PeerId) -> None:
-        invitee = self._invitees.get(peer)
+        invitee = self.invitees.get(peer)
         if invitee is not None:
             invitee.lost = True
 
     def hear(self, sender: PeerId, message: RoundControl, now: float) -> list[Tell]:
-        invitee = self._invitees.get(sender)
+        invitee = self.invitees.get(sender)
         if invitee is None:
             return [Tell(sender, Dissolved(self.round, "you are not among those invited"))]
         invitee.heard, invitee.lost = now, False
@@ -148,8 +140,8 @@ class Leader:
                 invitee.answer = Answer.REFUSED if made_up else DECLINED.get(reason, Answer.REFUSED)
                 invitee.entry = None
             case Pulse(_, waiting_for, rejected):
-                invitee.waiting_for = frozenset(waiting_for) & self._invitees.keys()
-                invitee.rejected |= frozenset(rejected) & self._invitees.keys()
+                invitee.waiting_for = frozenset(waiting_for) & self.invitees.keys()
+                invitee.rejected |= frozenset(rejected) & self.invitees.keys()
             case Prepared(_, version):
                 if self.roster is not None and leads_to(self._rules, self.roster, version):
                     invitee.prepared, invitee.waiting_for = version, frozenset()
@@ -180,7 +172,7 @@ class Leader:
         tells = self._pulses(now)
         if self.roster is not None:
             return tells, self._judge_exchange(self.roster, now)
-        if self._collecting(now):
+        if any(self._awaited(invitee, now) for invitee in self.invitees.values()):
             return tells, None
         verdict = self._judge_entries()
         if verdict is None:
@@ -196,12 +188,9 @@ class Leader:
         unsure = ASKED_AGAIN if self.roster is None else ()
         return [
             Tell(peer, invitation if invitee.answer in unsure else pulse)
-            for peer, invitee in self._invitees.items()
+            for peer, invitee in self.invitees.items()
             if invitee.answer in WITH_US or invitee.answer in unsure
         ]
-
-    def _collecting(self, now: float) -> bool:
-        return any(self._awaited(invitee, now) for invitee in self._invitees.values())
 
     def _awaited(self, invitee: Invitee, now: float) -> bool:
         waited = now - self._opened
@@ -211,14 +200,14 @@ class Leader:
         return invitee.answer in ASKED_AGAIN and waited < patience_s
 
     def _judge_entries(self) -> Verdict | None:
-        if self._invitees[self._own].answer is not Answer.ENTERED:
+        if self.invitees[self._own].answer is not Answer.ENTERED:
             return GivenUp("our own update is not ready")
-        elsewhere = sum(invitee.answer is Answer.ELSEWHERE for invitee in self._invitees.values())
-        with_us = sum(invitee.answer in WITH_US for invitee in self._invitees.values()) - 1
+        elsewhere = sum(invitee.answer is Answer.ELSEWHERE for invitee in self.invitees.values())
+        with_us = sum(invitee.answer in WITH_US for invitee in self.invitees.values()) - 1
         if elsewhere and elsewhere >= with_us:
             return GivenUp("the others follow another leader")
-        past = any(invitee.answer is Answer.PAST for invitee in self._invitees.values())
-        if past and 2 * (with_us + 1) <= len(self._invitees):  # else one alone says so, and may be wrong
+        past = any(invitee.answer is Answer.PAST for invitee in self.invitees.values())
+        if past and 2 * (with_us + 1) <= len(self.invitees):  # else one alone says so, and may be wrong
             return GivenUp("this round has been committed without us")
         return self._found()
 
@@ -249,7 +238,7 @@ class Leader:
         own = self._entries()[self._own]
         short = [peer for peer, entry in self._entries().items() if self._usual.too_short(entry, own)]
         for peer in short:
-            self._invitees[peer].answer, self._invitees[peer].entry = Answer.REFUSED, None
+            self.invitees[peer].answer, self.invitees[peer].entry = Answer.REFUSED, None
         entries = self._entries()
         codecs = codec_of(self._rules, self.round, self._base, entries, self._interval_s, self.bandwidth)
         signed = SignedRoster(self.round, self._base, tuple(entries.values()), codecs.value.contribution, codecs.reason)
@@ -258,20 +247,20 @@ class Leader:
             return []
         self._signed = signed
         self._deadline = now + exchange_limit_s(self._rules, signed, self.bandwidth)
-        for invitee in self._invitees.values():
+        for invitee in self.invitees.values():
             invitee.heard = max(invitee.heard, now) if invitee.entry is not None else invitee.heard
-        late = [peer for peer, invitee in self._invitees.items() if invitee.answer is Answer.ACCEPTED]
+        late = [peer for peer, invitee in self.invitees.items() if invitee.answer is Answer.ACCEPTED]
         for peer in late:
-            self._invitees[peer].answer = Answer.REFUSED
+            self.invitees[peer].answer = Answer.REFUSED
         left_out = [Tell(peer, Dissolved(self.round, "the roster was fixed without you")) for peer in late]
         left_out += [Tell(peer, Dissolved(self.round, "your update is far too short for its work")) for peer in short]
         return left_out + [Tell(peer, signed) for peer in entries]
 
     def _entries(self) -> dict[PeerId, Entry]:
-        return {peer: invitee.entry for peer, invitee in self._invitees.items() if invitee.entry is not None}
+        return {peer: invitee.entry for peer, invitee in self.invitees.items() if invitee.entry is not None}
 
     def _judge_exchange(self, roster: Roster, now: float) -> Verdict | None:
-        members = {member.peer: self._invitees[member.peer] for member in roster.members}
+        members = {member.peer: self.invitees[member.peer] for member in roster.members}
         prepared = Counter(invitee.prepared for invitee in members.values() if invitee.prepared is not None)
         for version, count in prepared.items():
             if 2 * count > len(members):

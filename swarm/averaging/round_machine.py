@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from swarm.averaging import round_events as events
-from swarm.averaging.leader import GivenUp, Leader, TryAgain
+from swarm.averaging.leader import Answer, GivenUp, Leader, TryAgain
 from swarm.averaging.replica_view import ATTEMPTS_AT_ONCE, ReplicaView
 from swarm.averaging.roster import (
     ASSUMED_BANDWIDTH,
@@ -307,7 +307,10 @@ class RoundMachine:
         if not self._seen or alone == self._alone or (alone and not lasts):
             return []
         self._alone = alone
-        return self._finish_alone() if alone else []
+        if not alone:
+            return []
+        # A peer that is gone may have committed our complete result.
+        return self._forget("nobody else is there") if self._staged is None else self._adopt(self._staged)
 
     def _catch_up_if_behind(self) -> Actions:
         view = self._view
@@ -416,7 +419,10 @@ class RoundMachine:
             case messages.Commit():
                 return self._commit_came(sender, message)
             case messages.Dissolved(attempt, detail):
-                return self._dissolved(sender, attempt, detail)
+                if not self._hear_leader(sender, attempt) or sender == self._view.own:
+                    return []
+                self._view.attempt_log.pause(self._view.now, 2 * self._view.rules.answer_s)
+                return self._leave(detail)
             case messages.Accepting() | messages.Entry() | messages.Declined() | messages.Pulse() | messages.Prepared():
                 return self._for_leader(sender, message)
             case _:
@@ -488,12 +494,6 @@ class RoundMachine:
     def _accuse(self, peer: PeerId, attempt: RoundId, why: str) -> Actions:
         self._view.penalties.rubbish.add(peer, self._view.now)
         return [events.Caught(peer, attempt.number, why)]
-
-    def _dissolved(self, sender: PeerId, attempt: RoundId, detail: str) -> Actions:
-        if not self._hear_leader(sender, attempt) or sender == self._view.own:
-            return []
-        self._view.attempt_log.pause(self._view.now, 2 * self._view.rules.answer_s)
-        return self._leave(detail)
 
     def _commit_came(self, sender: PeerId, commit: messages.Commit) -> Actions:
         if self._staged is not None and self._staged.version == commit.version:
@@ -592,10 +592,6 @@ class RoundMachine:
             return []
         return self._adopt(staged)
 
-    def _finish_alone(self) -> Actions:
-        """Commits a complete result when nobody else is left: a peer that is gone may have committed it."""
-        return self._forget("nobody else is there") if self._staged is None else self._adopt(self._staged)
-
     def _adopt(self, result: events.CommitStaged) -> Actions:
         view = self._view
         others: Sequence[Action] = () if self._leading is None else self._leading.dissolve("the result is there")
@@ -649,7 +645,8 @@ class RoundMachine:
 
     def _try_again(self, leading: Leader, without: frozenset[PeerId], why: str) -> Actions:
         view = self._view
-        view.attempt_log.left_out |= without | leading.mute
+        mute = {peer for peer, invitee in leading.invitees.items() if invitee.answer is Answer.NONE}
+        view.attempt_log.left_out |= without | mute
         dissolved = messages.Dissolved(leading.round, f"left out: {why}")
         left: Actions = [Tell(peer, dissolved) for peer in sorted(without) if peer != view.own]
         if leading.round.attempt % ATTEMPTS_AT_ONCE == ATTEMPTS_AT_ONCE - 1:
