@@ -153,13 +153,7 @@ def rung_of(codecs: RoundCodecs) -> Rung:
 class ModuleRounds:
     """The rounds of a node's module. It is also the rounds' view of the node (`RoundHost`)."""
 
-    def __init__(
-        self,
-        given: ModuleContext,
-        replica: LocalReplica,
-        start: Anchor,
-        averaging: ComputeThread,
-    ) -> None:
+    def __init__(self, given: ModuleContext, replica: LocalReplica, start: Anchor, averaging: ComputeThread) -> None:
         manifest, own, session, module = given.manifest, given.session.own, given.session, given.module
         self.news = RoundNews(own.peer, module, own.clock, given.events)
         self.accused = self.news.accused

@@ -28,14 +28,7 @@ from swarm.averaging import round_events as events
 from swarm.averaging.roster import contributors
 from swarm.averaging.round_machine import RoundMachine
 from swarm.averaging.trust import AnchorDrift
-from swarm.vocabulary.averaging_messages import (
-    AuditControl,
-    Contribution,
-    Roster,
-    RoundControl,
-    RoundId,
-    RoundPiece,
-)
+from swarm.vocabulary.averaging_messages import AuditControl, Contribution, Roster, RoundControl, RoundId, RoundPiece
 from swarm.vocabulary.errors import PeerError, ProtocolViolation, ResourceExhausted, SkipstoneError, StateError
 from swarm.vocabulary.types import AnchorVersion, ModuleId, PeerId
 

@@ -78,12 +78,7 @@ def _length(piece: Beside, norm: float, scale: float) -> float:
     return math.sqrt(piece.result_squares) / there if there > 0 else 0.0
 
 
-RESULT_ERROR: Final[Mapping[Codec, float]] = {
-    Codec.NONE: 1e-4,
-    Codec.BF16: 0.005,
-    Codec.INT8: 0.01,
-    Codec.INT4: 0.2,
-}
+RESULT_ERROR: Final[Mapping[Codec, float]] = {Codec.NONE: 1e-4, Codec.BF16: 0.005, Codec.INT8: 0.01, Codec.INT4: 0.2}
 """Largest error of a result's encoding, in lengths of the result."""
 
 

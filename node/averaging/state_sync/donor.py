@@ -77,9 +77,7 @@ class Donor:
 
     def receiving(self, dispatcher: Dispatcher) -> AbstractContextManager[None]:
         return dispatcher.registered(
-            messages={StateRequest: self.receive},
-            answers={QuestionAbout.STATE: self.answer},
-            link_down=self.link_down,
+            messages={StateRequest: self.receive}, answers={QuestionAbout.STATE: self.answer}, link_down=self.link_down
         )
 
     async def run(self) -> None:

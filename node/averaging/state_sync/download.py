@@ -84,10 +84,7 @@ def _nobody_has(wanted: AnchorVersion, failed: dict[PeerId, PeerError]) -> Skips
             f"nobody has answered for the state of round {wanted.round}: {told}",
             hint="Check this machine's connection to the peers named above; it is tried again.",
         )
-    return NoQuorum(
-        f"no peer has the state of round {wanted.round}: {told}",
-        hint=TRIED_AGAIN,
-    )
+    return NoQuorum(f"no peer has the state of round {wanted.round}: {told}", hint=TRIED_AGAIN)
 
 
 FEWEST_BUFFERS: Final = 3
@@ -160,9 +157,7 @@ class StateDownloads:
             download = _Download(self, hash_list.version, plan, chunks, state, pool, room)
             self.received_bytes = download.received_bytes
             with self.session.dispatcher.registered(
-                tensors={StateChunk: download},
-                messages={StateRefused: download.refused},
-                link_down=download.link_down,
+                tensors={StateChunk: download}, messages={StateRefused: download.refused}, link_down=download.link_down
             ):
                 await download.run()
             complete = download.is_complete

@@ -558,12 +558,7 @@ async def grpc_hall(
         for persona, pair in zip(personas, threads, strict=True):
             receives = dispatcher()
             transport = GrpcTransport(
-                persona.credentials,
-                persona.book,
-                receives,
-                SystemClock(),
-                TransportSettings(),
-                own_record=lambda: b"",
+                persona.credentials, persona.book, receives, SystemClock(), TransportSettings(), own_record=lambda: b""
             )
             signatures = PieceSignatures(RUN, persona.identity)
             here.add(persona.peer, pair, receives, transport, EntrySeal(persona.identity, RUN), signatures)

@@ -32,16 +32,7 @@ from swarm.averaging.schedule import (
     possible,
     standing,
 )
-from swarm.averaging.trust import (
-    ASTRAY,
-    FADING,
-    FEWEST_APART,
-    AnchorDrift,
-    UsualLength,
-    mark_of,
-    measured_of,
-    rates,
-)
+from swarm.averaging.trust import ASTRAY, FADING, FEWEST_APART, AnchorDrift, UsualLength, mark_of, measured_of, rates
 from swarm.vocabulary.averaging_messages import Entry, LinkRate, Roster, RoundId, SignedRoster
 from swarm.vocabulary.types import MAX_COUNT, MAX_ROUND, AnchorVersion, Codec, ModuleId, PeerId
 from tests.swarm.averaging.round_world import VirtualSeal
@@ -230,8 +221,7 @@ def test_an_update_far_too_short_for_its_work_is_known_by_our_own_and_by_the_rou
 
 
 @pytest.mark.parametrize(
-    "wrong",
-    [{"norm": math.nan}, {"norm": math.inf}, {"norm": -1.0}, {"tokens": -1}, {"steps": 2**40}, {"steps": 0}],
+    "wrong", [{"norm": math.nan}, {"norm": math.inf}, {"norm": -1.0}, {"tokens": -1}, {"steps": 2**40}, {"steps": 0}]
 )
 def test_entries_with_impossible_figures_are_unsound(wrong: dict[str, float]) -> None:
     assert sound_entry(entry(1))
@@ -240,10 +230,7 @@ def test_entries_with_impossible_figures_are_unsound(wrong: dict[str, float]) ->
 
 @given(
     st.dictionaries(
-        st.text("abcdefgh", min_size=1, max_size=3).map(PeerId),
-        st.none() | st.integers(1, 24),
-        min_size=1,
-        max_size=12,
+        st.text("abcdefgh", min_size=1, max_size=3).map(PeerId), st.none() | st.integers(1, 24), min_size=1, max_size=12
     ),
     st.integers(0, 50),
     st.integers(0, 200),
