@@ -211,8 +211,7 @@ class Auditor:
             self._begin(self.audit(record, self._means.random.choice(pieces)))
 
     def take_traffic(self) -> tuple[int, int]:
-        traffic = self.sent_bytes, self.received_bytes
-        self.sent_bytes = self.received_bytes = 0
+        traffic, self.sent_bytes, self.received_bytes = (self.sent_bytes, self.received_bytes), 0, 0
         return traffic
 
     def receive(self, sender: PeerId, message: messages.AuditControl) -> None:

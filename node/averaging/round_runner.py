@@ -409,7 +409,7 @@ class RoundRunner(MachineRunner[events.Event, events.Action]):
         task.cancel()
         await asyncio.wait((task,))
         await self._means.thread.run(Priority.UPKEEP, lambda: None)
-        if not exchange.is_staged:
+        if not exchange.complete.is_set():
             self._store.give_back(*exchange.vectors)
         exchange.let_go()
 

@@ -134,13 +134,9 @@ class AllReduce:
         self._results: dict[PeerId, asyncio.Queue[tuple[Piece, memoryview]]] = {
             peer: asyncio.Queue(own) for peer in plan.others
         }
-        self._complete = asyncio.Event()
+        self.complete = asyncio.Event()
         self._tasks: asyncio.TaskGroup | None = None
         self._is_over = False
-
-    @property
-    def is_staged(self) -> bool:
-        return self._complete.is_set()
 
     def record(self, anchor: Anchor) -> ExchangeRecord:
         return ExchangeRecord(self.plan, anchor, self._signed, self._own_signed, self._source, self.sent)
@@ -161,7 +157,7 @@ class AllReduce:
                     for piece in self.plan.shards[self.plan.own]:
                         tasks.create_task(self._reduce_alone(piece))
                 self._tell_owing()
-                await self._complete.wait()
+                await self.complete.wait()
             finally:
                 self._tasks = None
 
@@ -283,7 +279,7 @@ class AllReduce:
         if odd:
             return
         anchor = await self._on_thread(partial(self._staging.finish, roster.round.number, roster.steps, roster.tokens))
-        self._complete.set()
+        self.complete.set()
         crash_point("staged")
         self._staged(anchor)
 

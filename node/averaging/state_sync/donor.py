@@ -157,11 +157,9 @@ class Donor:
         try:
             if anchor is None:
                 raise StateError("it is not kept any more")
-            if isinstance(anchor, FirstAnchor):
-                data = await asyncio.to_thread(anchor.chunk, chunk)
-                await self._send_chunk(peer, StateChunk(module, digest, chunk), data)
-            else:
-                await self._send_chunk(peer, StateChunk(module, digest, chunk), anchor.chunk(chunk))
+            first = isinstance(anchor, FirstAnchor)
+            data = await asyncio.to_thread(anchor.chunk, chunk) if first else anchor.chunk(chunk)
+            await self._send_chunk(peer, StateChunk(module, digest, chunk), data)
         except (StateError, ConfigError) as error:
             log.info("module %s in state %s can not be given: %s", module, digest.hex()[:12], error)
             chunks = (chunk, *(number for *other, number in queue if other == [module, digest]))
@@ -171,19 +169,16 @@ class Donor:
             self._refuse(peer, StateRequest(module, digest, chunks), StateRefusal.GONE)
 
     async def _send_chunk(self, peer: PeerId, message: StateChunk, data: memoryview) -> None:
-        encoded = await self._encoded(peer, data)
+        link = self._transport.figures().get(peer)
+        if codec_for(self._codecs, 0.0 if link is None else link.goodput_bytes_per_s) is Codec.NONE:
+            encoded = Encoded(TensorSpec((data.nbytes // DType.FLOAT32.size_bytes,), DType.FLOAT32), data)
+        else:
+            planes = partial(encode, tensor_of(np.frombuffer(data, np.float32)), Codec.PLANES)
+            encoded = await self._averaging.run(Priority.TRAIN, planes)
         size = encoded.spec.byte_length
         async with asyncio.timeout(SEND_GRACE_S + size / SLOWEST_BYTES_PER_S):
             await self._transport.send(peer, message, encoded.spec, encoded.data)
         self.sent_bytes += size
-
-    async def _encoded(self, peer: PeerId, data: memoryview) -> Encoded:
-        link = self._transport.figures().get(peer)
-        codec = codec_for(self._codecs, 0.0 if link is None else link.goodput_bytes_per_s)
-        if codec is Codec.NONE:
-            return Encoded(TensorSpec((data.nbytes // DType.FLOAT32.size_bytes,), DType.FLOAT32), data)
-        tensor = tensor_of(np.frombuffer(data, np.float32))
-        return await self._averaging.run(Priority.TRAIN, partial(encode, tensor, Codec.PLANES))
 
     def _refuse(self, peer: PeerId, request: StateRequest, reason: StateRefusal) -> None:
         if self._tasks.are_running and self._refusals < REFUSALS_WAITING:
