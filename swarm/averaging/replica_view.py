@@ -114,10 +114,16 @@ class OtherReplicas:
     def __contains__(self, peer: PeerId) -> bool:
         return peer in self._known
 
-    def changed(self, others: Iterable[OtherReplica], now: float) -> frozenset[PeerId]:
+    def changed(self, others: Iterable[OtherReplica]) -> frozenset[PeerId]:
         before = self._known
         listed = sorted(others, key=lambda replica: (not replica.serving, replica.peer))[: MAX_MEMBERS - 1]
-        self._known = {replica.peer: _renewed(before.get(replica.peer), replica, now) for replica in listed}
+        self._known = {r.peer: before.get(r.peer) or _Known(r.serving, r.version) for r in listed}
+        for replica in listed:
+            known = self._known[replica.peer]
+            news = replica.version != known.announced
+            if news and known.said is not None and replica.version.round >= known.said.round:
+                known.said = None
+            known.serving, known.announced = replica.serving, replica.version
         return frozenset(before) - frozenset(self._known)
 
     def said(self, peer: PeerId, version: AnchorVersion, now: float) -> None:
@@ -160,16 +166,6 @@ class OtherReplicas:
 
     def steps(self, base: AnchorVersion, now: float) -> list[int]:
         return [self._known[peer].steps for peer in self.on(base, now) if self._known[peer].base == base]
-
-
-def _renewed(known: _Known | None, replica: OtherReplica, now: float) -> _Known:
-    if known is None:
-        return _Known(replica.serving, replica.version)
-    news = replica.version != known.announced
-    known.serving, known.announced = replica.serving, replica.version
-    if news and known.said is not None and replica.version.round >= known.said.round:
-        known.said = None
-    return known
 
 
 RETRY_S: Final = ExponentialBackoff(5.0, 60.0)

@@ -287,7 +287,7 @@ class RoundMachine:
     def _replicas_changed(self, event: events.ReplicasChanged) -> Actions:
         view = self._view
         self._seen = True
-        gone = view.others.changed((replica for replica in event.others if replica.peer != view.own), view.now)
+        gone = view.others.changed(replica for replica in event.others if replica.peer != view.own)
         return [action for peer in sorted(gone) for action in self._link_lost(peer)]
 
     def _worked(self, steps: int, tokens: int) -> Actions:

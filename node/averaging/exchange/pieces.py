@@ -160,13 +160,11 @@ class ExchangeProgress:
         # Results are nobody's fault while contributions to our shard are due: the same member may delay other reducers.
         # Only the first incomplete piece counts: a member sends no more than a window ahead of the results.
         late = next(iter(self._awaited.values()), ())
-        return frozenset(late) or frozenset(peer for peer in self._results_due if self._owes_result(peer))
-
-    def _owes_result(self, reducer: PeerId) -> bool:
-        due = self._results_due[reducer]
-        if not self._plan.contributes:
-            return due > 0
-        return due > len(self._plan.shards[reducer]) - self._contributed[reducer]
+        if late:
+            return frozenset(late)
+        # A reducer owes the results of the pieces to which we have contributed.
+        ours = {peer: len(self._plan.shards[peer]) - self._contributed[peer] for peer in self._results_due}
+        return frozenset(p for p, due in self._results_due.items() if due > (ours[p] if self._plan.contributes else 0))
 
     def _tell(self, taken_in: int = 0) -> None:
         self._taken_in += taken_in
