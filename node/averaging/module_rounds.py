@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from random import Random, SystemRandom
@@ -92,10 +92,16 @@ class RoundNews:
             events.ReplicaAccused(self._peer, self._module, caught.peer, caught.round, caught.why, caught.proof)
         )
 
-    def fetching(self, wanted: AnchorVersion) -> None:
+    @contextmanager
+    def fetching(self, wanted: AnchorVersion) -> Iterator[None]:
+        """Reports the download that runs within the block."""
         self._began = self._clock.monotonic()
         self._told = self._began - PROGRESS_S
         self._download = CatchingUp(self._peer, self._module, wanted.round, 0, 0)
+        try:
+            yield
+        finally:
+            self._download = None
 
     def progressed(self, done: int, total: int) -> None:
         if self._download is None:
@@ -105,9 +111,6 @@ class RoundNews:
         if now - self._told >= PROGRESS_S:
             self._told = now
             self._events.emit(self._download)
-
-    def ended(self) -> None:
-        self._download = None
 
     def caught_up(
         self, anchor: Anchor, known: Anchor, donors: Sequence[PeerId], received: Mapping[PeerId, int]
@@ -252,12 +255,9 @@ class ModuleRounds:
 
     async def catch_up(self, version: AnchorVersion, donors: tuple[PeerId, ...]) -> Anchor:
         known = self._store.current
-        self.news.fetching(version)
-        try:
+        with self.news.fetching(version):
             anchor = await self._downloads.catch_up(version, donors, known)
             self.news.caught_up(anchor, known, donors, self._downloads.received_bytes)
-        finally:
-            self.news.ended()
         return anchor
 
     def anchored(self, anchor: Anchor) -> None:
@@ -392,24 +392,19 @@ class _Fetch:
         if version is None or version.round == 0:
             return None
         donors = tuple(peer for peer, stands in announced.items() if stands == version)
-        self._news.fetching(version)
         try:
-            return await self._downloads.catch_up(version, donors)
+            with self._news.fetching(version):
+                return await self._downloads.catch_up(version, donors)
         except (NoQuorum, Stalled) as error:  # they may have gone on, or may never have had it
             log.info("module %s: %s", module, error)
             return None
-        finally:
-            self._news.ended()
 
     async def _from_the_start(self) -> Anchor:
         """The module's part of the existing model. Raises NoQuorum or Stalled."""
-        self._news.fetching(self._first)
         known = list(self._given.session.membership.peers())
         self._random.shuffle(known)  # more than are asked at once are asked in turns
         # Peers that announce it, then data nodes (the author runs one), then all others.
         known.sort(key=lambda a: (a.anchor != self._first, a.module is None or a.module.stage > 0))
-        try:
+        with self._news.fetching(self._first):
             parameters = await self._downloads.parameters(self._first, [a.peer for a in known][:MOST_ASKED])
-        finally:
-            self._news.ended()
         return await asyncio.to_thread(initial_anchor, self._layout, parameters)

@@ -25,14 +25,13 @@ def test_a_download_is_told_when_it_begins_and_once_a_second() -> None:
     clock, kept = ManualClock(), Kept()
     news = RoundNews(OWN, MODULE, clock, kept)
     wanted, known = state(3), state(2)
-    news.fetching(wanted.version)
-    for done in range(5):
-        news.progressed(done, 8)
-        clock.now += PROGRESS_S / 2
-    assert kept.events == [CatchingUp(OWN, "1.0", 3, done, 8) for done in (0, 2, 4)]
-    assert news.catching_up() == DownloadStatus(3, 4, 8)
-    news.caught_up(wanted, known, (A, B), {B: 7})
-    news.ended()
+    with news.fetching(wanted.version):
+        for done in range(5):
+            news.progressed(done, 8)
+            clock.now += PROGRESS_S / 2
+        assert kept.events == [CatchingUp(OWN, "1.0", 3, done, 8) for done in (0, 2, 4)]
+        assert news.catching_up() == DownloadStatus(3, 4, 8)
+        news.caught_up(wanted, known, (A, B), {B: 7})
     told = kept.events[-1]
     assert isinstance(told, CaughtUp)
     assert (told.donors, told.donor_bytes, told.seconds) == ((A, B), (0, 7), 2.5 * PROGRESS_S)
