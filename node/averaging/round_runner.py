@@ -227,7 +227,8 @@ class RoundRunner(MachineRunner[events.Event, events.Action]):
         await self.replica_sync.carry(staged.snapshot, staged.anchor, staged.sent)
         crash_point("committed")
         version, roster = staged.anchor.version, action.roster
-        traffic = self.traffic(roster.round.number)
+        self._count_traffic()
+        traffic = self._traffic if self._traffic.number == roster.round.number else Traffic(roster.round.number)
         own = next(member for member in roster.members if member.peer == self._own)
         event = RoundCommitted(
             self._own,
@@ -341,10 +342,6 @@ class RoundRunner(MachineRunner[events.Event, events.Action]):
         self.snapshot = None
         self._drop_staged(version.round)
         return staged
-
-    def traffic(self, number: int) -> Traffic:
-        self._count_traffic()
-        return self._traffic if self._traffic.number == number else Traffic(number)
 
     def admit(self, sender: PeerId, message: RoundPiece, tensor: TensorSpec) -> memoryview | Refusal:
         if isinstance(message, Contribution):

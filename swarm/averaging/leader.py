@@ -305,7 +305,12 @@ class Leader:
         if self._accused_since is None:
             self._accused_since = now
         # Rather one that itself hears everybody (others may only pass on what they wait for), then the most accused.
-        worst = max(accusers, key=lambda peer: self._blame(peer, accusers[peer], members))
+
+        def blame(peer: PeerId) -> tuple[bool, int, bool, bytes]:
+            order = precedence(self.round.module, self._base, self.round.number, peer)
+            return not members[peer].waiting_for, len(accusers[peer]), peer != self._own, order
+
+        worst = max(accusers, key=blame)
         # Lateness may pass by itself, so it has two pulses, unless most members complain.
         by_most = len(accusers[worst]) > max(1, (len(members) - 1) // 2)
         if not by_most and now - self._accused_since < 2 * self._rules.pulse_s:
@@ -318,12 +323,6 @@ class Leader:
             return TryAgain(frozenset(accusers - {self._own}), f"has something against others: {why}")
         alone = next(iter(accusers)) if len(accusers) == 1 else None
         return TryAgain(frozenset({accused}), why, alone if alone != self._own else None)
-
-    def _blame(
-        self, peer: PeerId, accusers: set[PeerId], members: dict[PeerId, Invitee]
-    ) -> tuple[bool, int, bool, bytes]:
-        order = precedence(self.round.module, self._base, self.round.number, peer)
-        return not members[peer].waiting_for, len(accusers), peer != self._own, order
 
     def _overdue(self, members: dict[PeerId, Invitee], now: float) -> Verdict | None:
         if all(invitee.prepared is not None for invitee in members.values()):
