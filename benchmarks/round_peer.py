@@ -77,7 +77,7 @@ class Host:
 
     book: Book
     start: AnchorVersion
-    rounds: asyncio.Queue[AnchorVersion] = field(default_factory=asyncio.Queue)
+    rounds: asyncio.Queue[tuple[AnchorVersion, RoundCommitted]] = field(default_factory=asyncio.Queue)
 
     def others(self) -> tuple[OtherReplica, ...]:
         return tuple(OtherReplica(peer, self.start, True) for peer in self.book.contacts)
@@ -89,7 +89,7 @@ class Host:
         return
 
     def settled(self, version: AnchorVersion, event: RoundCommitted, reason: str = "", clipping: float = 1.0) -> None:
-        self.rounds.put_nowait(version)
+        self.rounds.put_nowait((version, event))
 
     def accused(self, caught: Caught) -> None:
         raise StateError(caught.why)
@@ -204,7 +204,7 @@ def round_process(connection: Connection, elements: int, codec: str) -> None:
                     before, begun = sent_bytes(peer.transport), time.monotonic()
                     peer.runner.stepped()
                     async with asyncio.timeout(PATIENCE_S):
-                        version = await peer.settled.get()
+                        version, _ = await peer.settled.get()
                     ended, sent = time.monotonic(), sent_bytes(peer.transport) - before
                     await peer.audits_are_done()
                     connection.send((begun, ended, version, sent))

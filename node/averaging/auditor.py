@@ -172,6 +172,7 @@ class Auditor:
         self._send = send
         self._report = report
         self._begin = begin
+        self._random = means.random
         self._records: list[ExchangeRecord] = []
         """Of the latest two exchanges; only the last can be encoded again."""
         self._served: Counter[PeerId] = Counter()
@@ -207,8 +208,8 @@ class Auditor:
         if record is None or record.anchor is None or record.anchor.version != version:
             return
         pieces = [piece for piece in record.plan.pieces if piece.reducer != self._own]
-        if pieces and self._means.random.random() < chance(record, pieces):
-            self._begin(self.audit(record, self._means.random.choice(pieces)))
+        if pieces and self._random.random() < chance(record, pieces):
+            self._begin(self.audit(record, self._random.choice(pieces)))
 
     def take_traffic(self) -> tuple[int, int]:
         traffic, self.sent_bytes, self.received_bytes = (self.sent_bytes, self.received_bytes), 0, 0
