@@ -233,9 +233,9 @@ class Hall:
             peer.runner.stepped()
         async with asyncio.timeout(PATIENCE_S):
             settled = [await peer.settled.get() for peer in self._peers]
-        versions = {one.version for one in settled}
-        if len(versions) > 1 or any(len(one.members) != len(self._peers) for one in settled):
-            raise StateError(f"round {settled[0].version.round} was not one of all replicas")
+        versions = {version for version, _ in settled}
+        if len(versions) > 1 or any(len(event.members) != len(self._peers) for _, event in settled):
+            raise StateError(f"round {settled[0][0].round} was not one of all replicas")
         return self._peers[0].runner.anchor
 
 

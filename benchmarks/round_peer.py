@@ -23,11 +23,12 @@ from node.averaging.anchor.outer_step import OuterRule
 from node.averaging.exchange.all_reduce import ExchangeMeans
 from node.averaging.module_rounds import rung_of
 from node.averaging.replica_sync import ReplicaSync
-from node.averaging.round_runner import RoundRunner, RoundSettled
+from node.averaging.round_runner import RoundRunner
 from node.concurrency.compute_thread import ComputeThread
 from node.model.optimizer import StepFigures
 from node.network.dispatcher import Dispatcher
 from node.network.local_peer import LocalPeer
+from node.observability.events import RoundCommitted
 from node.runtime.malloc import keep_freed_memory
 from protocol.identity.certificates import make_credentials
 from protocol.identity.keys import Identity
@@ -75,7 +76,7 @@ class Host:
 
     book: Book
     start: AnchorVersion
-    rounds: asyncio.Queue[RoundSettled] = field(default_factory=asyncio.Queue)
+    rounds: asyncio.Queue[tuple[AnchorVersion, RoundCommitted]] = field(default_factory=asyncio.Queue)
 
     def others(self) -> tuple[OtherReplica, ...]:
         return tuple(OtherReplica(peer, self.start, True) for peer in self.book.contacts)
@@ -86,8 +87,8 @@ class Host:
     def anchored(self, anchor: Anchor) -> None:
         return
 
-    def settled(self, settled: RoundSettled) -> None:
-        self.rounds.put_nowait(settled)
+    def settled(self, version: AnchorVersion, event: RoundCommitted, reason: str = "", clipping: float = 1.0) -> None:
+        self.rounds.put_nowait((version, event))
 
     def accused(self, caught: Caught) -> None:
         raise StateError(caught.why)
@@ -202,10 +203,10 @@ def round_process(connection: Connection, elements: int, codec: str) -> None:
                     before, begun = sent_bytes(peer.transport), time.monotonic()
                     peer.runner.stepped()
                     async with asyncio.timeout(PATIENCE_S):
-                        settled = await peer.settled.get()
+                        version, _ = await peer.settled.get()
                     ended, sent = time.monotonic(), sent_bytes(peer.transport) - before
                     await peer.audits_are_done()
-                    connection.send((begun, ended, settled.version, sent))
+                    connection.send((begun, ended, version, sent))
 
     uvloop.run(main())
 

@@ -16,11 +16,10 @@ from typing import Any, Final
 import numpy as np
 
 from node.averaging.anchor.shared_vector import Vector
-from node.averaging.exchange.partition import Piece
-from node.averaging.exchange.pseudo_gradient import Source
-from node.averaging.exchange.reduction import Reduction
+from node.averaging.exchange.pieces import Piece
+from node.averaging.exchange.reduction import Reduction, Source
 from node.averaging.replica_sync import ReplicaSync, Snapshot
-from node.averaging.round_runner import RoundWorkspace
+from node.averaging.round_runner import RoundRunner
 from node.network.local_peer import LocalPeer
 from protocol.codecs import encode_into
 from protocol.identity.signatures import EntrySeal
@@ -129,9 +128,9 @@ def install(liar: Liar) -> None:
 
 
 def _lie_as_contributor(liar: Liar) -> None:
-    take, fix, seal = RoundWorkspace.take_snapshot, ReplicaSync.snapshot, EntrySeal.sign
+    take, fix, seal = RoundRunner.take_snapshot, ReplicaSync.snapshot, EntrySeal.sign
 
-    async def take_snapshot(self: RoundWorkspace, round_id: RoundId) -> Snapshot | None:
+    async def take_snapshot(self: RoundRunner, round_id: RoundId) -> Snapshot | None:
         liar.begin(round_id.number)
         return await take(self, round_id)
 
@@ -153,7 +152,7 @@ def _lie_as_contributor(liar: Liar) -> None:
             entry = replace(entry, staged=made_up)
         return seal(self, entry)
 
-    _replace(RoundWorkspace, take_snapshot=take_snapshot)
+    _replace(RoundRunner, take_snapshot=take_snapshot)
     _replace(ReplicaSync, snapshot=snapshot)
     _replace(EntrySeal, sign=sign)
 

@@ -1,9 +1,7 @@
 """Audits of committed rounds: one random piece of another's shard is summed again from what its contributors signed.
 
-The result of each piece is in the anchor's momentum. The reducer shows the signed hashes, the contributors send the
-data again, and the rest has to be possible as the reducer's own part (`swarm.averaging.trust`). The auditor tells all
-members of a finding, and each of them audits the piece itself. The poisoned anchor stays: else one accuser could cost
-a round.
+The auditor tells all members of a finding, and each of them audits the piece itself. The poisoned anchor stays: else
+one accuser could cost a round.
 """
 
 from __future__ import annotations
@@ -20,11 +18,9 @@ from typing import Any, Final, TypeVar
 import numpy as np
 from blake3 import blake3
 
-from node.averaging.anchor.anchor import Anchor
 from node.averaging.anchor.shared_vector import Vector, add_scaled, squares
 from node.averaging.exchange.all_reduce import ExchangeMeans, ExchangeRecord
-from node.averaging.exchange.arrivals import piece_spec
-from node.averaging.exchange.partition import Piece
+from node.averaging.exchange.pieces import Piece, piece_spec
 from node.averaging.exchange.reduction import read_encoding
 from node.concurrency.compute_thread import Priority
 from protocol.codecs import encoded_bytes
@@ -33,15 +29,8 @@ from protocol.interfaces.tensor_spec import TensorSpec
 from protocol.interfaces.transport import Refusal
 from swarm.averaging.round_events import Caught, Event
 from swarm.averaging.trust import Reckoning, chance_of_audit, unexplained
-from swarm.vocabulary.averaging_messages import (
-    Accusation,
-    AuditControl,
-    AuditRefused,
-    AuditRequest,
-    Contribution,
-    Evidence,
-    SignedHash,
-)
+from swarm.vocabulary import averaging_messages as messages
+from swarm.vocabulary.averaging_messages import Contribution, SignedHash
 from swarm.vocabulary.errors import PeerError, ProtocolViolation, StateError
 from swarm.vocabulary.types import AnchorVersion, PeerId, short
 
@@ -56,7 +45,9 @@ class Recount:
         if source is None or record.anchor is None:
             raise StateError("the next exchange has begun")
         self._record, self._piece = record, piece
-        self._rest = _result(source.anchor, record.anchor, piece, momentum)
+        # The mean of the piece follows from the two anchors' momentum.
+        self._rest: Vector = np.multiply(source.anchor.momentum[piece.part], np.float32(-momentum))
+        np.add(record.anchor.momentum[piece.part], self._rest, out=self._rest)
         self._result = math.sqrt(squares(self._rest))
         member, fragment = plan.members[plan.own], plan.layout.range_of(plan.first_chunk, plan.end_chunk)
         self._shares = [math.sqrt(piece.elements / (fragment.stop - fragment.start))]
@@ -71,7 +62,7 @@ class Recount:
     def check(
         self,
         signatures: PieceSignatures,
-        evidence: Evidence | None,
+        evidence: messages.Evidence | None,
         accuser: PeerId | None,
         shown: Sequence[SignedHash],
     ) -> Mapping[PeerId, SignedHash] | Caught:
@@ -95,7 +86,6 @@ class Recount:
         return signed if due <= signed.keys() else self.caught(accuser or reducer, "accuses without proof")
 
     def take_away(self, signed: SignedHash, data: memoryview) -> Caught | None:
-        """Subtracts a contribution from the rest."""
         if hash_of_piece(data) != signed.hash:
             return self.caught(signed.peer, "sent an auditor something else than what it had signed")
         plan = self._record.plan
@@ -111,24 +101,15 @@ class Recount:
         return None
 
     def judge(self, signed: Mapping[PeerId, SignedHash]) -> Caught | None:
-        """Whether the rest can be the reducer's own part, after all others were subtracted."""
         reducer, rest = self._record.plan.members[self._piece.reducer], math.sqrt(squares(self._rest))
         reckoning = Reckoning(self._piece.elements, rest, self._result, tuple(self._shares))
         why = unexplained(reckoning, reducer.coefficient, reducer.norm, self._record.plan.codecs.result)
         return None if why is None else self.caught(reducer.peer, why, tuple(signed.values()))
 
     def caught(self, peer: PeerId, why: str, signed: Sequence[SignedHash] = (), certain: bool = True) -> Caught:
-        """The finding against a replica. `signed` proves it to others."""
         hashes = b"".join(sorted(one.peer.encode() + one.hash + one.signature for one in signed))
         proof = blake3(hashes).hexdigest() if signed else ""
         return Caught(peer, self._record.plan.roster.round.number, why, proof, certain)
-
-
-def _result(before: Anchor, after: Anchor, piece: Piece, momentum: float) -> Vector:
-    """The mean of a piece, from the two anchors' momentum."""
-    result = np.multiply(before.momentum[piece.part], np.float32(-momentum))
-    np.add(after.momentum[piece.part], result, out=result)
-    return result
 
 
 def chance(record: ExchangeRecord, pieces: Sequence[Piece]) -> float:
@@ -152,7 +133,6 @@ Result = TypeVar("Result")
 
 
 ANSWER_S: Final = 30.0
-"""For each answer of another member."""
 PAUSES_S: Final = (0.05, 0.2, 0.5, 1.0)
 """After a refusal: whoever is asked may be a little behind us."""
 PATIENCE: Final = 3
@@ -174,24 +154,17 @@ class _Wanted:
 
 
 class Auditor:
-    """The audits of one replica, its own and those that it answers.
-
-    Args:
-        send: sends a control message, or drops it.
-        report: gets the findings.
-        begin: starts a task.
-    """
+    """The audits of one replica, its own and those that it answers."""
 
     def __init__(
         self,
         own: PeerId,
         means: ExchangeMeans,
-        send: Callable[[PeerId, AuditControl], object],
+        send: Callable[[PeerId, messages.AuditControl], object],
         report: Callable[[Event], None],
         begin: Callable[[Coroutine[Any, Any, None]], object],
     ) -> None:
         self.sent_bytes = self.received_bytes = 0
-        """Of pieces, for audits."""
         self.verdicts = 0
         """Pieces that were summed again to the end, or somebody was caught."""
         self._own = own
@@ -205,21 +178,17 @@ class Auditor:
         self._served: Counter[PeerId] = Counter()
         self._accusers: set[PeerId] = set()
         self._caught: set[PeerId] = set()
-        """In the latest round."""
         self._unanswered: Counter[PeerId] = Counter()
         self._groundless: Counter[PeerId] = Counter()
         self._wanted: dict[tuple[PeerId, Contribution], _Wanted] = {}
-        self._evidence: dict[tuple[PeerId, Contribution], asyncio.Future[Evidence | None]] = {}
+        self._evidence: dict[tuple[PeerId, Contribution], asyncio.Future[messages.Evidence | None]] = {}
         self._auditing = asyncio.Lock()
         self._under_way = 0
         self._sending, self._fetching = asyncio.Semaphore(AT_ONCE), asyncio.Semaphore(AT_ONCE)
 
     @property
     def busy(self) -> bool:
-        """Whether audits of ours are under way."""
         return self._under_way > 0
-
-    # ---- the rounds' side --------------------------------------------------------------------------------------------
 
     def completed(self, record: ExchangeRecord) -> None:
         """Notes a complete exchange: others that commit it before us may ask about it."""
@@ -243,35 +212,29 @@ class Auditor:
             self._begin(self.audit(record, self._random.choice(pieces)))
 
     def take_traffic(self) -> tuple[int, int]:
-        """The bytes of pieces sent and received for audits since the last call."""
-        traffic = self.sent_bytes, self.received_bytes
-        self.sent_bytes = self.received_bytes = 0
+        traffic, self.sent_bytes, self.received_bytes = (self.sent_bytes, self.received_bytes), 0, 0
         return traffic
 
-    # ---- what comes in -----------------------------------------------------------------------------------------------
-
-    def receive(self, sender: PeerId, message: AuditControl) -> None:
+    def receive(self, sender: PeerId, message: messages.AuditControl) -> None:
         """Takes in a small message. Only members of the latest exchanges count, and only about those."""
         record = next((record for record in self._records if record.plan.roster.round == message.round), None)
         if record is None or sender not in record.plan.members:
-            if isinstance(message, AuditRequest):
+            if isinstance(message, messages.AuditRequest):
                 self._refuse(sender, message)
             return
         match message:
-            case AuditRequest():
+            case messages.AuditRequest():
                 self._asked(sender, record, message)
-            case Evidence() | AuditRefused():
+            case messages.Evidence() | messages.AuditRefused():
                 self._answered(sender, message)
-            case Accusation():
+            case messages.Accusation():
                 self._accused(sender, record, message)
 
-    def wants(self, sender: PeerId, message: object) -> bool:
-        """Whether the message is a piece that we have asked for."""
-        return isinstance(message, Contribution) and (sender, message) in self._wanted
-
-    def admit(self, sender: PeerId, message: Contribution, tensor: TensorSpec) -> memoryview | Refusal:
-        """Admits a piece that it `wants`."""
-        wanted = self._wanted[sender, message]
+    def admit(self, sender: PeerId, message: Contribution, tensor: TensorSpec) -> memoryview | Refusal | None:
+        """Admits a piece that we have asked for; None if we have not."""
+        wanted = self._wanted.get((sender, message))
+        if wanted is None:
+            return None
         if wanted.buffer is not None or tensor != wanted.spec:
             return Refusal(False, "this is not what was asked for")
         wanted.buffer = np.empty(tensor.byte_length, np.uint8).data
@@ -287,30 +250,28 @@ class Auditor:
             wanted.whole.set_result(buffer if whole else None)
         return True
 
-    # ---- answering ---------------------------------------------------------------------------------------------------
-
-    def _asked(self, sender: PeerId, record: ExchangeRecord, request: AuditRequest) -> None:
+    def _asked(self, sender: PeerId, record: ExchangeRecord, request: messages.AuditRequest) -> None:
         piece = record.plan.piece_at(request.first_chunk, request.end_chunk)
         self._served[sender] += 1
         if piece is None or self._served[sender] > REQUESTS:
             self._refuse(sender, request)
         elif piece.reducer == self._own:
             signed = tuple(record.signed.get(piece, {}).values())
-            self._send(sender, Evidence(request.round, request.first_chunk, request.end_chunk, signed))
+            self._send(sender, messages.Evidence(request.round, request.first_chunk, request.end_chunk, signed))
         elif piece in record.own:
             self._begin(self._serve(sender, record, piece))
         else:
             self._refuse(sender, request)
 
-    def _refuse(self, sender: PeerId, request: AuditRequest) -> None:
-        self._send(sender, AuditRefused(request.round, request.first_chunk, request.end_chunk))
+    def _refuse(self, sender: PeerId, request: messages.AuditRequest) -> None:
+        self._send(sender, messages.AuditRefused(request.round, request.first_chunk, request.end_chunk))
 
     async def _serve(self, asker: PeerId, record: ExchangeRecord, piece: Piece) -> None:
         async with self._sending:
             message = record.plan.contribution(piece)
             data = await self._on_thread(partial(record.encoded, piece))
             if data is None:
-                self._refuse(asker, AuditRequest(message.round, message.first_chunk, message.end_chunk))
+                self._refuse(asker, messages.AuditRequest(message.round, message.first_chunk, message.end_chunk))
                 return
             spec = piece_spec(record.plan.codecs.contribution, piece.elements)
             try:
@@ -321,8 +282,6 @@ class Auditor:
                 log.debug("%s did not take a piece that it asked for: %s", short(asker), error)
                 return
             self.sent_bytes += data.nbytes
-
-    # ---- asking ------------------------------------------------------------------------------------------------------
 
     async def audit(
         self, record: ExchangeRecord, piece: Piece, accuser: PeerId | None = None, shown: Sequence[SignedHash] = ()
@@ -378,7 +337,6 @@ class Auditor:
         return found
 
     def _doubted(self, doubts: Counter[PeerId], caught: Caught) -> Caught | None:
-        """What may happen once, and is an offence when it happens again and again."""
         doubts[caught.peer] += 1
         if doubts[caught.peer] >= PATIENCE:
             del doubts[caught.peer]
@@ -391,16 +349,15 @@ class Auditor:
         self, record: ExchangeRecord, piece: Piece, culprit: PeerId, signed: Mapping[PeerId, SignedHash]
     ) -> None:
         message = record.plan.contribution(piece)
-        accusation = Accusation(message.round, message.first_chunk, message.end_chunk, tuple(signed.values()))
+        accusation = messages.Accusation(message.round, message.first_chunk, message.end_chunk, tuple(signed.values()))
         for peer in record.plan.others:
             if peer != culprit:
                 self._send(peer, accusation)
 
-    async def _evidence_of(self, record: ExchangeRecord, piece: Piece) -> Evidence | None:
-        """What the reducer says that others have signed; None when it says nothing."""
+    async def _evidence_of(self, record: ExchangeRecord, piece: Piece) -> messages.Evidence | None:
         key = (piece.reducer, record.plan.contribution(piece))
 
-        async def once() -> Evidence | None:
+        async def once() -> messages.Evidence | None:
             self._evidence[key] = asyncio.get_running_loop().create_future()
             self._request(*key)
             try:
@@ -435,18 +392,17 @@ class Auditor:
         return await _several_times(once)
 
     def _request(self, peer: PeerId, piece: Contribution) -> None:
-        self._send(peer, AuditRequest(piece.round, piece.first_chunk, piece.end_chunk))
+        self._send(peer, messages.AuditRequest(piece.round, piece.first_chunk, piece.end_chunk))
 
-    def _answered(self, sender: PeerId, message: Evidence | AuditRefused) -> None:
+    def _answered(self, sender: PeerId, message: messages.Evidence | messages.AuditRefused) -> None:
         key = (sender, Contribution(message.round, message.first_chunk, message.end_chunk))
         waiting, wanted = self._evidence.get(key), self._wanted.get(key)
         if waiting is not None and not waiting.done():
-            waiting.set_result(message if isinstance(message, Evidence) else None)
-        elif isinstance(message, AuditRefused) and wanted is not None and not wanted.whole.done():
+            waiting.set_result(message if isinstance(message, messages.Evidence) else None)
+        elif isinstance(message, messages.AuditRefused) and wanted is not None and not wanted.whole.done():
             wanted.whole.set_result(None)
 
-    def _accused(self, sender: PeerId, record: ExchangeRecord, accusation: Accusation) -> None:
-        """One audit for each accuser and round."""
+    def _accused(self, sender: PeerId, record: ExchangeRecord, accusation: messages.Accusation) -> None:
         piece = record.plan.piece_at(accusation.first_chunk, accusation.end_chunk)
         if piece is None or piece.reducer in (self._own, sender) or sender in self._accusers:
             return

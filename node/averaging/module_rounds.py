@@ -1,52 +1,47 @@
-"""The rounds of a node's module: runner, donor and downloads, joined to the rest of the node."""
+"""The rounds of a node's module, joined to the rest of the node, and the first state of a new replica."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from functools import partial
-from random import SystemRandom
+from random import Random, SystemRandom
 from typing import Final
 
 import torch
 
-from node.averaging.anchor.anchor import Anchor, AnchorStore, restored_anchor
+from node.averaging.anchor.anchor import Anchor, AnchorStore, initial_anchor, restored_anchor
 from node.averaging.anchor.layout import Layout
 from node.averaging.anchor.local_replica import LocalReplica, anchor_of
 from node.averaging.anchor.outer_step import outer_rule
 from node.averaging.exchange.all_reduce import ExchangeMeans
-from node.averaging.exchange.partition import HowFar
 from node.averaging.replica_sync import ReplicaSync, Work
-from node.averaging.round_runner import RoundRunner, RoundSettled
+from node.averaging.round_runner import RoundRunner
 from node.averaging.state_sync.donor import Donor
-from node.averaging.state_sync.download import StateDownloads
-from node.averaging.state_sync.partial_state import STATE_CODECS
+from node.averaging.state_sync.download import MOST_ASKED, StateDownloads
+from node.averaging.state_sync.partial_state import STATE_CODECS, FreshSpace
 from node.checkpoint.state import Agreed, AnchorState
 from node.concurrency.compute_thread import ComputeThread, Priority
 from node.concurrency.task_groups import task_scope
 from node.context.module_context import ModuleContext
-from node.observability.events import (
-    CatchingUp,
-    CaughtUp,
-    EventSink,
-    Note,
-    ReplicaAccused,
-    Restored,
-    RoundCommitted,
-    RoundProgress,
-)
+from node.model.memory_need import require_room
+from node.observability import events
+from node.observability.events import CatchingUp, EventSink, Note, RoundCommitted
 from node.observability.status import Accusation, DownloadStatus, RoundStatus
+from node.start.cut_model import first_version, module_layout
 from protocol.codecs import encoded_bytes
 from protocol.identity.signatures import EntrySeal, PieceSignatures
 from protocol.interfaces.clock import Clock
 from protocol.manifest.manifest import Manifest
 from swarm.averaging.round_events import Caught, OtherReplica, RoundRules
 from swarm.averaging.round_machine import RoundMachine
+from swarm.averaging.schedule import choose_version
 from swarm.compression.round_codecs import RoundCodecs, Rung, ladder
-from swarm.vocabulary.announcement import Announcement
-from swarm.vocabulary.errors import CorruptSnapshot
+from swarm.vocabulary.averaging_messages import RoundId
+from swarm.vocabulary.errors import CorruptSnapshot, NoQuorum, Stalled
 from swarm.vocabulary.types import AnchorVersion, Codec, ModuleId, PeerId, PeerState
 
 log = logging.getLogger(__name__)
@@ -57,7 +52,6 @@ CLIPPED: Final = 0.1
 CLIPPED_ROUNDS: Final = 3
 """Clipped rounds in a row after which a person is warned, once."""
 PROGRESS_S: Final = 1.0
-"""Seconds between two events of one download."""
 
 
 class RoundNews:
@@ -68,83 +62,48 @@ class RoundNews:
         self._module = str(module)
         self._clock = clock
         self._events = events
-        self._last: tuple[RoundSettled, float] | None = None
-        """The latest round with us in it, and its time."""
+        self._last: tuple[RoundCommitted, str, float] | None = None
         self._clipped = 0
-        """Rounds in a row in which our update hardly counted."""
         self._download: CatchingUp | None = None
         self._accused: list[Caught] = []
         self._began = self._told = 0.0
 
-    # ---- what happens ------------------------------------------------------------------------------------------------
+    def exchanging(self, attempt: RoundId, reduced_chunks: int, percent: int) -> None:
+        figures = (attempt.number, attempt.attempt, attempt.convener, reduced_chunks, percent)
+        self._events.emit(events.RoundProgress(self._peer, str(attempt.module), *figures))
 
-    def restored(self, version: AnchorVersion) -> None:
-        """Reports an anchor from a checkpoint."""
-        self._events.emit(Restored(self._peer, self._module, version.round, version.digest.hex()))
-
-    def exchanging(self, how_far: HowFar) -> None:
-        """Reports that another tenth of an exchange is done."""
-        attempt = how_far.round
-        self._events.emit(
-            RoundProgress(
-                self._peer,
-                str(attempt.module),
-                attempt.number,
-                attempt.attempt,
-                attempt.convener,
-                how_far.reduced_chunks,
-                how_far.percent,
-            )
-        )
-
-    def committed(self, settled: RoundSettled) -> None:
-        version = settled.version
-        self._last = settled, self._clock.monotonic()
-        self._tell_of_clipping(settled)
-        self._events.emit(
-            RoundCommitted(
-                self._peer,
-                self._module,
-                version.round,
-                version.digest.hex(),
-                settled.members,
-                settled.contributors,
-                settled.tokens,
-                settled.attempts,
-                settled.seconds,
-                settled.sent_bytes,
-                settled.received_bytes,
-                settled.codec.name.lower(),
-                settled.audit_sent_bytes,
-                settled.audit_received_bytes,
-            )
-        )
-
-    def _tell_of_clipping(self, settled: RoundSettled) -> None:
-        self._clipped = self._clipped + 1 if settled.clipping < CLIPPED else 0
+    def committed(self, event: RoundCommitted, codec_reason: str, clipping: float) -> None:
+        self._last = event, codec_reason, self._clock.monotonic()
+        self._clipped = self._clipped + 1 if clipping < CLIPPED else 0
         if self._clipped == CLIPPED_ROUNDS:
             text = (
                 f"in {CLIPPED_ROUNDS} rounds in a row this replica's update of stage {self._module} counted "
                 f"less than {CLIPPED:.0%}, because the"
                 " others declare far shorter ones: either it has diverged, or they lie to slow training down"
             )
-            self._events.emit(Note("warning", text))
+            self._events.emit(events.Note("warning", text))
+        self._events.emit(event)
 
     def accused(self, caught: Caught) -> None:
-        """Reports that a replica is excluded from our rounds; once per round and peer."""
         if self._accused and (self._accused[-1].peer, self._accused[-1].round) == (caught.peer, caught.round):
             return
         self._accused = [*self._accused, caught][-ACCUSED_KEPT:]
-        self._events.emit(ReplicaAccused(self._peer, self._module, caught.peer, caught.round, caught.why, caught.proof))
+        self._events.emit(
+            events.ReplicaAccused(self._peer, self._module, caught.peer, caught.round, caught.why, caught.proof)
+        )
 
-    def fetching(self, wanted: AnchorVersion) -> None:
-        """Reports that a download begins."""
+    @contextmanager
+    def fetching(self, wanted: AnchorVersion) -> Iterator[None]:
+        """Reports the download that runs within the block."""
         self._began = self._clock.monotonic()
         self._told = self._began - PROGRESS_S
         self._download = CatchingUp(self._peer, self._module, wanted.round, 0, 0)
+        try:
+            yield
+        finally:
+            self._download = None
 
     def progressed(self, done: int, total: int) -> None:
-        """Reports the bytes of a download."""
         if self._download is None:
             return
         self._download = CatchingUp(self._peer, self._module, self._download.round, done, total)
@@ -153,44 +112,25 @@ class RoundNews:
             self._told = now
             self._events.emit(self._download)
 
-    def ended(self) -> None:
-        """Reports that a download is over."""
-        self._download = None
-
     def caught_up(
         self, anchor: Anchor, known: Anchor, donors: Sequence[PeerId], received: Mapping[PeerId, int]
     ) -> None:
         """Reports a fetched anchor. `known`: ours before; `received`: bytes by donor."""
-        chunks = (len(anchor.chunk(n)) for n, new in enumerate(anchor.hashes) if new != known.hashes[n])
-        self._events.emit(
-            CaughtUp(
-                self._peer,
-                self._module,
-                anchor.version.round,
-                anchor.version.digest.hex(),
-                sum(chunks),
-                self._clock.monotonic() - self._began,
-                tuple(donors),
-                tuple(received.get(donor, 0) for donor in donors),
-            )
-        )
-
-    # ---- for whoever asks --------------------------------------------------------------------------------------------
+        size = sum(len(anchor.chunk(n)) for n, new in enumerate(anchor.hashes) if new != known.hashes[n])
+        reached, seconds = (anchor.version.round, anchor.version.digest.hex()), self._clock.monotonic() - self._began
+        of_each = tuple(received.get(donor, 0) for donor in donors)
+        self._events.emit(events.CaughtUp(self._peer, self._module, *reached, size, seconds, tuple(donors), of_each))
 
     def last_round(self) -> RoundStatus | None:
-        """The latest round for `status`."""
         if self._last is None:
             return None
-        settled, at = self._last
-        since = round(self._clock.monotonic() - at, 1)
-        return RoundStatus(len(settled.members), since, settled.codec.name.lower(), settled.codec_reason)
+        event, codec_reason, at = self._last
+        return RoundStatus(len(event.members), round(self._clock.monotonic() - at, 1), event.codec, codec_reason)
 
     def accused_lately(self) -> tuple[Accusation, ...]:
-        """The replicas excluded from our rounds, the latest last."""
         return tuple(Accusation(caught.peer, caught.round, caught.why) for caught in self._accused)
 
     def catching_up(self) -> DownloadStatus | None:
-        """The download in progress."""
         download = self._download
         return None if download is None else DownloadStatus(download.round, download.bytes, download.total_bytes)
 
@@ -198,7 +138,6 @@ class RoundNews:
 _ELEMENTS = 2**20
 LOOK_S = 0.05
 BETWEEN_SAVES_S = 30.0
-"""Least seconds between two checkpoints at rounds."""
 ALONE_AFTER_S = 4.0
 """Seconds for which a resumed replica looks for others: their announcements took 1.8 s on a busy machine."""
 RESUMING_WITHIN_S = 12.0
@@ -206,12 +145,10 @@ RESUMING_WITHIN_S = 12.0
 
 
 def rungs_to(limit: Codec) -> tuple[Rung, ...]:
-    """The codec levels up to a run's limit, mildest first."""
     return tuple(rung_of(codecs) for codecs in ladder(limit))
 
 
 def rung_of(codecs: RoundCodecs) -> Rung:
-    """A codec level with its ratio to float32."""
     encoded = sum(encoded_bytes(codec, _ELEMENTS) for codec in (codecs.contribution, codecs.result))
     return Rung(codecs, encoded / (2 * 4 * _ELEMENTS))
 
@@ -219,15 +156,10 @@ def rung_of(codecs: RoundCodecs) -> Rung:
 class ModuleRounds:
     """The rounds of a node's module. It is also the rounds' view of the node (`RoundHost`)."""
 
-    def __init__(
-        self,
-        given: ModuleContext,
-        replica: LocalReplica,
-        start: Anchor,
-        averaging: ComputeThread,
-    ) -> None:
+    def __init__(self, given: ModuleContext, replica: LocalReplica, start: Anchor, averaging: ComputeThread) -> None:
         manifest, own, session, module = given.manifest, given.session.own, given.session, given.module
         self.news = RoundNews(own.peer, module, own.clock, given.events)
+        self.accused = self.news.accused
         self._given = given
         self._own = own
         self._store = AnchorStore(start)
@@ -262,7 +194,6 @@ class ModuleRounds:
         self._saved_at = -BETWEEN_SAVES_S
 
     async def run(self) -> None:
-        """Runs the rounds, until cancelled."""
         dispatcher = self._given.session.dispatcher
         with self._donor.receiving(dispatcher), self.runner.receiving(dispatcher):
             async with task_scope() as tasks:
@@ -270,12 +201,12 @@ class ModuleRounds:
                 tasks.create_task(self.runner.run())
 
     def resume(self, since: Work) -> None:
-        """Takes over the work of a restored replica since its anchor."""
         self._replica_sync.resume(since)
         version = self._store.current.version
         if version.round:
             self._resumed = version
-            self.news.restored(version)
+            restored = events.Restored(self._own.peer, str(self._given.module), version.round, version.digest.hex())
+            self._given.events.emit(restored)
 
     async def prepare(self) -> None:
         """Waits until the replica holds what its module holds. With nobody else, that is its own state."""
@@ -294,24 +225,17 @@ class ModuleRounds:
         clock = self._own.clock
         begun = clock.monotonic()
         while (waited := clock.monotonic() - begun) < RESUMING_WITHIN_S:
-            first = not any(known.peer < self._own.peer for known in self._known_here())
+            here = [known for known in self._given.session.membership.peers() if known.module == self._given.module]
+            first = not any(known.peer < self._own.peer for known in here)
             if self._machine.in_company or (first and waited >= ALONE_AFTER_S):
                 break
             await asyncio.sleep(LOOK_S)
         await self._settled_down()
 
-    def _known_here(self) -> list[Announcement]:
-        """All others that announce our module, with or without a state."""
-        return [known for known in self._given.session.membership.peers() if known.module == self._given.module]
-
     def describe(self) -> str:
-        """The state of the rounds in one line for people."""
         return self._machine.describe()
 
-    # ---- the replica's side ------------------------------------------------------------------------------------------
-
     def agreed(self) -> Agreed:
-        """The anchor and the work since, for a checkpoint; on the compute thread."""
         since = self._replica_sync.since_anchor
         return Agreed(self._store.saved(), since.steps, since.tokens)
 
@@ -319,8 +243,6 @@ class ModuleRounds:
         """Finishes the current round before leaving: our work since the anchor is in it."""
         while self._machine.under_way is not None:  # noqa: ASYNC110 - the machine has no events to wait for
             await asyncio.sleep(LOOK_S)
-
-    # ---- node.averaging.round_runner.RoundHost -----------------------------------------------------------------------
 
     def others(self) -> tuple[OtherReplica, ...]:
         """The other replicas. Before we serve, leaving ones count as well: one may be the last with the state."""
@@ -333,16 +255,10 @@ class ModuleRounds:
 
     async def catch_up(self, version: AnchorVersion, donors: tuple[PeerId, ...]) -> Anchor:
         known = self._store.current
-        self.news.fetching(version)
-        try:
+        with self.news.fetching(version):
             anchor = await self._downloads.catch_up(version, donors, known)
             self.news.caught_up(anchor, known, donors, self._downloads.received_bytes)
-        finally:
-            self.news.ended()
         return anchor
-
-    def accused(self, caught: Caught) -> None:
-        self.news.accused(caught)
 
     def anchored(self, anchor: Anchor) -> None:
         self._given.proofs.shared_round(frozenset())
@@ -350,14 +266,14 @@ class ModuleRounds:
             self._own.anchor = anchor.version
             self._given.session.membership_sync.announce()
 
-    def settled(self, settled: RoundSettled) -> None:
-        self.news.committed(settled)
-        if settled.version == self._store.current.version:
-            self._given.proofs.shared_round(frozenset(settled.contributors) - {self._own.peer})
+    def settled(self, version: AnchorVersion, event: RoundCommitted, reason: str = "", clipping: float = 1.0) -> None:
+        self.news.committed(event, reason, clipping)
+        if version == self._store.current.version:
+            self._given.proofs.shared_round(frozenset(map(PeerId, event.contributors)) - {self._own.peer})
         now = self._own.clock.monotonic()
         if now - self._saved_at >= BETWEEN_SAVES_S:
             self._saved_at = now
-            self._given.saves.request_save(f"round {settled.version.round}")
+            self._given.saves.request_save(f"round {event.round}")
 
 
 @asynccontextmanager
@@ -385,7 +301,6 @@ async def module_rounds(
 
 
 def round_rules(manifest: Manifest, layout: Layout) -> RoundRules:
-    """The manifest's rules of rounds."""
     training = manifest.training
     return RoundRules(
         inner_steps=training.inner_steps,
@@ -398,7 +313,6 @@ def round_rules(manifest: Manifest, layout: Layout) -> RoundRules:
 
 
 def _put_on(replica: LocalReplica, first: Anchor | None) -> Anchor:
-    """Puts the replica on its first anchor, on the compute thread."""
     if first is None:
         return anchor_of(replica)
     for part, array in first.parameters.pieces():
@@ -409,9 +323,88 @@ def _put_on(replica: LocalReplica, first: Anchor | None) -> Anchor:
 
 
 def _restored(given: ModuleContext, layout: Layout, saved: AnchorState) -> Anchor | None:
-    """The saved anchor; None, with a warning, if it is corrupt."""
     try:
         return restored_anchor(layout, saved)
     except CorruptSnapshot as error:
-        given.events.emit(Note("warning", f"{error}; the parameters saved with it are taken for the anchor"))
+        given.events.emit(events.Note("warning", f"{error}; the parameters saved with it are taken for the anchor"))
         return None
+
+
+PAUSE_S: Final = 0.5
+LONGEST_PAUSE_S: Final = 8.0
+
+
+@dataclass(frozen=True, slots=True)
+class FirstState:
+    """Initial anchor, or None to keep the weights of the seed or checkpoint."""
+
+    anchor: Anchor | None = None
+
+
+async def first_state(given: ModuleContext) -> FirstState:
+    """Gets the anchor for the node's replica, however long that takes. Raises ConfigError, ResourceExhausted."""
+    if given.manifest.start is None or given.resumed.state is not None:
+        return FirstState()
+    allowance = given.options.allowance
+    require_room(given.manifest, (given.module,), given.device, allowance.slots, allowance.moments)
+    if given.start is not None:
+        return FirstState(await asyncio.to_thread(given.start.anchor, given.module))
+    return FirstState(await _Fetch(given).anchor())
+
+
+class _Fetch:
+    """The download of a replica's first anchor."""
+
+    def __init__(self, given: ModuleContext) -> None:
+        session, manifest, module = given.session, given.manifest, given.module
+        self._given = given
+        self._layout = module_layout(manifest, module)
+        self._first = first_version(manifest, module)
+        self._news = RoundNews(session.own.peer, module, session.own.clock, given.events)
+        self._random = Random()  # noqa: S311 - spreads the load over donors; no secret
+        folder = given.options.checkpoint_dir
+        self._downloads = StateDownloads(
+            session,
+            module,
+            FreshSpace(self._layout),
+            STATE_CODECS[manifest.codecs.state],
+            None if folder is None else folder / session.own.peer / "download",
+            self._news.progressed,
+        )
+
+    async def anchor(self) -> Anchor:
+        await self._given.session.membership_sync.looked.wait()
+        pause_s = PAUSE_S
+        while True:
+            try:
+                return await self._agreed() or await self._from_the_start()
+            except (NoQuorum, Stalled) as error:
+                log.info("module %s: %s", self._given.module, error)
+                if pause_s == PAUSE_S:
+                    self._given.events.emit(Note("info", f"waits for the weights of module {self._given.module}"))
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    async def _agreed(self) -> Anchor | None:
+        membership, module = self._given.session.membership, self._given.module
+        announced = {a.peer: a.anchor for a in membership.with_state(module) if a.anchor is not None}
+        version = choose_version(announced).value
+        if version is None or version.round == 0:
+            return None
+        donors = tuple(peer for peer, stands in announced.items() if stands == version)
+        try:
+            with self._news.fetching(version):
+                return await self._downloads.catch_up(version, donors)
+        except (NoQuorum, Stalled) as error:  # they may have gone on, or may never have had it
+            log.info("module %s: %s", module, error)
+            return None
+
+    async def _from_the_start(self) -> Anchor:
+        """The module's part of the existing model. Raises NoQuorum or Stalled."""
+        known = list(self._given.session.membership.peers())
+        self._random.shuffle(known)  # more than are asked at once are asked in turns
+        # Peers that announce it, then data nodes (the author runs one), then all others.
+        known.sort(key=lambda a: (a.anchor != self._first, a.module is None or a.module.stage > 0))
+        with self._news.fetching(self._first):
+            parameters = await self._downloads.parameters(self._first, [a.peer for a in known][:MOST_ASKED])
+        return await asyncio.to_thread(initial_anchor, self._layout, parameters)

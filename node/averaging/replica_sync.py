@@ -1,7 +1,4 @@
-"""A replica between its anchors: snapshots, carrying over, adoption, and the work since the anchor.
-
-The replica is touched on the compute thread only, in slices: microbatches are computed between two of them.
-"""
+"""A replica between its anchors: snapshots, carrying over, adoption, and the work since the anchor."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from node.averaging.anchor.anchor import Anchor, AnchorStore
 from node.averaging.anchor.local_replica import LocalReplica
 from node.averaging.anchor.outer_step import OuterRule, step_alone
 from node.averaging.anchor.shared_vector import SharedVector, Vector
-from node.averaging.exchange.pseudo_gradient import SentParts, Source
+from node.averaging.exchange.reduction import SentParts, Source
 from node.concurrency.compute_thread import ComputeThread, Priority
 from node.model.optimizer import StepFigures
 from protocol.interfaces.clock import Clock
@@ -53,11 +50,9 @@ class Snapshot:
 
     source: Source
     part: slice
-    """The fragment's elements."""
     norm: float
     """Euclidean; not finite if the replica is broken."""
     done: Work
-    """All work of the replica up to it."""
     since_anchor: Work
 
 
@@ -103,11 +98,9 @@ class ReplicaSync:
 
     @property
     def since_anchor(self) -> Work:
-        """Our work since the current anchor."""
         return self._done - self._at_anchor
 
     def resume(self, since: Work) -> None:
-        """Takes over the work of a restored replica since its anchor, before its first step."""
         self._done, self._at_anchor = since, Work()
 
     def trained_by(self, replicas: int) -> None:
@@ -124,8 +117,13 @@ class ReplicaSync:
         """Fixes the pseudo-gradient of the fragment whose turn it is, in the memory of the one before."""
         async with self._turn:
             if self._room is None:
-                self._room = await self._averaging.run(Priority.UPKEEP, self._room_for_a_fragment)
-            base, done, since = await self._compute.run(Priority.UPKEEP, self._where_we_stand)
+                parts = [self._store.layout.range_of(*fragment) for fragment in self._store.layout.fragments]
+                largest = max(part.stop - part.start for part in parts)
+                room = partial[Vector](np.full, largest, 0, np.float32)
+                self._room = await self._averaging.run(Priority.UPKEEP, room)
+            base, done, since = await self._compute.run(
+                Priority.UPKEEP, lambda: (self._store.current, self._done, self.since_anchor)
+            )
             part = base.layout.range_of(*base.layout.fragments[base.version.fragment])
             source = Source(base, SharedVector([self._room[: part.stop - part.start]], part.start))
             squares = await self._copy(part, source)
@@ -158,14 +156,9 @@ class ReplicaSync:
                     await self._compute.run(Priority.UPKEEP, job)
             await self._compute.run(Priority.UPKEEP, partial(self._start_anew, anchor))
 
-    # ---- without company ---------------------------------------------------------------------------------------------
-
     def _before_inner_step(self) -> None:
-        """Takes the outer step that is due when nobody else serves the module. On the compute thread.
-
-        A round could not: what arrives after this inner step was queued has to be computed after it, and a round needs
-        the event loop. `solo` steps at the same places, so that one replica a stage computes what one process does.
-        """
+        """Takes the outer step that is due when nobody else serves the module. On the compute thread."""
+        # `solo` steps at the same places, so one replica per stage computes what one process does.
         if not self.is_alone():
             return
         self.trained_by(1)
@@ -184,10 +177,7 @@ class ReplicaSync:
         self._stand(self._done)
         self._stepped_to = SteppedTo(anchor, anchor.version.tokens - before.version.tokens)
 
-    # ---- inside ------------------------------------------------------------------------------------------------------
-
     async def _copy(self, part: slice, source: Source) -> float:
-        """Copies slice after slice; returns the pseudo-gradient's sum of squares."""
         norms = []
         async with asyncio.TaskGroup() as tasks:
             for piece in _slices(part):
@@ -201,14 +191,6 @@ class ReplicaSync:
             self._replica.write(piece, after[piece])
         else:
             self._replica.carry(piece, before[piece], after[piece])
-
-    def _room_for_a_fragment(self) -> Vector:
-        layout = self._replica.layout
-        parts = [layout.range_of(*fragment) for fragment in layout.fragments]
-        return np.full(max(part.stop - part.start for part in parts), 0, np.float32)
-
-    def _where_we_stand(self) -> tuple[Anchor, Work, Work]:
-        return self._store.current, self._done, self.since_anchor
 
     def _follow_schedule(self, anchor: Anchor) -> None:
         optimizer, since = self._replica.optimizer, self.since_anchor

@@ -5,75 +5,37 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Coroutine
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 from node.averaging.anchor.anchor import Anchor, AnchorStore, distance_between
-from node.averaging.anchor.shared_vector import StateVectors
 from node.averaging.auditor import Auditor
 from node.averaging.exchange.all_reduce import AllReduce, ExchangeMeans
-from node.averaging.exchange.arrivals import Arrivals, Incoming
-from node.averaging.exchange.partition import Plan
-from node.averaging.exchange.pseudo_gradient import SentParts
+from node.averaging.exchange.pieces import Arrivals, Incoming, Plan
+from node.averaging.exchange.reduction import SentParts
 from node.averaging.replica_sync import ReplicaSync, Snapshot, SteppedTo
 from node.concurrency.compute_thread import Priority
 from node.concurrency.machine_runner import MachineRunner
 from node.model.optimizer import StepFigures
 from node.network.dispatcher import Dispatcher
+from node.observability.events import RoundCommitted
 from node.observability.failpoints import crash_point
 from protocol.interfaces.tensor_spec import TensorSpec
 from protocol.interfaces.transport import Refusal
+from swarm.averaging import round_events as events
 from swarm.averaging.roster import contributors
-from swarm.averaging.round_events import (
-    Accuse,
-    Action,
-    Arrived,
-    CatchUp,
-    CatchUpFailed,
-    Caught,
-    CaughtUp,
-    CommitStaged,
-    DropStaged,
-    Event,
-    Exchange,
-    LinkLost,
-    OtherReplica,
-    PieceRejected,
-    Release,
-    ReplicasChanged,
-    SnapshotBroken,
-    SnapshotTaken,
-    Staged,
-    TakeSnapshot,
-    Tell,
-    Tick,
-    Worked,
-)
 from swarm.averaging.round_machine import RoundMachine
 from swarm.averaging.trust import AnchorDrift
-from swarm.vocabulary.averaging_messages import (
-    AuditControl,
-    Contribution,
-    Progress,
-    Roster,
-    RoundControl,
-    RoundId,
-    RoundPiece,
-)
+from swarm.vocabulary.averaging_messages import AuditControl, Contribution, Roster, RoundControl, RoundId, RoundPiece
 from swarm.vocabulary.errors import PeerError, ProtocolViolation, ResourceExhausted, SkipstoneError, StateError
-from swarm.vocabulary.types import AnchorVersion, Codec, ModuleId, PeerId
+from swarm.vocabulary.types import AnchorVersion, ModuleId, PeerId
 
 log = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Running:
-    exchange: AllReduce
-    vectors: StateVectors
-    task: asyncio.Task[None]
+MAX_WAITING_MESSAGES: Final = 64
+"""Unsent control messages per peer. Beyond this the peer counts as lost."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,63 +56,250 @@ class Traffic:
     received: int = 0
 
 
-class RoundWorkspace:
-    """The snapshot, the exchange and the complete results of the current round. Used on the event loop.
+class RoundHost(Protocol):
+    """The interface of a replica's rounds to the rest of the node."""
 
-    What comes too late (a past round, another anchor) is ignored: the round machine has its time limits.
+    def others(self) -> tuple[events.OtherReplica, ...]: ...
 
-    Args:
-        report: gets the events of the exchange.
-        begin: starts a task.
-    """
+    async def catch_up(self, version: AnchorVersion, donors: tuple[PeerId, ...]) -> Anchor:
+        """Fetches an anchor. Raises PeerError, StateError or ResourceExhausted."""
+        ...
+
+    def anchored(self, anchor: Anchor) -> None:
+        """Takes note of another anchor. Its arrays hold until the round after the next."""
+        ...
+
+    def settled(self, version: AnchorVersion, event: RoundCommitted, reason: str = "", clipping: float = 1.0) -> None:
+        """Takes note of a committed round, why its codec was chosen, and the factor that clipped our update."""
+        ...
+
+    def accused(self, caught: events.Caught) -> None: ...
+
+
+class RoundRunner(MachineRunner[events.Event, events.Action]):
+    """One replica's rounds: its messages, snapshot, exchange and complete results."""
 
     def __init__(
         self,
         own: PeerId,
+        module: ModuleId,
+        machine: RoundMachine,
         store: AnchorStore,
         replica_sync: ReplicaSync,
         means: ExchangeMeans,
-        report: Callable[[Event], None],
-        begin: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None] | None],
-        auditor: Auditor,
+        host: RoundHost,
     ) -> None:
+        super().__init__(machine, events.Tick(), means.transport, means.clock, MAX_WAITING_MESSAGES)
+        self.replica_sync = replica_sync
+        replica_sync.is_alone = lambda: machine.is_alone
+        self.auditor = Auditor(own, means, self._send_or_lose, self.handle, self.begin)
+        self._own = own
+        self._module = module
+        self._store = store
+        self._host = host
+        self._means = means
         self.snapshot: Snapshot | None = None
         self.incoming = Incoming(means.clock)
-        self._own = own
-        self._store = store
-        self._replica_sync = replica_sync
-        self._means = means
-        self._report = report
-        self._begin_task = begin
-        self._auditor = auditor
         self._turn = asyncio.Lock()
         self._releases = 0
         self._wanted: Roster | None = None
         self._arrivals: Arrivals | None = None
-        self._running: _Running | None = None
+        self._running: tuple[AllReduce, asyncio.Task[None]] | None = None
         self._staged: dict[bytes, StagedRound] = {}
         self._traffic = Traffic(0)
+        self._drift = AnchorDrift()
+        self._others: tuple[events.OtherReplica, ...] | None = None
+        self._begun: tuple[int, float] = (0, 0.0)
+        self._catching: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
 
-    # ---- the round -------------------------------------------------------------------------------------------------
+    @property
+    def anchor(self) -> Anchor:
+        return self._store.current
+
+    async def run(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        await super().run()
+
+    def receiving(self, dispatcher: Dispatcher) -> AbstractContextManager[None]:
+        return dispatcher.registered(
+            tensors={RoundPiece: self}, messages={RoundControl: self.receive}, link_down=self.link_down
+        )
+
+    def after_inner_step(self, figures: StepFigures) -> None:
+        step = self.replica_sync.after_inner_step(figures)
+        if step is not None and self._loop is not None:
+            self._loop.call_soon_threadsafe(self._stepped_alone, step)
+
+    def stepped(self) -> None:
+        work = self.replica_sync.since_anchor
+        self.handle(events.Worked(work.steps, work.tokens))
+
+    def receive(self, sender: PeerId, message: RoundControl) -> None:
+        if not isinstance(message, AuditControl):
+            self.handle(events.Arrived(sender, message))
+        elif message.round.module == self._module:
+            self.auditor.receive(sender, message)
+
+    def link_down(self, to: PeerId, error: PeerError) -> None:
+        self.handle(events.LinkLost(to))
+
+    def _look_around(self) -> None:
+        others = self._host.others()
+        if others != self._others:
+            self._others = others
+            self.handle(events.ReplicasChanged(others))
+
+    def _stepped_alone(self, step: SteppedTo) -> None:
+        version, own = step.anchor.version, (self._own,)
+        event = RoundCommitted(
+            self._own, str(self._module), version.round, version.digest.hex(), own, own, step.tokens, 1, 0.0, 0, 0
+        )
+        self._host.anchored(step.anchor)
+        self.handle(events.CaughtUp(version))
+        self._host.settled(version, event)
+
+    def _carry_out(self, action: events.Action) -> None:
+        match action:
+            case events.Tell(to, message):
+                self._send_or_lose(to, message)
+            case events.TakeSnapshot():
+                self.begin(self._take_snapshot(action))
+            case events.Exchange(roster):
+                self.begin(self.exchange(roster))
+            case events.DropStaged(version):
+                self.drop_staged(version)
+            case events.Release(number, why):
+                log.debug("rounds up to %d are over: %s", number, why)
+                self.begin(self.release(number))
+            case events.CommitStaged():
+                self._commit(action)
+            case events.CatchUp():
+                self._start_catching_up(action)
+            case events.Caught():
+                self._host.accused(action)
+
+    def _send_or_lose(self, to: PeerId, message: RoundControl) -> None:
+        if not self.send(to, message):
+            self.handle(events.LinkLost(to))
+
+    _not_sent = link_down
+
+    async def _take_snapshot(self, action: events.TakeSnapshot) -> None:
+        number = action.round.number
+        if self._begun[0] != number:
+            self._begun = (number, self.clock.monotonic())
+        snapshot = await self.take_snapshot(action.round)
+        if snapshot is None:
+            log.debug("round %d was over before its snapshot", number)
+        elif math.isfinite(snapshot.norm):
+            work, rates = snapshot.since_anchor, self.incoming.bytes_per_s()
+            bandwidth = max((link.goodput_bytes_per_s for link in self.transport.figures().values()), default=0.0)
+            taken = events.SnapshotTaken(action.round, work.steps, work.tokens, snapshot.norm, bandwidth, rates)
+            self.handle(taken)
+        else:
+            log.warning("this replica's parameters are not finite; it starts again from its anchor")
+            await self.replica_sync.adopt(self._store.current)
+            self.handle(events.SnapshotBroken(action.round))
+
+    def _commit(self, action: events.CommitStaged) -> None:
+        before = self._store.current
+        try:
+            staged = self.take_staged(action.version)
+        except SkipstoneError as error:
+            log.warning("%s", error)
+            others = tuple(peer for peer in action.roster.peers if peer != self._own)
+            self._start_catching_up(events.CatchUp(action.version, others, "its result was not kept", by_most=True))
+            return
+        self._store.put(staged.anchor)
+        crash_point("committing")
+        self.replica_sync.trained_by(len(contributors(action.roster)))
+        self.replica_sync.committed(staged.snapshot)
+        own, roster = staged.snapshot, action.roster
+        of_all = roster.steps - roster.base.steps
+        share = own.since_anchor.steps / of_all if of_all > 0 else 0.0
+        self._drift.committed(own.norm, share, roster.largest_norm, len(roster.peers) > 1, self.clock.wall())
+        self._host.anchored(staged.anchor)
+        self.stepped()
+        self.begin(self._settle(action, before, staged))
+
+    async def _settle(self, action: events.CommitStaged, before: Anchor, staged: StagedRound) -> None:
+        await self.replica_sync.carry(staged.snapshot, staged.anchor, staged.sent)
+        crash_point("committed")
+        version, roster = staged.anchor.version, action.roster
+        self._count_traffic()
+        traffic = self._traffic if self._traffic.number == roster.round.number else Traffic(roster.round.number)
+        own = next(member for member in roster.members if member.peer == self._own)
+        event = RoundCommitted(
+            self._own,
+            str(self._module),
+            version.round,
+            version.digest.hex(),
+            roster.peers,
+            contributors(roster),
+            version.tokens - before.version.tokens,
+            roster.round.attempt + 1,
+            self.clock.monotonic() - self._begun[1],
+            traffic.sent,
+            traffic.received,
+            roster.codec.name.lower(),
+            *self.auditor.take_traffic(),
+        )
+        clipping = own.coefficient / own.share if own.share else 1.0
+        self._host.settled(version, event, roster.codec_reason, clipping)
+        # Not before: the replica's standing on its anchor is what others wait for.
+        self.auditor.committed(version)
+
+    def _start_catching_up(self, action: events.CatchUp) -> None:
+        if self._catching is not None:
+            self._catching.cancel()
+        self._catching = self.begin(self._catch_up(action))
+
+    def gave_other_state(self, donor: PeerId, detail: str) -> None:
+        """Notes a donor of wrong state. Its memory may be at fault, so it is no certain lie."""
+        number = self._store.current.version.round
+        self.handle(
+            events.Caught(donor, number, f"it gave away other state than was agreed on: {detail}", certain=False)
+        )
+
+    async def _catch_up(self, action: events.CatchUp) -> None:
+        log.info("catching up with round %d: %s", action.version.round, action.why)
+        try:
+            anchor = await self._host.catch_up(action.version, action.donors)
+        except (PeerError, StateError, ResourceExhausted) as error:
+            self.handle(events.CatchUpFailed(action.version, str(error)))
+            return
+        if not action.by_most:
+            measure = partial(distance_between, self._store.current, anchor)
+            distance = await self._means.thread.run(Priority.UPKEEP, measure)
+            farthest = self._drift.farthest(self.clock.wall())
+            if not distance <= farthest:
+                why = f"it is {distance:.3g} from ours, where {farthest:.3g} can be since we were together"
+                log.warning("the anchor of round %d is not followed: %s", action.version.round, why)
+                self.handle(events.CatchUpFailed(action.version, why, action.donors))
+                return
+        self._store.put(anchor)
+        await self.replica_sync.adopt(anchor)
+        self._host.anchored(anchor)
+        self.handle(events.CaughtUp(anchor.version))
 
     async def take_snapshot(self, round_id: RoundId) -> Snapshot | None:
         """Takes the snapshot of this round, or returns the one there is. None if the round is over meanwhile."""
         self._expect(round_id)
         releases = self._releases
         async with self._turn:
-            if not self._is_next(round_id.number) or releases != self._releases:
+            if self._store.current.version.round >= round_id.number or releases != self._releases:
                 return None
             snapshot = self.snapshot
             if snapshot is None or snapshot.source.anchor is not self._store.current:
                 self.snapshot = None
-                snapshot = await self._replica_sync.snapshot()
-                if not self._is_next(round_id.number) or releases != self._releases:
+                snapshot = await self.replica_sync.snapshot()
+                if self._store.current.version.round >= round_id.number or releases != self._releases:
                     return None
                 self.snapshot = snapshot if math.isfinite(snapshot.norm) else None
             return snapshot
 
     async def exchange(self, roster: Roster) -> None:
-        """Begins the exchange in a task; ends the one before."""
         self._wanted = roster
         self._expect(roster.round)
         arrivals = self._arrivals
@@ -159,12 +308,11 @@ class RoundWorkspace:
             # While the one before was ended, the next attempt may have begun: its pieces are not for this exchange.
             if self._wanted is roster and self._arrivals is arrivals:
                 try:
-                    self._begin(roster)
+                    self._begin_exchange(roster)
                 except SkipstoneError as error:
                     log.warning("no part in round %d: %s", roster.round.number, error)
 
     async def release(self, number: int) -> None:
-        """Frees everything of rounds up to this one."""
         self._releases += 1
         if self._wanted is not None and self._wanted.round.number <= number:
             self._wanted = None
@@ -172,13 +320,12 @@ class RoundWorkspace:
             self._arrivals = None
         self._drop_staged(number)
         async with self._turn:
-            if self._running is not None and self._running.exchange.plan.roster.round.number <= number:
+            if self._running is not None and self._running[0].plan.roster.round.number <= number:
                 await self._end_exchange()
             if self.snapshot is not None and self.snapshot.source.anchor.version.round < number:
                 self.snapshot = None
 
     def drop_staged(self, version: AnchorVersion) -> None:
-        """Drops a complete result that will not be committed."""
         staged = self._staged.pop(version.digest, None)
         if staged is not None:
             self._store.give_back(staged.anchor.parameters, staged.anchor.momentum)
@@ -196,16 +343,11 @@ class RoundWorkspace:
         self._drop_staged(version.round)
         return staged
 
-    def traffic(self, number: int) -> Traffic:
-        """The traffic of this round, if it is the latest."""
-        self._count_traffic()
-        return self._traffic if self._traffic.number == number else Traffic(number)
-
-    # ---- what comes in ---------------------------------------------------------------------------------------------
-
     def admit(self, sender: PeerId, message: RoundPiece, tensor: TensorSpec) -> memoryview | Refusal:
-        if isinstance(message, Contribution) and self._auditor.wants(sender, message):
-            return self._auditor.admit(sender, message, tensor)
+        if isinstance(message, Contribution):
+            audited = self.auditor.admit(sender, message, tensor)
+            if audited is not None:
+                return audited
         if self._arrivals is None:
             return Refusal(False, "no round is under way here")
         admitted = self._arrivals.admit(sender, message, tensor)
@@ -214,40 +356,34 @@ class RoundWorkspace:
         return admitted
 
     def received(self, sender: PeerId, message: RoundPiece, tensor: TensorSpec, buffer: memoryview) -> None:
-        if isinstance(message, Contribution) and self._auditor.received(sender, message, buffer, whole=True):
+        if isinstance(message, Contribution) and self.auditor.received(sender, message, buffer, whole=True):
             return
         self.incoming.ended(sender, buffer.nbytes)
         if self._arrivals is not None and self._arrivals.round == message.round:
             self._arrivals.received(sender, message, buffer)
 
     def broken_off(self, sender: PeerId, message: RoundPiece, buffer: memoryview) -> None:
-        if isinstance(message, Contribution) and self._auditor.received(sender, message, buffer, whole=False):
+        if isinstance(message, Contribution) and self.auditor.received(sender, message, buffer, whole=False):
             return
         self.incoming.ended(sender, 0)
         if self._arrivals is not None and self._arrivals.round == message.round:
             self._arrivals.broken_off(sender, message, buffer)
 
-    # ---- inside ----------------------------------------------------------------------------------------------------
-
-    def _is_next(self, number: int) -> bool:
-        return self._store.current.version.round < number
-
     def _expect(self, round_id: RoundId) -> None:
-        """From now on takes pieces of this attempt only."""
         if self._arrivals is None or self._arrivals.round != round_id:
             self._count_traffic()
             self._arrivals = Arrivals(
-                round_id, self._means.codecs, lambda peer, why: self._report(PieceRejected(round_id, peer, why))
+                round_id, self._means.codecs, lambda peer, why: self.handle(events.PieceRejected(round_id, peer, why))
             )
         if self._traffic.number != round_id.number:
             self._traffic = Traffic(round_id.number)
 
-    def _begin(self, roster: Roster) -> None:
+    def _begin_exchange(self, roster: Roster) -> None:
         snapshot, arrivals = self.snapshot, self._arrivals
         if snapshot is None or arrivals is None or snapshot.source.anchor.version != roster.base:
             raise ProtocolViolation("its roster starts from another anchor, or we never entered")
         plan = Plan(self._own, self._store.current.layout, roster)
-        self._auditor.exchange_begins()
+        self.auditor.exchange_begins()
         vectors = self._store.spare(plan.layout.range_of(plan.first_chunk, plan.end_chunk))
         exchange = AllReduce(
             plan,
@@ -255,30 +391,31 @@ class RoundWorkspace:
             vectors,
             arrivals,
             self._means,
-            self._report,
+            self.handle,
             lambda anchor: self._keep(exchange, StagedRound(anchor, snapshot, exchange.sent)),
         )
-        task = self._begin_task(_run(exchange))
-        self._running = None if task is None else _Running(exchange, vectors, task)
+        task = self.begin(_run(exchange))
+        self._running = None if task is None else (exchange, task)
 
     async def _end_exchange(self) -> None:
         self._count_traffic()
         running, self._running = self._running, None
         if running is None:
             return
-        running.task.cancel()
-        await asyncio.wait((running.task,))
+        exchange, task = running
+        task.cancel()
+        await asyncio.wait((task,))
         await self._means.thread.run(Priority.UPKEEP, lambda: None)
-        if not running.exchange.is_staged:
-            self._store.give_back(*running.vectors)
-        running.exchange.let_go()
+        if not exchange.complete.is_set():
+            self._store.give_back(*exchange.vectors)
+        exchange.let_go()
 
     def _keep(self, exchange: AllReduce, staged: StagedRound) -> None:
         version = staged.anchor.version
         self.drop_staged(version)
         self._staged[version.digest] = staged
-        self._auditor.completed(exchange.record(staged.anchor))
-        self._report(Staged(exchange.plan.roster.round, version))
+        self.auditor.completed(exchange.record(staged.anchor))
+        self.handle(events.Staged(exchange.plan.roster.round, version))
 
     def _drop_staged(self, number: int) -> None:
         for staged in list(self._staged.values()):
@@ -289,7 +426,7 @@ class RoundWorkspace:
         if self._arrivals is not None and self._arrivals.round.number == self._traffic.number:
             self._traffic.received += self._arrivals.received_bytes
             self._arrivals.received_bytes = 0
-        exchange = None if self._running is None else self._running.exchange
+        exchange = None if self._running is None else self._running[0]
         if exchange is not None and exchange.plan.roster.round.number == self._traffic.number:
             self._traffic.sent += exchange.sent_bytes
             exchange.sent_bytes = 0
@@ -302,277 +439,3 @@ async def _run(exchange: AllReduce) -> None:
         exchange.let_go()
     except SkipstoneError as error:
         log.warning("the exchange of round %d broke off: %s", exchange.plan.roster.round.number, error)
-
-
-MAX_WAITING_MESSAGES: Final = 64
-"""Unsent control messages per peer. Beyond this the peer counts as lost."""
-
-
-@dataclass(frozen=True, slots=True)
-class RoundSettled:
-    """A round that was committed here."""
-
-    version: AnchorVersion
-    members: tuple[PeerId, ...]
-    contributors: tuple[PeerId, ...]
-    tokens: int
-    """Tokens of the round, over all members."""
-    attempts: int = 1
-    seconds: float = 0.0
-    """From our snapshot until the replica is on the new anchor."""
-    sent_bytes: int = 0
-    """Bytes of pieces, over all attempts."""
-    received_bytes: int = 0
-    codec: Codec = Codec.NONE
-    codec_reason: str = ""
-    clipping: float = 1.0
-    """Factor by which our own update was clipped."""
-    audit_sent_bytes: int = 0
-    """Bytes for audits since the round before."""
-    audit_received_bytes: int = 0
-
-
-class RoundHost(Protocol):
-    """The interface of a replica's rounds to the rest of the node."""
-
-    def others(self) -> tuple[OtherReplica, ...]:
-        """The other live replicas of our module."""
-        ...
-
-    async def catch_up(self, version: AnchorVersion, donors: tuple[PeerId, ...]) -> Anchor:
-        """Fetches an anchor. Raises PeerError, StateError or ResourceExhausted."""
-        ...
-
-    def anchored(self, anchor: Anchor) -> None:
-        """Takes note of another anchor. Its arrays hold until the round after the next."""
-        ...
-
-    def settled(self, settled: RoundSettled) -> None: ...
-
-    def accused(self, caught: Caught) -> None:
-        """Takes note that another replica did what no honest one does."""
-        ...
-
-
-class RoundRunner(MachineRunner[Event, Action]):
-    """One replica's rounds. Tensors of rounds arrive at its `workspace`."""
-
-    def __init__(
-        self,
-        own: PeerId,
-        module: ModuleId,
-        machine: RoundMachine,
-        store: AnchorStore,
-        replica_sync: ReplicaSync,
-        means: ExchangeMeans,
-        host: RoundHost,
-    ) -> None:
-        super().__init__(machine, Tick(), means.transport, means.clock, MAX_WAITING_MESSAGES)
-        self.replica_sync = replica_sync
-        replica_sync.is_alone = lambda: machine.is_alone
-        self.auditor = Auditor(own, means, self._send_or_lose, self.handle, self.begin)
-        self.workspace = RoundWorkspace(own, store, replica_sync, means, self.handle, self.begin, self.auditor)
-        self._own = own
-        self._module = module
-        self._store = store
-        self._host = host
-        self._averaging = means.thread
-        self._drift = AnchorDrift()
-        self._others: tuple[OtherReplica, ...] | None = None
-        self._begun: tuple[int, float] = (0, 0.0)
-        """The round of the latest snapshot, and its time."""
-        self._catching: asyncio.Task[None] | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-
-    @property
-    def anchor(self) -> Anchor:
-        return self._store.current
-
-    async def run(self) -> None:
-        """Runs the machine, until cancelled."""
-        self._loop = asyncio.get_running_loop()
-        await super().run()
-
-    def receiving(self, dispatcher: Dispatcher) -> AbstractContextManager[None]:
-        """Registers for messages and pieces of rounds within the block."""
-        return dispatcher.registered(
-            tensors={RoundPiece: self.workspace}, messages={RoundControl: self.receive}, link_down=self.link_down
-        )
-
-    # ---- what happens ------------------------------------------------------------------------------------------------
-
-    def after_inner_step(self, figures: StepFigures) -> None:
-        """Counts an inner step, in the same job on the compute thread."""
-        step = self.replica_sync.after_inner_step(figures)
-        if step is not None and self._loop is not None:
-            self._loop.call_soon_threadsafe(self._stepped_alone, step)
-
-    def stepped(self) -> None:
-        """Tells the machine that an inner step was taken."""
-        work = self.replica_sync.since_anchor
-        self.handle(Worked(work.steps, work.tokens))
-
-    def receive(self, sender: PeerId, message: RoundControl) -> None:
-        """Takes in a control message."""
-        if module_of(message) != self._module:
-            return
-        if isinstance(message, AuditControl):
-            self.auditor.receive(sender, message)
-        else:
-            self.handle(Arrived(sender, message))
-
-    def link_down(self, peer: PeerId, error: PeerError) -> None:
-        self.handle(LinkLost(peer))
-
-    def _look_around(self) -> None:
-        others = self._host.others()
-        if others != self._others:
-            self._others = others
-            self.handle(ReplicasChanged(others))
-
-    def _stepped_alone(self, step: SteppedTo) -> None:
-        version, own = step.anchor.version, (self._own,)
-        self._host.anchored(step.anchor)
-        self.handle(CaughtUp(version))
-        self._host.settled(RoundSettled(version, members=own, contributors=own, tokens=step.tokens))
-
-    # ---- what is to be done --------------------------------------------------------------------------------------
-
-    def _carry_out(self, action: Action) -> None:
-        match action:
-            case Tell(to, message) if to == self._own:
-                self.handle(Arrived(to, message))
-            case Tell(to, message):
-                self._send_or_lose(to, message)
-            case TakeSnapshot():
-                self.begin(self._take_snapshot(action))
-            case Exchange(roster):
-                self.begin(self.workspace.exchange(roster))
-            case DropStaged(version):
-                self.workspace.drop_staged(version)
-            case Release(number, why):
-                log.debug("rounds up to %d are over: %s", number, why)
-                self.begin(self.workspace.release(number))
-            case CommitStaged():
-                self._commit(action)
-            case CatchUp():
-                self._start_catching_up(action)
-            case Accuse(caught):
-                self._host.accused(caught)
-
-    def _send_or_lose(self, to: PeerId, message: RoundControl) -> None:
-        if not self.send(to, message):
-            self.handle(LinkLost(to))
-
-    def _not_sent(self, to: PeerId, error: PeerError) -> None:
-        self.handle(LinkLost(to))
-
-    async def _take_snapshot(self, action: TakeSnapshot) -> None:
-        number = action.round.number
-        if self._begun[0] != number:
-            self._begun = (number, self.clock.monotonic())
-        snapshot = await self.workspace.take_snapshot(action.round)
-        if snapshot is None:
-            log.debug("round %d was over before its snapshot", number)
-        elif math.isfinite(snapshot.norm):
-            work = snapshot.since_anchor
-            figures = (work.steps, work.tokens, snapshot.norm)
-            rates = self.workspace.incoming.bytes_per_s()
-            self.handle(SnapshotTaken(action.round, *figures, self._bandwidth(), rates))
-        else:
-            log.warning("this replica's parameters are not finite; it starts again from its anchor")
-            await self.replica_sync.adopt(self._store.current)
-            self.handle(SnapshotBroken(action.round))
-
-    def _commit(self, action: CommitStaged) -> None:
-        before = self._store.current
-        try:
-            staged = self.workspace.take_staged(action.version)
-        except SkipstoneError as error:
-            log.warning("%s", error)
-            others = tuple(peer for peer in action.roster.peers if peer != self._own)
-            self._start_catching_up(CatchUp(action.version, others, "its result was not kept", by_most=True))
-            return
-        self._store.put(staged.anchor)
-        crash_point("committing")
-        self.replica_sync.trained_by(len(contributors(action.roster)))
-        self.replica_sync.committed(staged.snapshot)
-        self._measure_drift(staged.snapshot, action.roster)
-        self._host.anchored(staged.anchor)
-        self.stepped()
-        self.begin(self._settle(action, before, staged))
-
-    def _measure_drift(self, own: Snapshot, roster: Roster) -> None:
-        of_all = roster.steps - roster.base.steps
-        share = own.since_anchor.steps / of_all if of_all > 0 else 0.0
-        self._drift.committed(own.norm, share, roster.largest_norm, len(roster.peers) > 1, self.clock.wall())
-
-    async def _settle(self, action: CommitStaged, before: Anchor, staged: StagedRound) -> None:
-        await self.replica_sync.carry(staged.snapshot, staged.anchor, staged.sent)
-        crash_point("committed")
-        version, roster = staged.anchor.version, action.roster
-        traffic = self.workspace.traffic(roster.round.number)
-        own = next(member for member in roster.members if member.peer == self._own)
-        self._host.settled(
-            RoundSettled(
-                version,
-                roster.peers,
-                contributors(roster),
-                version.tokens - before.version.tokens,
-                roster.round.attempt + 1,
-                self.clock.monotonic() - self._begun[1],
-                traffic.sent,
-                traffic.received,
-                roster.codec,
-                roster.codec_reason,
-                own.coefficient / own.share if own.share else 1.0,
-                *self.auditor.take_traffic(),
-            )
-        )
-        # Not before: the replica's standing on its anchor is what others wait for.
-        self.auditor.committed(version)
-
-    def _start_catching_up(self, action: CatchUp) -> None:
-        if self._catching is not None:
-            self._catching.cancel()
-        self._catching = self.begin(self._catch_up(action))
-
-    def gave_other_state(self, donor: PeerId, detail: str) -> None:
-        """Notes a donor of wrong state. Its memory may be at fault, so it is no certain lie."""
-        number = self._store.current.version.round
-        self.handle(Caught(donor, number, f"it gave away other state than was agreed on: {detail}", certain=False))
-
-    async def _catch_up(self, action: CatchUp) -> None:
-        log.info("catching up with round %d: %s", action.version.round, action.why)
-        try:
-            anchor = await self._host.catch_up(action.version, action.donors)
-        except (PeerError, StateError, ResourceExhausted) as error:
-            self.handle(CatchUpFailed(action.version, str(error)))
-            return
-        astray = None if action.by_most else await self._astray(anchor)
-        if astray is not None:
-            log.warning("the anchor of round %d is not followed: %s", action.version.round, astray)
-            self.handle(CatchUpFailed(action.version, astray, action.donors))
-            return
-        self._store.put(anchor)
-        await self.replica_sync.adopt(anchor)
-        self._host.anchored(anchor)
-        self.handle(CaughtUp(anchor.version))
-
-    async def _astray(self, anchor: Anchor) -> str | None:
-        """The reason not to follow an anchor of a minority; None to follow it."""
-        measure = partial(distance_between, self._store.current, anchor)
-        distance = await self._averaging.run(Priority.UPKEEP, measure)
-        farthest = self._drift.farthest(self.clock.wall())
-        if distance <= farthest:
-            return None
-        return f"it is {distance:.3g} from ours, where {farthest:.3g} can be after the rounds since we were together"
-
-    def _bandwidth(self) -> float:
-        """Goodput of our best link in bytes per second; 0 if unknown."""
-        return max((link.goodput_bytes_per_s for link in self.transport.figures().values()), default=0.0)
-
-
-def module_of(message: RoundControl) -> ModuleId:
-    """The module that a message is about."""
-    return message.module if isinstance(message, Progress) else message.round.module

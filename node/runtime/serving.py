@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from functools import partial
 
-from node.averaging.first_state import first_state
+from node.averaging.module_rounds import first_state
 from node.checkpoint.folder import CheckpointFolder, save_state
 from node.checkpoint.saver import Saver
 from node.concurrency.compute_thread import Priority

@@ -1,12 +1,9 @@
-"""The plan of one download of a state from several donors: which donor is asked for which chunks.
-
-Each donor gets batches in proportion to its speed, from a random place on. Idle donors take over what slow ones owe.
-A donor of a wrong chunk is excluded. It ends with all chunks, without donors, or after PATIENCE_S without a chunk.
+"""The plan of one download of a state: each donor gets batches of chunks in proportion to its speed, from a random
+place on. Idle donors take over what slow ones owe. A donor of a wrong chunk is excluded.
 """
 
 from __future__ import annotations
 
-import enum
 import math
 from collections import deque
 from collections.abc import Collection, Sequence
@@ -20,9 +17,7 @@ from swarm.vocabulary.types import PeerId, short
 
 LARGEST_BATCH: Final = 16
 MOST_OWED: Final = LARGEST_BATCH + LARGEST_BATCH // 2
-"""Largest number of chunks in flight from one donor."""
 BATCH_S: Final = 1.0
-"""Work of one batch at the measured speed, in seconds."""
 DONORS_AT_ONCE: Final = 8
 PATIENCE_S: Final = 60.0
 """Seconds without any chunk after which the download has failed; longer for large chunks."""
@@ -37,9 +32,6 @@ MAX_STRIKES: Final = 5
 """Broken links and silences in a row after which a donor is given up."""
 COPIES: Final = 2
 """Most donors that are asked for the same chunk at once."""
-
-
-# ---- what happens -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +75,6 @@ class Tick:
 Event = ChunkCame | ChunkLost | ChunksRefused | DonorLost | Tick
 
 
-# ---- what is to be done ----------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Ask:
     """Ask the donor for these chunks (StateRequest)."""
@@ -107,21 +96,13 @@ class Complete:
     """All chunks are here."""
 
 
-class FailureKind(enum.Enum):
-    """Why a download has failed."""
-
-    NO_DONOR = 1
-    """No donor has the state."""
-    STALLED = 2
-    """Donors that may have it cannot be reached, or send nothing."""
-
-
 @dataclass(frozen=True, slots=True)
 class Failed:
     """The download is over without the state."""
 
-    kind: FailureKind
     detail: str
+    stalled: bool
+    """Whether donors that may have it cannot be reached, or send nothing."""
 
 
 Action = Ask | Report | Complete | Failed
@@ -131,24 +112,17 @@ Action = Ask | Report | Complete | Failed
 class _Donor:
     peer: PeerId
     owes: dict[int, None] = field(default_factory=dict)
-    """Chunks in flight, in order."""
     seconds_per_byte: Ewma = field(default_factory=lambda: Ewma(0.3))
     news: float = 0.0
     """Time of its last message, or of the request that ended its idleness."""
     rests_until: float = 0.0
     strikes: int = 0
     out: str = ""
-    """Why it is excluded."""
     trouble: str = "it sent nothing"
 
 
 class Download:
-    """The state machine of one download.
-
-    Args:
-        here: chunks that need not be fetched.
-        most_owed: chunks of one donor that there is memory for.
-    """
+    """The state machine of one download. `here`: chunks we have; `most_owed`: chunks per donor that fit in memory."""
 
     def __init__(
         self,
@@ -195,10 +169,10 @@ class Download:
                 if (donor := self._donors.get(peer)) is not None:
                     self._strike(donor, "its link broke", now)
             case Tick():
-                self._watch(now)
+                for donor in self._donors.values():
+                    if donor.owes and now - donor.news > self._silence_s(donor):
+                        self._strike(donor, "it is silent", now)
         return actions + self._go_on(now)
-
-    # ---- news --------------------------------------------------------------------------------------------------------
 
     def _came(self, peer: PeerId, chunk: int, matches: bool, now: float) -> list[Action]:
         donor = self._donors.get(peer)
@@ -213,7 +187,8 @@ class Download:
             self._exclude(donor, f"its chunk {chunk} does not match its hash")
             return [Report(peer, donor.out)]
         if owed:
-            self._measure(donor, now)
+            # Time per byte, not bytes per time: chunks that arrive in pairs would make a donor look fast.
+            donor.seconds_per_byte.add(max(now - donor.news, 1e-6) / self._chunk_bytes)
         donor.strikes, donor.trouble, donor.news = 0, "it stopped sending", now
         if chunk in self._missing:  # even from one who was thought silent
             self._missing.discard(chunk)
@@ -241,13 +216,6 @@ class Download:
         donor.news = now
         donor.trouble = "it is busy"
         self._rest(donor, now, donor.strikes + 3)
-
-    def _watch(self, now: float) -> None:
-        for donor in self._donors.values():
-            if donor.owes and now - donor.news > self._silence_s(donor):
-                self._strike(donor, "it is silent", now)
-
-    # ---- donors ------------------------------------------------------------------------------------------------------
 
     def _strike(self, donor: _Donor, why: str, now: float) -> None:
         if donor.out:
@@ -281,10 +249,6 @@ class Download:
     def _askers(self, chunk: int) -> int:
         return sum(chunk in donor.owes for donor in self._donors.values())
 
-    def _measure(self, donor: _Donor, now: float) -> None:
-        # Time per byte, not bytes per time: chunks that arrive in pairs would make a donor look fast.
-        donor.seconds_per_byte.add(max(now - donor.news, 1e-6) / self._chunk_bytes)
-
     def _chunk_s(self, donor: _Donor) -> float | None:
         return donor.seconds_per_byte.mean * self._chunk_bytes if donor.seconds_per_byte.samples else None
 
@@ -295,8 +259,6 @@ class Download:
             chunk_s = max(others, default=self._chunk_bytes / SLOWEST_BYTES_PER_S)
         return max(SILENCE_S, SILENT_CHUNKS * chunk_s)
 
-    # ---- asking ------------------------------------------------------------------------------------------------------
-
     def _go_on(self, now: float) -> list[Action]:
         if not self._missing:
             self._over = True
@@ -304,10 +266,10 @@ class Download:
         alive = [donor for donor in self._donors.values() if not donor.out]
         if not alive:
             silent = any(donor.strikes >= MAX_STRIKES for donor in self._donors.values())
-            return self._fail(FailureKind.STALLED if silent else FailureKind.NO_DONOR)
+            return self._fail(silent)
         assert self._progressed_at is not None
         if now - self._progressed_at > max(PATIENCE_S, 2 * SILENT_CHUNKS * self._chunk_bytes / SLOWEST_BYTES_PER_S):
-            return self._fail(FailureKind.STALLED)
+            return self._fail(True)
         actions: list[Action] = []
         active = sum(bool(donor.owes) for donor in alive)
         for donor in alive:
@@ -353,7 +315,7 @@ class Download:
                 best, longest = owed[-1], expected_s
         return () if best is None else (best,)
 
-    def _fail(self, kind: FailureKind) -> list[Action]:
+    def _fail(self, stalled: bool) -> list[Action]:
         self._over = True
         told = "; ".join(f"{short(d.peer)}: {d.out or d.trouble}" for d in self._donors.values())
-        return [Failed(kind, told or "there are no donors")]
+        return [Failed(told or "there are no donors", stalled)]

@@ -13,6 +13,7 @@ from swarm.averaging.round_events import Tell
 from swarm.averaging.schedule import near, precedence
 from swarm.vocabulary.averaging_messages import (
     Accepting,
+    Commit,
     Declined,
     DeclineReason,
     Dissolved,
@@ -29,21 +30,12 @@ from swarm.vocabulary.types import AnchorVersion, PeerId
 
 
 @dataclass(frozen=True, slots=True)
-class Settled:
-    """The attempt leads to a commit of this version."""
-
-    version: AnchorVersion
-    holders: tuple[PeerId, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class TryAgain:
     """The attempt failed; the next one excludes some peers."""
 
     without: frozenset[PeerId]
     why: str
     accuser: PeerId | None = None
-    """The only accuser, if there is one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +45,7 @@ class GivenUp:
     why: str
 
 
-Verdict = Settled | TryAgain | GivenUp
+Verdict = Commit | TryAgain | GivenUp
 
 
 class Answer(enum.Enum):
@@ -63,11 +55,9 @@ class Answer(enum.Enum):
     ACCEPTED = 2
     ENTERED = 3
     ELSEWHERE = 4
-    """It follows another leader."""
     NOT_YET = 5
     """It holds another anchor or prepares. It gets the time of a silent one, so that it may still catch up."""
     PAST = 6
-    """It has committed this round already."""
     REFUSED = 7
 
 
@@ -88,7 +78,6 @@ class Invitee:
     heard: float
     answer: Answer = Answer.NONE
     lost: bool = False
-    """Its link broke, and nothing arrived since."""
     entry: Entry | None = None
     prepared: AnchorVersion | None = None
     waiting_for: frozenset[PeerId] = frozenset()
@@ -105,13 +94,12 @@ class Leader:
         self.round = number
         self.roster: Roster | None = None
         self.bandwidth = 0.0
-        """Goodput of our best link in bytes per second; 0 until known."""
         self.forgers: set[PeerId] = set()
         """Peers that sent an entry that no honest invitee sends."""
         self._signed: SignedRoster | None = None
         self._own = view.own
         self._base = view.version
-        self._invitees = {peer: Invitee(view.now) for peer in sorted(invitees)}
+        self.invitees = {peer: Invitee(view.now) for peer in sorted(invitees)}
         self._earlier = tuple(view.attempt_log.rosters)
         # Lone accusers of earlier attempts. One that accuses alone again is excluded itself: else one liar could
         # have everybody excluded.
@@ -125,33 +113,20 @@ class Leader:
         self._deadline = 0.0
         self._accused_since: float | None = None
 
-    @property
-    def invitees(self) -> tuple[PeerId, ...]:
-        return tuple(self._invitees)
-
-    @property
-    def mute(self) -> frozenset[PeerId]:
-        """Invitees that never answered."""
-        return frozenset(peer for peer, invitee in self._invitees.items() if invitee.answer is Answer.NONE)
-
     def open(self) -> list[Tell]:
-        return [Tell(peer, Invitation(self.round, self._base)) for peer in self._invitees]
+        return [Tell(peer, Invitation(self.round, self._base)) for peer in self.invitees]
 
     def dissolve(self, why: str) -> list[Tell]:
-        """Tells the others in this attempt that it is given up."""
-        others = (peer for peer, invitee in self._invitees.items() if peer != self._own and invitee.answer in WITH_US)
+        others = (peer for peer, invitee in self.invitees.items() if peer != self._own and invitee.answer in WITH_US)
         return [Tell(peer, Dissolved(self.round, why)) for peer in others]
 
-    # ---- what comes in -----------------------------------------------------------------------------------------------
-
     def lost(self, peer: PeerId) -> None:
-        invitee = self._invitees.get(peer)
+        invitee = self.invitees.get(peer)
         if invitee is not None:
             invitee.lost = True
 
     def hear(self, sender: PeerId, message: RoundControl, now: float) -> list[Tell]:
-        """Handles an invitee's message about this attempt."""
-        invitee = self._invitees.get(sender)
+        invitee = self.invitees.get(sender)
         if invitee is None:
             return [Tell(sender, Dissolved(self.round, "you are not among those invited"))]
         invitee.heard, invitee.lost = now, False
@@ -165,8 +140,8 @@ class Leader:
                 invitee.answer = Answer.REFUSED if made_up else DECLINED.get(reason, Answer.REFUSED)
                 invitee.entry = None
             case Pulse(_, waiting_for, rejected):
-                invitee.waiting_for = frozenset(waiting_for) & self._invitees.keys()
-                invitee.rejected |= frozenset(rejected) & self._invitees.keys()
+                invitee.waiting_for = frozenset(waiting_for) & self.invitees.keys()
+                invitee.rejected |= frozenset(rejected) & self.invitees.keys()
             case Prepared(_, version):
                 if self.roster is not None and leads_to(self._rules, self.roster, version):
                     invitee.prepared, invitee.waiting_for = version, frozenset()
@@ -192,14 +167,12 @@ class Leader:
             Tell(sender, Dissolved(self.round, "your entry is not signed, or has impossible figures or another base"))
         ]
 
-    # ---- time --------------------------------------------------------------------------------------------------------
-
     def advance(self, now: float) -> tuple[list[Tell], Verdict | None]:
         """Returns the messages due by now, and the end of this attempt if it has come."""
         tells = self._pulses(now)
         if self.roster is not None:
             return tells, self._judge_exchange(self.roster, now)
-        if self._collecting(now):
+        if any(self._awaited(invitee, now) for invitee in self.invitees.values()):
             return tells, None
         verdict = self._judge_entries()
         if verdict is None:
@@ -215,14 +188,9 @@ class Leader:
         unsure = ASKED_AGAIN if self.roster is None else ()
         return [
             Tell(peer, invitation if invitee.answer in unsure else pulse)
-            for peer, invitee in self._invitees.items()
+            for peer, invitee in self.invitees.items()
             if invitee.answer in WITH_US or invitee.answer in unsure
         ]
-
-    # ---- before the exchange -----------------------------------------------------------------------------------------
-
-    def _collecting(self, now: float) -> bool:
-        return any(self._awaited(invitee, now) for invitee in self._invitees.values())
 
     def _awaited(self, invitee: Invitee, now: float) -> bool:
         waited = now - self._opened
@@ -232,18 +200,18 @@ class Leader:
         return invitee.answer in ASKED_AGAIN and waited < patience_s
 
     def _judge_entries(self) -> Verdict | None:
-        if self._invitees[self._own].answer is not Answer.ENTERED:
+        if self.invitees[self._own].answer is not Answer.ENTERED:
             return GivenUp("our own update is not ready")
-        elsewhere = sum(invitee.answer is Answer.ELSEWHERE for invitee in self._invitees.values())
-        with_us = sum(invitee.answer in WITH_US for invitee in self._invitees.values()) - 1
+        elsewhere = sum(invitee.answer is Answer.ELSEWHERE for invitee in self.invitees.values())
+        with_us = sum(invitee.answer in WITH_US for invitee in self.invitees.values()) - 1
         if elsewhere and elsewhere >= with_us:
             return GivenUp("the others follow another leader")
-        past = any(invitee.answer is Answer.PAST for invitee in self._invitees.values())
-        if past and 2 * (with_us + 1) <= len(self._invitees):  # else one alone says so, and may be wrong
+        past = any(invitee.answer is Answer.PAST for invitee in self.invitees.values())
+        if past and 2 * (with_us + 1) <= len(self.invitees):  # else one alone says so, and may be wrong
             return GivenUp("this round has been committed without us")
         return self._found()
 
-    def _found(self) -> Settled | None:
+    def _found(self) -> Commit | None:
         """The complete result of an earlier attempt that a majority may have, so that a peer may have committed it."""
         entries = self._entries()
         holders: defaultdict[AnchorVersion, list[PeerId]] = defaultdict(list)
@@ -254,7 +222,7 @@ class Leader:
         if not possible:
             return None
         version = max(possible, key=lambda version: (len(holders[version]), version.tokens, version.digest))
-        return Settled(version, tuple(holders[version]))
+        return Commit(self.round, version, tuple(holders[version]))
 
     def _possible(self, version: AnchorVersion, holders: Sequence[PeerId], entries: Iterable[PeerId]) -> bool:
         # If too many of that roster are here without the result, a liar claims it.
@@ -270,7 +238,7 @@ class Leader:
         own = self._entries()[self._own]
         short = [peer for peer, entry in self._entries().items() if self._usual.too_short(entry, own)]
         for peer in short:
-            self._invitees[peer].answer, self._invitees[peer].entry = Answer.REFUSED, None
+            self.invitees[peer].answer, self.invitees[peer].entry = Answer.REFUSED, None
         entries = self._entries()
         codecs = codec_of(self._rules, self.round, self._base, entries, self._interval_s, self.bandwidth)
         signed = SignedRoster(self.round, self._base, tuple(entries.values()), codecs.value.contribution, codecs.reason)
@@ -279,26 +247,25 @@ class Leader:
             return []
         self._signed = signed
         self._deadline = now + exchange_limit_s(self._rules, signed, self.bandwidth)
-        for invitee in self._invitees.values():
+        for invitee in self.invitees.values():
             invitee.heard = max(invitee.heard, now) if invitee.entry is not None else invitee.heard
-        late = [peer for peer, invitee in self._invitees.items() if invitee.answer is Answer.ACCEPTED]
+        late = [peer for peer, invitee in self.invitees.items() if invitee.answer is Answer.ACCEPTED]
         for peer in late:
-            self._invitees[peer].answer = Answer.REFUSED
+            self.invitees[peer].answer = Answer.REFUSED
         left_out = [Tell(peer, Dissolved(self.round, "the roster was fixed without you")) for peer in late]
         left_out += [Tell(peer, Dissolved(self.round, "your update is far too short for its work")) for peer in short]
         return left_out + [Tell(peer, signed) for peer in entries]
 
     def _entries(self) -> dict[PeerId, Entry]:
-        return {peer: invitee.entry for peer, invitee in self._invitees.items() if invitee.entry is not None}
-
-    # ---- the exchange ------------------------------------------------------------------------------------------------
+        return {peer: invitee.entry for peer, invitee in self.invitees.items() if invitee.entry is not None}
 
     def _judge_exchange(self, roster: Roster, now: float) -> Verdict | None:
-        members = {member.peer: self._invitees[member.peer] for member in roster.members}
+        members = {member.peer: self.invitees[member.peer] for member in roster.members}
         prepared = Counter(invitee.prepared for invitee in members.values() if invitee.prepared is not None)
         for version, count in prepared.items():
             if 2 * count > len(members):
-                return Settled(version, tuple(peer for peer, invitee in members.items() if invitee.prepared == version))
+                holders = tuple(peer for peer, invitee in members.items() if invitee.prepared == version)
+                return Commit(self.round, version, holders)
         return (
             self._gone(members, now)
             or self._rejected(members)
@@ -338,7 +305,12 @@ class Leader:
         if self._accused_since is None:
             self._accused_since = now
         # Rather one that itself hears everybody (others may only pass on what they wait for), then the most accused.
-        worst = max(accusers, key=lambda peer: self._blame(peer, accusers[peer], members))
+
+        def blame(peer: PeerId) -> tuple[bool, int, bool, bytes]:
+            order = precedence(self.round.module, self._base, self.round.number, peer)
+            return not members[peer].waiting_for, len(accusers[peer]), peer != self._own, order
+
+        worst = max(accusers, key=blame)
         # Lateness may pass by itself, so it has two pulses, unless most members complain.
         by_most = len(accusers[worst]) > max(1, (len(members) - 1) // 2)
         if not by_most and now - self._accused_since < 2 * self._rules.pulse_s:
@@ -351,12 +323,6 @@ class Leader:
             return TryAgain(frozenset(accusers - {self._own}), f"has something against others: {why}")
         alone = next(iter(accusers)) if len(accusers) == 1 else None
         return TryAgain(frozenset({accused}), why, alone if alone != self._own else None)
-
-    def _blame(
-        self, peer: PeerId, accusers: set[PeerId], members: dict[PeerId, Invitee]
-    ) -> tuple[bool, int, bool, bytes]:
-        order = precedence(self.round.module, self._base, self.round.number, peer)
-        return not members[peer].waiting_for, len(accusers), peer != self._own, order
 
     def _overdue(self, members: dict[PeerId, Invitee], now: float) -> Verdict | None:
         if all(invitee.prepared is not None for invitee in members.values()):

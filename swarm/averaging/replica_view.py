@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -31,24 +31,19 @@ class AttemptLog:
 
     def __init__(self, rules: RoundRules) -> None:
         self._backoff = ExponentialBackoff(rules.answer_s, LONGEST_PAUSE_S)
-        self._commits: dict[RoundId, Commit] = {}
+        self.commits: dict[RoundId, Commit] = {}
         self._failures = 0
         self.highest: tuple[int, int] = (0, 0)
-        """Highest (number, attempt) that we followed from this anchor."""
         self.left_out: set[PeerId] = set()
         self.refused: set[PeerId] = set()
         """Leaders whose roster we refused: not followed again at this round."""
         self.doubted: set[PeerId] = set()
-        """Peers that accused another member alone."""
         self.rosters: list[Roster] = []
-        """The latest rosters whose exchange we began from this anchor."""
         self.quiet_until = 0.0
         self.due_since: float | None = None
         self.ended: RoundId | None = None
-        """The latest attempt that ended without a commit here."""
 
     def next_attempt(self, module: ModuleId, own: PeerId, number: int) -> RoundId:
-        """Names the next attempt."""
         # The number stays, so that pseudo-gradients do, until a version of it turned up or the attempts are too many.
         highest, attempt = self.highest
         if number <= highest and attempt + 1 < ATTEMPTS:
@@ -57,7 +52,7 @@ class AttemptLog:
 
     def follow(self, attempt: RoundId) -> None:
         if attempt.number > self.highest[0]:
-            self._forgive()
+            self.left_out, self.refused, self.doubted = set(), set(), set()
         self.highest = max(self.highest, (attempt.number, attempt.attempt))
         self.due_since = None
 
@@ -65,7 +60,6 @@ class AttemptLog:
         self.rosters = [*self.rosters, roster][-_ROSTERS:]
 
     def failed(self, now: float) -> None:
-        """Notes a failed attempt; the pauses become longer."""
         self._failures += 1
         self.pause(now, self._backoff.seconds(self._failures))
 
@@ -74,23 +68,14 @@ class AttemptLog:
         self.due_since = None
 
     def announced(self, commit: Commit) -> None:
-        self._commits[commit.round] = commit
-        while len(self._commits) > _COMMITS:
-            del self._commits[next(iter(self._commits))]
-
-    def commit_of(self, attempt: RoundId) -> Commit | None:
-        return self._commits.get(attempt)
+        self.commits[commit.round] = commit
+        while len(self.commits) > _COMMITS:
+            del self.commits[next(iter(self.commits))]
 
     def new_anchor(self) -> None:
         self._failures = 0
         self.highest, self.quiet_until, self.due_since, self.ended = (0, 0), 0.0, None, None
-        self._forgive()
-        self.rosters = []
-
-    def _forgive(self) -> None:
-        self.left_out.clear()
-        self.refused.clear()
-        self.doubted.clear()
+        self.left_out, self.refused, self.doubted, self.rosters = set(), set(), set(), []
 
 
 WORD_HOLDS_S = 30.0
@@ -114,7 +99,6 @@ class _Known:
     said_at: float = 0.0
     presumed: bool = False
     base: AnchorVersion | None = None
-    """Anchor of the work in `steps`."""
     steps: int = 0
 
     def version(self, now: float) -> AnchorVersion:
@@ -130,11 +114,16 @@ class OtherReplicas:
     def __contains__(self, peer: PeerId) -> bool:
         return peer in self._known
 
-    def changed(self, others: Iterable[OtherReplica], now: float) -> frozenset[PeerId]:
-        """Takes over a new membership view; returns the peers that are gone."""
+    def changed(self, others: Iterable[OtherReplica]) -> frozenset[PeerId]:
         before = self._known
         listed = sorted(others, key=lambda replica: (not replica.serving, replica.peer))[: MAX_MEMBERS - 1]
-        self._known = {replica.peer: _renewed(before.get(replica.peer), replica, now) for replica in listed}
+        self._known = {r.peer: before.get(r.peer) or _Known(r.serving, r.version) for r in listed}
+        for replica in listed:
+            known = self._known[replica.peer]
+            news = replica.version != known.announced
+            if news and known.said is not None and replica.version.round >= known.said.round:
+                known.said = None
+            known.serving, known.announced = replica.serving, replica.version
         return frozenset(before) - frozenset(self._known)
 
     def said(self, peer: PeerId, version: AnchorVersion, now: float) -> None:
@@ -167,90 +156,19 @@ class OtherReplicas:
         return frozenset(self._known)
 
     def versions(self, now: float) -> dict[PeerId, AnchorVersion]:
-        """Versions of the serving replicas."""
         return {peer: known.version(now) for peer, known in self._known.items() if known.serving}
 
     def on(self, version: AnchorVersion, now: float) -> frozenset[PeerId]:
-        """The serving replicas on this version."""
         return frozenset(peer for peer, stands in self.versions(now).items() if stands == version)
 
     def donors(self, version: AnchorVersion, now: float) -> tuple[PeerId, ...]:
-        """All replicas that have the version, serving or not."""
         return tuple(sorted(peer for peer, known in self._known.items() if known.version(now) == version))
 
     def steps(self, base: AnchorVersion, now: float) -> list[int]:
-        """Inner steps since `base`, as its replicas reported."""
         return [self._known[peer].steps for peer in self.on(base, now) if self._known[peer].base == base]
 
 
-def _renewed(known: _Known | None, replica: OtherReplica, now: float) -> _Known:
-    if known is None:
-        return _Known(replica.serving, replica.version)
-    news = replica.version != known.announced
-    known.serving, known.announced = replica.serving, replica.version
-    if news and known.said is not None and replica.version.round >= known.said.round:
-        known.said = None
-    return known
-
-
 RETRY_S: Final = ExponentialBackoff(5.0, 60.0)
-
-
-@dataclass(slots=True)
-class _Failure:
-    until: float
-    count: int
-
-
-class Lag:
-    """How far our anchor is behind. Versions never go back; another anchor of an equal round is left alone."""
-
-    def __init__(self, rules: RoundRules) -> None:
-        self._rules = rules
-        self._failures: dict[AnchorVersion, _Failure] = {}
-        self._since: float | None = None
-        self.catching: AnchorVersion | None = None
-        """The version that we are fetching."""
-
-    def standing(
-        self, own: AnchorVersion, others: Mapping[PeerId, AnchorVersion], now: float
-    ) -> Reasoned[AnchorVersion]:
-        """The version that the module holds, without those that could not be fetched lately."""
-        vain = {version for version, failure in self._failures.items() if now < failure.until}
-        return standing(self._rules, own, {peer: version for peer, version in others.items() if version not in vain})
-
-    def may_lead(self, own: AnchorVersion, best: AnchorVersion, now: float) -> bool:
-        """Whether a round may start from our anchor. After `longest_s` it may, though the module has left it."""
-        if self.catching is not None:
-            return False
-        return best == own or (self._since is not None and now - self._since > self._rules.longest_s)
-
-    def target(
-        self, own: AnchorVersion, best: AnchorVersion, now: float, certain: bool, busy: bool
-    ) -> AnchorVersion | None:
-        """The version to fetch now; None if there is none, or a round is in flight, or it may settle by itself."""
-        if best == own or self.catching is not None:
-            self._since = None
-            return None
-        if self._since is None:
-            self._since = now
-        patient = not certain and now - self._since < PATIENCE_PULSES * self._rules.pulse_s
-        return None if busy or patient or best.round <= own.round else best
-
-    def started(self, version: AnchorVersion) -> None:
-        self.catching, self._since = version, None
-
-    def failed(self, version: AnchorVersion, now: float) -> None:
-        """Notes that a version could not be fetched; it is retried with backoff."""
-        self.catching = None
-        before = self._failures.pop(version, None)
-        count = 1 if before is None else before.count + 1
-        self._failures[version] = _Failure(now + RETRY_S.seconds(count), count)
-        while len(self._failures) > REMEMBERED:
-            del self._failures[next(iter(self._failures))]
-
-    def moved(self) -> None:
-        self.catching = self._since = None
 
 
 class ReplicaView:
@@ -264,44 +182,68 @@ class ReplicaView:
         self.version = version
         self.now = 0.0
         self.steps = 0
-        """Our inner steps since our anchor."""
         self.anchored_at: float | None = None
-        """Time when we took our anchor; None before the first event."""
         self._highest = 0
         self.others = OtherReplicas()
         self.attempt_log = AttemptLog(rules)
         self.penalties = Penalties()
-        self.lag = Lag(rules)
         self.usual = UsualLength()
+        self.catching: AnchorVersion | None = None
+        self._behind_since: float | None = None
+        self._failures: dict[AnchorVersion, tuple[float, int]] = {}
 
     def standing(self) -> Reasoned[AnchorVersion]:
-        """The version that the module holds. Distrusted replicas count only with the majority."""
+        """The version that the module holds, without those that could not be fetched lately.
+
+        Distrusted replicas count only with the majority.
+        """
         versions, distrusted = self.others.versions(self.now), self.penalties.distrusted(self.now)
         held = Counter(versions.values())
+        vain = {version for version, (until, _) in self._failures.items() if self.now < until}
         counted = {
             peer: version
             for peer, version in versions.items()
-            if peer not in distrusted or self.are_most(held[version])
+            if version not in vain and (peer not in distrusted or self.are_most(held[version]))
         }
-        return self.lag.standing(self.version, counted, self.now)
+        return standing(self.rules, self.version, counted)
 
     def are_most(self, others: int) -> bool:
-        """Whether that many other replicas are more than half of all."""
         return 2 * others > len(self.others.serving) + 1
 
     def catch_up_failed(self, version: AnchorVersion, astray: Iterable[PeerId]) -> None:
-        self.lag.failed(version, self.now)
+        self.catching = None
+        count = self._failures.pop(version, (0.0, 0))[1] + 1
+        self._failures[version] = (self.now + RETRY_S.seconds(count), count)
+        while len(self._failures) > REMEMBERED:
+            del self._failures[next(iter(self._failures))]
         for peer in astray:
             self.penalties.straying.add(peer, self.now)
 
     def may_lead(self) -> bool:
-        """Whether a round from our anchor is what the module needs."""
-        possible = plausible_round(self.version, self.next_number())
-        return possible and self.lag.may_lead(self.version, self.standing().value, self.now)
+        """Whether a round may start from our anchor. After `longest_s` it may, though the module has left it."""
+        if not plausible_round(self.version, self.next_number()) or self.catching is not None:
+            return False
+        waited = self._behind_since is not None and self.now - self._behind_since > self.rules.longest_s
+        return waited or self.standing().value == self.version
+
+    def catch_up_target(self, best: AnchorVersion, certain: bool, busy: bool) -> AnchorVersion | None:
+        """The version to fetch now; None if there is none, or a round is in flight, or it may settle by itself.
+
+        Versions never go back; another anchor of an equal round is left alone.
+        """
+        if best == self.version or self.catching is not None:
+            self._behind_since = None
+            return None
+        if self._behind_since is None:
+            self._behind_since = self.now
+        patient = not certain and self.now - self._behind_since < PATIENCE_PULSES * self.rules.pulse_s
+        return None if busy or patient or best.round <= self.version.round else best
+
+    def catch_up_started(self, version: AnchorVersion) -> None:
+        self.catching, self._behind_since = version, None
 
     @property
     def anchored_s(self) -> float:
-        """Age of our anchor in seconds."""
         return 0.0 if self.anchored_at is None else self.now - self.anchored_at
 
     def due(self) -> Reasoned[bool]:
@@ -314,14 +256,12 @@ class ReplicaView:
         return max(self._highest, self.attempt_log.highest[0])
 
     def order(self) -> tuple[PeerId, ...]:
-        """The order of leaders of the next round."""
         others = self.others.on(self.version, self.now) - self.penalties.excluded(self.now)
         return leader_order(self.module, self.version, self.next_number(), {self.own, *others})
 
     def stand_on(self, version: AnchorVersion) -> list[Tell]:
-        """Takes our new anchor, and tells everybody."""
         self.version, self.steps, self.anchored_at = version, 0, self.now
         self.attempt_log.new_anchor()
-        self.lag.moved()
+        self.catching = self._behind_since = None
         report = Progress(self.module, version, 0, 0)
         return [Tell(peer, report) for peer in sorted(self.others.all)]

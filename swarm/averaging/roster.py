@@ -28,15 +28,12 @@ STRANGERS = 4
 ASSUMED_BANDWIDTH = 2.0**20
 """Bytes per second where none was measured."""
 SLACK = 8.0
-"""Factor on the expected time of an exchange."""
 GRACE_S = 20.0
-"""Seconds on top of that."""
 LEADER_REDUCES_FROM = 2
 """Attempt from which the leader alone reduces, in case two members cannot reach each other."""
 
 
 def sound_entry(entry: Entry) -> bool:
-    """Whether an entry's figures are possible."""
     return (
         0 <= entry.steps <= MOST_STEPS
         and 0 <= entry.tokens <= MOST_TOKENS
@@ -51,13 +48,10 @@ class Weight:
     """The weight of one member's pseudo-gradient."""
 
     share: float = 0.0
-    """Share of the tokens."""
     clipping: float = 1.0
-    """Factor that clips the norm."""
 
     @property
     def coefficient(self) -> float:
-        """Factor of the pseudo-gradient in the sum."""
         return self.share * self.clipping
 
 

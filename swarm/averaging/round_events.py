@@ -32,7 +32,6 @@ class RoundRules:
     step_tokens: int = 2**20
     """Approximate tokens of one inner step of one replica."""
     chunk_bytes: int = 4 * 2**20
-    """Largest chunk on the wire; the time limit of a piece follows from it."""
     rungs: tuple[Rung, ...] = (FLOAT32,)
     """Codec levels that the run allows in rounds, mildest first."""
 
@@ -45,13 +44,9 @@ class RoundRules:
 class Seal(Protocol):
     """Signs our entries and verifies those of others."""
 
-    def sign(self, entry: Entry) -> Entry:
-        """Returns the entry with our signature."""
-        ...
+    def sign(self, entry: Entry) -> Entry: ...
 
-    def verify(self, entry: Entry) -> bool:
-        """Whether the entry carries its peer's signature."""
-        ...
+    def verify(self, entry: Entry) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +55,8 @@ class OtherReplica:
 
     peer: PeerId
     version: AnchorVersion
-    """As announced."""
     serving: bool
     """False while it joins or drains: it gets no invitation."""
-
-
-# ---- what happens -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +130,7 @@ class PieceRejected:
 
 @dataclass(frozen=True, slots=True)
 class Caught:
-    """A replica did what no honest one does: shown by an audit of a committed round, or by what it sent."""
+    """A replica did what no honest one does. As an action: report it."""
 
     peer: PeerId
     round: int
@@ -187,24 +178,8 @@ class Tick:
     """Time has passed; at least ten times a second."""
 
 
-Event = (
-    ReplicasChanged
-    | Worked
-    | Arrived
-    | SnapshotTaken
-    | SnapshotBroken
-    | PieceCame
-    | Owing
-    | PieceRejected
-    | Caught
-    | Staged
-    | LinkLost
-    | CaughtUp
-    | CatchUpFailed
-    | Tick
-)
-
-# ---- what is to be done ----------------------------------------------------------------------------------------------
+AttemptEvent = SnapshotTaken | SnapshotBroken | PieceCame | Owing | PieceRejected | Staged
+Event = ReplicasChanged | Worked | Arrived | AttemptEvent | Caught | LinkLost | CaughtUp | CatchUpFailed | Tick
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,11 +239,4 @@ class CatchUp:
     """Most replicas hold it. If not, its distance from ours is checked."""
 
 
-@dataclass(frozen=True, slots=True)
-class Accuse:
-    """Report a replica that sent what no honest one sends."""
-
-    caught: Caught
-
-
-Action = Tell | TakeSnapshot | Exchange | DropStaged | Release | CommitStaged | CatchUp | Accuse
+Action = Tell | TakeSnapshot | Exchange | DropStaged | Release | CommitStaged | CatchUp | Caught

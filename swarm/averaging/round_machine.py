@@ -1,83 +1,156 @@
 """The state machine of one replica's rounds: events in, actions out (`swarm.averaging.round_events`).
 
-A replica tells the next three leaders its progress. When the work of all is enough, the first in hash order invites
-everybody (`Leader`). Members fix their pseudo-gradients and enter (`Participation`), the leader fixes the roster, the
-members exchange, and report the digest of the result. When more than half of the roster has the same, it commits.
-
 What holds under any failure:
 
 * The highest (number, attempt) is followed, of equals that of the first leader in hash order; members of a running
   exchange stay with a live leader. A silent leader is replaced, silent or rejected members are excluded.
 * A prepared result is kept until the anchor changes, and named in every entry. While a majority of an earlier roster
   may have prepared one, no new exchange begins: somebody may have committed it.
-* Entries are signed, and every member computes weights, shards, steps and tokens from them.
 * A replica applies only what it prepared itself from its own anchor, after a Commit or when another replica holds it.
 * It leaves its anchor only for that of the module (`schedule.standing`), and only for a higher round.
-* Time in which the process did not run does not count.
 """
 
 from __future__ import annotations
 
+import enum
 from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-from swarm.averaging.attempts import Attempts
-from swarm.averaging.replica_view import ReplicaView
-from swarm.averaging.round_events import (
-    Accuse,
-    Action,
-    Arrived,
-    CatchUp,
-    CatchUpFailed,
-    Caught,
-    CaughtUp,
-    Event,
-    LinkLost,
-    Owing,
-    PieceCame,
-    PieceRejected,
-    ReplicasChanged,
-    RoundRules,
-    Seal,
-    SnapshotBroken,
-    SnapshotTaken,
-    Staged,
-    Tell,
-    Tick,
-    Worked,
+from swarm.averaging import round_events as events
+from swarm.averaging.leader import Answer, GivenUp, Leader, TryAgain
+from swarm.averaging.replica_view import ATTEMPTS_AT_ONCE, ReplicaView
+from swarm.averaging.roster import (
+    ASSUMED_BANDWIDTH,
+    GRACE_S,
+    contributors,
+    exchange_limit_s,
+    leads_to,
+    make_roster,
+    objection,
+    oddity,
 )
-from swarm.averaging.schedule import INFORMED
-from swarm.vocabulary.averaging_messages import (
-    Commit,
-    Declined,
-    Invitation,
-    Progress,
-    RoundControl,
-    RoundId,
-    SignedRoster,
-)
+from swarm.averaging.round_events import Action, RoundRules, Seal, Tell
+from swarm.averaging.schedule import INFORMED, leader_order, plausible_round, precedence
+from swarm.averaging.trust import measured_of
+from swarm.vocabulary import averaging_messages as messages
+from swarm.vocabulary.averaging_messages import DeclineReason, RoundId
 from swarm.vocabulary.types import AnchorVersion, ModuleId, PeerId, short
 
 GAP_S = 0.5
 """Pause between two calls, in seconds, after which the process counts as stopped. Usual are 0.1 s."""
 
 
-class WakingTime:
-    """A clock that stops while the process does: a frozen computer does not count others as silent when it thaws."""
+PIECE_SLACK = 4.0
+"""Factor on the expected time of a piece before its sender counts as late."""
 
-    def __init__(self) -> None:
-        self._last: float | None = None
-        self._slept = 0.0
 
-    def advance(self, now: float) -> tuple[float, float]:
-        """Seconds awake, and seconds slept since the last call."""
-        gap = 0.0 if self._last is None else now - self._last
-        self._last = now
-        slept = gap if gap > GAP_S else min(gap, 0.0)
-        self._slept += slept
-        return now - self._slept, max(slept, 0.0)
+class Phase(enum.Enum):
+    """A member's phase. Until FINISHING it repeats its status to the leader, so no lost message stops a round."""
+
+    PREPARING = "prepares"
+    ENTERED = "waits for the roster"
+    EXCHANGING = "exchanges"
+    PREPARED = "has the result"
+    FINISHING = "still lacks a part of the committed result"
+
+
+@dataclass(slots=True)
+class Participation:
+    """One replica's part in one attempt."""
+
+    round: RoundId
+    heard: float
+    rules: events.RoundRules
+    until: float = field(init=False)
+    """No honest leader lets the attempt last longer."""
+    phase: Phase = Phase.PREPARING
+    entry: messages.Entry | None = None
+    bandwidth: float = 0.0
+    roster: messages.Roster | None = None
+    entries: tuple[messages.Entry, ...] = ()
+    version: AnchorVersion | None = None
+    prepared_at: float = 0.0
+    prepared: dict[PeerId, AnchorVersion] = field(default_factory=dict)
+    told: float = 0.0
+    link_lost: bool = False
+    owing: dict[PeerId, float] = field(default_factory=dict)
+    """By member, the time since when it owes us pieces, or of its last piece."""
+    broken: set[PeerId] = field(default_factory=set)
+    rejected: set[PeerId] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.until = self.heard + self.rules.prepare_s + GRACE_S
+
+    def silence(self, now: float) -> float:
+        """Seconds without a message from the leader; a broken link counts as half of the timeout."""
+        return now - self.heard + (self.rules.silence_s / 2 if self.link_lost else 0.0)
+
+    def overdue(self, now: float) -> bool:
+        return self.phase is Phase.PREPARED and now - self.prepared_at > self.rules.silence_s
+
+    def waiting_for(self, now: float, share: float = 1.0) -> tuple[PeerId, ...]:
+        """Members that owe us pieces for longer than this share of the time that one may take."""
+        members = 1 if self.roster is None else len(self.roster.members)
+        patience_s = share * (self.rules.silence_s + PIECE_SLACK * members * self._piece_s())
+        late = {peer for peer, since in self.owing.items() if now - since > patience_s}
+        return tuple(sorted(late | (self.broken & self.owing.keys())))
+
+    def stalled(self, now: float) -> bool:
+        latest = max(self.owing.values(), default=self.heard)
+        if self.owing and self.owing.keys() <= self.broken:
+            return True
+        return now - max(latest, self.heard) > self.rules.silence_s + self._piece_s() * PIECE_SLACK / 2
+
+    def _piece_s(self) -> float:
+        return self.rules.chunk_bytes / (self.bandwidth or ASSUMED_BANDWIDTH)
+
+    def status(self, now: float) -> messages.RoundControl | None:
+        match self.phase:
+            case Phase.PREPARING:
+                return messages.Accepting(self.round)
+            case Phase.ENTERED:
+                return self.entry
+            case Phase.EXCHANGING:
+                return messages.Pulse(self.round, self.waiting_for(now), tuple(sorted(self.rejected)))
+            case Phase.PREPARED:
+                assert self.version is not None
+                return messages.Prepared(self.round, self.version)
+            case Phase.FINISHING:
+                return None
+
+
+def _refusal_of(invitation: messages.Invitation, part: Participation | None, view: ReplicaView) -> DeclineReason | None:
+    attempt = invitation.round
+    if attempt.number <= view.version.round:
+        return DeclineReason.PAST
+    if invitation.base != view.version:
+        return DeclineReason.OTHER_ANCHOR
+    if view.catching is not None or attempt == view.attempt_log.ended:
+        return DeclineReason.NOT_READY
+    outdated = (attempt.number, attempt.attempt) < view.attempt_log.highest
+    refused = outdated or attempt.convener in view.attempt_log.refused
+    return DeclineReason.OTHER_CONVENER if refused or (part and not _prefers(attempt, part, view)) else None
+
+
+def _prefers(other: RoundId, part: Participation, view: ReplicaView) -> bool:
+    """Whether an attempt takes precedence over the one we are in."""
+    current = part.round
+    if (other.number, other.attempt) == (current.number, current.attempt):
+        ours, theirs = (
+            precedence(attempt.module, view.version, attempt.number, attempt.convener) for attempt in (current, other)
+        )
+        return part.roster is None and theirs < ours
+    # A running exchange with a live leader goes on.
+    loyal = part.roster is not None and part.silence(view.now) < view.rules.silence_s / 2
+    return other.convener == current.convener or not (part.phase is Phase.FINISHING or loyal)
 
 
 Actions = list[Action]
+PATIENCE = 2.0
+"""Factor on the time limit of an exchange after which a live leader is left."""
+FORGED_ENTRY = "the entry that it sent is not signed by it, or has impossible figures"
+ToLeader = messages.Accepting | messages.Entry | messages.Declined | messages.Pulse | messages.Prepared
 
 
 class RoundMachine:
@@ -85,14 +158,15 @@ class RoundMachine:
 
     def __init__(self, own: PeerId, module: ModuleId, rules: RoundRules, version: AnchorVersion, seal: Seal) -> None:
         self._view = ReplicaView(own, module, rules, version, seal)
-        self._attempts = Attempts(self._view)
-        self._time = WakingTime()
+        self._leading: Leader | None = None
+        self._part: Participation | None = None
+        self._staged: events.CommitStaged | None = None
+        self._latest = ""
+        self._last_call: float | None = None
+        self._slept = 0.0
         self._seen = False
         self._alone: bool | None = None
-        """Whether no other replica serves; None before the first view."""
         self._alone_since: float | None = None
-
-    # ---- looking -----------------------------------------------------------------------------------------------------
 
     @property
     def version(self) -> AnchorVersion:
@@ -100,14 +174,13 @@ class RoundMachine:
 
     @property
     def under_way(self) -> RoundId | None:
-        """The current attempt."""
-        part = self._attempts.part
+        part = self._part
         return None if part is None else part.round
 
     @property
     def settled(self) -> bool:
         """Whether we have seen the others and hold what the module holds: only then a replica should serve."""
-        return self._seen and self._view.lag.catching is None and self._view.standing().value == self.version
+        return self._seen and self._view.catching is None and self._view.standing().value == self.version
 
     @property
     def is_alone(self) -> bool:
@@ -119,33 +192,34 @@ class RoundMachine:
         return bool(self._view.others.serving)
 
     def describe(self) -> str:
-        """One line for people."""
-        view, part = self._view, self._attempts.part
+        view, part = self._view, self._part
         where = f"round {self.version.round}"
-        if view.lag.catching is not None:
-            return f"{where}, catching up to round {view.lag.catching.round}"
+        if view.catching is not None:
+            return f"{where}, catching up to round {view.catching.round}"
         if part is not None:
             attempt = part.round
             leader = "we lead" if attempt.convener == view.own else f"{short(attempt.convener)} leads"
             return f"{where}; round {attempt.number} attempt {attempt.attempt}, {leader}: {part.phase.value}"
         if self._alone:
             return f"{where}, alone, {view.steps} inner steps since"
-        latest = f"; {self._attempts.latest}" if self._attempts.latest else ""
+        latest = f"; {self._latest}" if self._latest else ""
         return f"{where}; {view.standing().reason}; {view.due().reason}{latest}"
 
-    # ---- the machine -------------------------------------------------------------------------------------------------
-
-    def handle(self, event: Event, now: float) -> Actions:
+    def handle(self, event: events.Event, now: float) -> Actions:
         """The actions that follow from an event, in order. Events of past attempts are ignored."""
         view = self._view
-        view.now, slept = self._time.advance(now)
+        # The clock stops while the process does: a frozen computer does not count others as silent when it thaws.
+        gap = 0.0 if self._last_call is None else now - self._last_call
+        slept = gap if gap > GAP_S else min(gap, 0.0)
+        self._last_call, self._slept = now, self._slept + slept
+        view.now = now - self._slept
         if view.anchored_at is None:
             view.anchored_at = view.now
         actions: Actions = []
         if slept >= view.rules.silence_s:
-            actions += self._attempts.leave(f"this process did not run for {slept:.1f} s")
+            actions += self._leave(f"this process did not run for {slept:.1f} s")
             view.attempt_log.pause(view.now, view.rules.answer_s)
-        to_ourselves: deque[RoundControl] = deque()
+        to_ourselves: deque[messages.RoundControl] = deque()
         produced = self._react(event)
         while produced or to_ourselves or (produced := self._follow_up()):
             for action in produced:
@@ -153,79 +227,75 @@ class RoundMachine:
                     to_ourselves.append(action.message)
                 else:
                     actions.append(action)
-            produced = self._attempts.arrived(view.own, to_ourselves.popleft()) if to_ourselves else []
+            produced = self._about_attempt(view.own, to_ourselves.popleft()) if to_ourselves else []
         return actions
 
-    def _react(self, event: Event) -> Actions:
-        attempts = self._attempts
+    def _react(self, event: events.Event) -> Actions:
+        if isinstance(event, events.AttemptEvent):
+            return self._attempt_event(event)
         match event:
-            case Arrived(sender, message):
+            case events.Arrived(sender, message):
                 return self._arrived(sender, message)
-            case ReplicasChanged():
+            case events.ReplicasChanged():
                 return self._replicas_changed(event)
-            case Worked(steps, tokens):
+            case events.Worked(steps, tokens):
                 return self._worked(steps, tokens)
-            case SnapshotTaken() | SnapshotBroken() | PieceCame() | Owing() | PieceRejected() | Staged():
-                return attempts.befell(event)
-            case LinkLost(peer):
-                return attempts.link_lost(peer)
-            case CaughtUp(version):
-                return [*attempts.forget("we stand on another anchor"), *self._view.stand_on(version)]
-            case Caught(peer):
+            case events.LinkLost(peer):
+                return self._link_lost(peer)
+            case events.CaughtUp(version):
+                return [*self._forget("we stand on another anchor"), *self._view.stand_on(version)]
+            case events.Caught(peer):
                 penalties = self._view.penalties
                 (penalties.fraud if event.certain else penalties.silence).add(peer, self._view.now)
-                return [Accuse(event)]
-            case CatchUpFailed(wanted):
+                return [event]
+            case events.CatchUpFailed(wanted):
                 self._view.catch_up_failed(wanted, event.astray)
-            case Tick():
+            case events.Tick():
                 pass
         return []
 
     def _follow_up(self) -> Actions:
         """What time and the new state make due first; asked again until nothing is."""
-        attempts = self._attempts
         return (
-            attempts.adopt_if_others_did()
+            self._adopt_if_others_did()
             or self._notice_company()
-            or attempts.advance()
-            or attempts.upkeep()
+            or self._advance()
+            or self._upkeep()
             or self._catch_up_if_behind()
             or self._lead_if_due()
         )
 
-    # ---- ourselves and the others ------------------------------------------------------------------------------------
-
-    def _arrived(self, sender: PeerId, message: RoundControl) -> Actions:
+    def _arrived(self, sender: PeerId, message: messages.RoundControl) -> Actions:
         view = self._view
-        module = message.module if isinstance(message, Progress) else message.round.module
+        module = message.module if isinstance(message, messages.Progress) else message.round.module
         if sender not in view.others or module != view.module:
             return []
         match message:
-            case Progress(_, base, steps, _):
+            case messages.Progress(_, base, steps, _):
                 view.others.said(sender, base, view.now)
                 view.others.worked(sender, base, steps)
-            case Invitation(_, base) | SignedRoster(_, base):
+            case messages.Invitation(_, base) | messages.SignedRoster(_, base):
                 view.others.said(sender, base, view.now)
-            case Declined(_, _, version):
+            case messages.Declined(_, _, version):
                 view.others.said(sender, version, view.now)
-            case Commit(_, version, holders) if sender in holders:
+            case messages.Commit(_, version, holders) if sender in holders:
                 view.others.said(sender, version, view.now)
             case _:
                 pass
-        return [*self._attempts.adopt_if_others_did(), *self._attempts.arrived(sender, message)]
+        return [*self._adopt_if_others_did(), *self._about_attempt(sender, message)]
 
-    def _replicas_changed(self, event: ReplicasChanged) -> Actions:
+    def _replicas_changed(self, event: events.ReplicasChanged) -> Actions:
         view = self._view
         self._seen = True
-        gone = view.others.changed((replica for replica in event.others if replica.peer != view.own), view.now)
-        return [action for peer in sorted(gone) for action in self._attempts.link_lost(peer)]
+        gone = view.others.changed(replica for replica in event.others if replica.peer != view.own)
+        return [action for peer in sorted(gone) for action in self._link_lost(peer)]
 
     def _worked(self, steps: int, tokens: int) -> Actions:
         view = self._view
         if steps == view.steps:  # as after a commit: that we stand on it has been told with the number
             return []
         view.steps = steps
-        report = Progress(view.module, view.version, steps, tokens)
+        report = messages.Progress(view.module, view.version, steps, tokens)
         return [Tell(peer, report) for peer in view.order()[:INFORMED] if peer != view.own]
 
     def _notice_company(self) -> Actions:
@@ -237,27 +307,28 @@ class RoundMachine:
         if not self._seen or alone == self._alone or (alone and not lasts):
             return []
         self._alone = alone
-        return self._attempts.finish_alone() if alone else []
-
-    # ---- what time brings -------------------------------------------------------------------------------------------
+        if not alone:
+            return []
+        # A peer that is gone may have committed our complete result.
+        return self._forget("nobody else is there") if self._staged is None else self._adopt(self._staged)
 
     def _catch_up_if_behind(self) -> Actions:
         view = self._view
         best = view.standing()
         certain = view.are_most(len(view.others.on(best.value, view.now)))
-        busy = self._attempts.part is not None
-        wanted = view.lag.target(view.version, best.value, view.now, certain, busy)
+        busy = self._part is not None
+        wanted = view.catch_up_target(best.value, certain, busy)
         if wanted is None:
             return []
-        view.lag.started(wanted)
+        view.catch_up_started(wanted)
         donors = view.others.donors(wanted, view.now)
-        return [*self._attempts.forget("catching up"), CatchUp(wanted, donors, best.reason, certain)]
+        return [*self._forget("catching up"), events.CatchUp(wanted, donors, best.reason, certain)]
 
     def _lead_if_due(self) -> Actions:
         """The first in order opens a due round at once, the next one if those before stay silent."""
         view = self._view
         attempt_log = view.attempt_log
-        if not view.others.serving or self._attempts.part is not None or view.now < attempt_log.quiet_until:
+        if not view.others.serving or self._part is not None or view.now < attempt_log.quiet_until:
             return []
         due = view.due()
         if not (due.value and view.may_lead()):
@@ -268,4 +339,369 @@ class RoundMachine:
         rank = view.order().index(view.own)
         if view.now - attempt_log.due_since < rank * view.rules.answer_s:
             return []
-        return self._attempts.open(due.reason)
+        return self._open(due.reason)
+
+    def _open(self, why: str) -> Actions:
+        view = self._view
+        attempt = view.attempt_log.next_attempt(view.module, view.own, view.next_number())
+        view.attempt_log.follow(attempt)
+        away = view.attempt_log.left_out | view.penalties.excluded(view.now)
+        invitees = {view.own, *(view.others.serving - away)}
+        self._leading = Leader(view, attempt, invitees)
+        self._latest = f"opened round {attempt.number} attempt {attempt.attempt}: {why}"
+        return [*self._leading.open()]
+
+    def _invited(self, sender: PeerId, invitation: messages.Invitation) -> Actions:
+        view, attempt = self._view, invitation.round
+        plausible = plausible_round(view.version, attempt.number) and 0 <= attempt.attempt < messages.MAX_ATTEMPTS
+        if attempt.convener != sender or not plausible or sender in view.penalties.excluded(view.now):
+            return []
+        if self._part is not None and self._part.round == attempt:
+            return self._tell_leader(self._part)
+        refusal = _refusal_of(invitation, self._part, view)
+        if refusal is not None:
+            return [Tell(sender, messages.Declined(attempt, refusal, view.version))]
+        return self._follow(attempt)
+
+    def _follow(self, attempt: RoundId) -> Actions:
+        view = self._view
+        actions: Actions = []
+        if self._leading is not None and self._leading.round != attempt:
+            actions += self._leading.dissolve("another leader comes first")
+            self._leading = None
+        elif self._part is not None and self._part.round.convener not in (view.own, attempt.convener):
+            declined = messages.Declined(self._part.round, DeclineReason.OTHER_CONVENER, view.version)
+            actions.append(Tell(self._part.round.convener, declined))
+        self._remember_delays()
+        self._part = Participation(attempt, view.now, view.rules)
+        view.attempt_log.follow(attempt)
+        return [*actions, *self._tell_leader(self._part), events.TakeSnapshot(attempt, view.version.fragment)]
+
+    def _tell_leader(self, part: Participation) -> Actions:
+        part.told = self._view.now
+        status = part.status(self._view.now)
+        return [] if status is None else [Tell(part.round.convener, status)]
+
+    def _leave(self, why: str) -> Actions:
+        self._remember_delays()
+        part, self._part, self._leading = self._part, None, None
+        if part is None:
+            return []
+        self._latest = f"round {part.round.number} attempt {part.round.attempt} ended: {why}"
+        attempt_log = self._view.attempt_log
+        attempt_log.ended, attempt_log.due_since = part.round, None
+        # Once an exchange has begun from this anchor, later attempts use the same pseudo-gradient.
+        return [events.Release(part.round.number - 1 if attempt_log.rosters else part.round.number, why)]
+
+    def _remember_delays(self) -> None:
+        if self._part is not None:
+            # The others may have given up a little earlier.
+            for peer in self._part.waiting_for(self._view.now, 0.5):
+                self._view.penalties.waiting.add(peer, self._view.now)
+
+    def _forget(self, why: str) -> Actions:
+        number = self._view.attempt_log.highest[0]
+        self._part = self._leading = self._staged = None
+        return [events.Release(number, why)] if number else []
+
+    def _decline(self, part: Participation, reason: DeclineReason, why: str) -> Actions:
+        declined = messages.Declined(part.round, reason, self._view.version)
+        return [Tell(part.round.convener, declined), *self._leave(why)]
+
+    def _about_attempt(self, sender: PeerId, message: messages.RoundControl) -> Actions:
+        if isinstance(message, messages.Pulse) and message.round.convener == sender:
+            self._hear_leader(sender, message.round)
+        match message:
+            case messages.Invitation():
+                return self._invited(sender, message)
+            case messages.SignedRoster():
+                return self._roster_came(sender, message)
+            case messages.Commit():
+                return self._commit_came(sender, message)
+            case messages.Dissolved(attempt, detail):
+                if not self._hear_leader(sender, attempt) or sender == self._view.own:
+                    return []
+                self._view.attempt_log.pause(self._view.now, 2 * self._view.rules.answer_s)
+                return self._leave(detail)
+            case messages.Accepting() | messages.Entry() | messages.Declined() | messages.Pulse() | messages.Prepared():
+                return self._for_leader(sender, message)
+            case _:
+                return []
+
+    def _hear_leader(self, sender: PeerId, attempt: RoundId) -> bool:
+        part = self._part
+        if part is None or part.round != attempt or attempt.convener != sender:
+            return False
+        part.heard, part.link_lost = self._view.now, False
+        return True
+
+    def _for_leader(self, sender: PeerId, message: ToLeader) -> Actions:
+        view, attempt = self._view, message.round
+        if self._leading is not None and self._leading.round == attempt:
+            tells = self._leading.hear(sender, message, view.now)
+            forged = isinstance(message, messages.Entry) and sender in self._leading.forgers
+            return [*tells, *(self._accuse(sender, attempt, FORGED_ENTRY) if forged else [])]
+        part = self._part
+        if isinstance(message, messages.Prepared) and part is not None and part.round == attempt:
+            if part.roster is not None and sender in part.roster.peers:
+                part.prepared[sender] = message.version
+            return self._commit_without_leader(part)
+        if isinstance(message, messages.Declined):
+            past = message.reason is DeclineReason.PAST
+            return self._leave("it is over") if past and self._hear_leader(sender, attempt) else []
+        if attempt.convener != view.own or (self._leading is not None and sender in self._leading.invitees):
+            return []
+        commit = view.attempt_log.commits.get(attempt)
+        if commit is not None:
+            return [Tell(sender, commit)]
+        if attempt.number <= view.version.round:
+            return [Tell(sender, messages.Declined(attempt, DeclineReason.PAST, view.version))]
+        return [Tell(sender, messages.Dissolved(attempt, "this attempt is over"))]
+
+    def _roster_came(self, sender: PeerId, signed: messages.SignedRoster) -> Actions:
+        view, part = self._view, self._part
+        if part is None or part.entry is None or not self._hear_leader(sender, signed.round):
+            return []
+        if part.phase is not Phase.ENTERED:
+            return []
+        if sender != view.own:
+            here = view.others.on(view.version, view.now)
+            strange = oddity(signed, view.own, view.others.all, here)
+            wrong = strange or objection(view.rules, signed, part.entry, view.seal.verify)
+            if wrong is not None:
+                return self._refuse(part, wrong, lie=strange is None)
+            leader = next(entry for entry in signed.entries if entry.peer == sender)
+            if view.usual.too_short(leader, part.entry):
+                return self._refuse(part, "its update is far too short for its work", lie=True)
+        roster = make_roster(view.rules, signed)
+        if roster is None:
+            return self._refuse(part, "nobody in it has worked", lie=True)
+        part.roster, part.phase, part.entries = roster, Phase.EXCHANGING, signed.entries
+        part.until = view.now + PATIENCE * exchange_limit_s(view.rules, signed, part.bandwidth)
+        view.attempt_log.began(roster)
+        return [events.Exchange(roster)]
+
+    def _refuse(self, part: Participation, why: str, lie: bool) -> Actions:
+        """Does not follow this leader again at this round. `lie`: no honest one sends what it sent."""
+        view, leader = self._view, part.round.convener
+        accused: Actions = []
+        if lie:
+            accused = self._accuse(leader, part.round, f"its roster cannot be: {why}")
+            view.attempt_log.left_out.add(leader)
+        view.attempt_log.refused.add(leader)
+        return [*accused, *self._decline(part, DeclineReason.NOT_READY, f"{short(leader)} is not followed: {why}")]
+
+    def _accuse(self, peer: PeerId, attempt: RoundId, why: str) -> Actions:
+        self._view.penalties.rubbish.add(peer, self._view.now)
+        return [events.Caught(peer, attempt.number, why)]
+
+    def _commit_came(self, sender: PeerId, commit: messages.Commit) -> Actions:
+        if self._staged is not None and self._staged.version == commit.version:
+            return self._adopt(self._staged)
+        part = self._part
+        if part is None or not self._hear_leader(sender, commit.round):
+            return []
+        exchanging = part.phase in (Phase.EXCHANGING, Phase.FINISHING) and part.roster is not None
+        if exchanging and part.roster is not None and leads_to(self._view.rules, part.roster, commit.version):
+            part.phase, part.version = Phase.FINISHING, commit.version
+            return []
+        return self._leave("it settled on a result that we do not have")
+
+    def _attempt_event(self, event: events.AttemptEvent) -> Actions:
+        """Handles an event of our own part; those of other attempts are ignored."""
+        part, now = self._part, self._view.now
+        accused = self._accuse(event.sender, event.round, event.why) if isinstance(event, events.PieceRejected) else []
+        if part is None or event.round != part.round:
+            return self._not_wanted(event.version) if isinstance(event, events.Staged) else accused
+        match event:
+            case events.SnapshotTaken():
+                return self._snapshot_taken(part, event)
+            case events.SnapshotBroken():
+                self._view.steps = 0
+                return self._decline(part, DeclineReason.BROKEN, "our own update is not finite")
+            case events.Staged(_, version):
+                return self._staged_came(part, version)
+            case events.PieceCame(_, sender):
+                part.broken.discard(sender)
+                if sender in part.owing:
+                    part.owing[sender] = now
+            case events.Owing(_, peers):
+                part.owing = {peer: part.owing.get(peer, now) for peer in peers}
+                part.broken &= peers
+            case events.PieceRejected(_, sender, why):
+                self._latest = f"a piece of {sender} was rejected: {why}"
+                return [*accused, *self._piece_rejected(part, sender)]
+        return []
+
+    def _snapshot_taken(self, part: Participation, taken: events.SnapshotTaken) -> Actions:
+        if part.phase is not Phase.PREPARING:
+            return []
+        staged = None if self._staged is None else self._staged.version
+        view = self._view
+        measured = measured_of(taken.received, view.version)
+        figures = (taken.steps, taken.tokens, taken.norm)
+        entry = messages.Entry(view.own, taken.round, view.version, *figures, measured, staged)
+        part.entry, part.phase, part.bandwidth = view.seal.sign(entry), Phase.ENTERED, taken.bandwidth
+        if self._leading is not None:
+            self._leading.bandwidth = taken.bandwidth
+        return self._tell_leader(part)
+
+    def _piece_rejected(self, part: Participation, sender: PeerId) -> Actions:
+        part.rejected.add(sender)
+        if sender == part.round.convener:
+            self._view.attempt_log.left_out.add(sender)
+            return self._decline(part, DeclineReason.NOT_READY, "the leader sent what cannot be used")
+        return self._tell_leader(part)
+
+    def _staged_came(self, part: Participation, version: AnchorVersion) -> Actions:
+        roster = part.roster
+        if roster is None or part.phase not in (Phase.EXCHANGING, Phase.FINISHING):
+            return self._not_wanted(version)
+        if not leads_to(self._view.rules, roster, version):
+            declined = self._decline(part, DeclineReason.BROKEN, "our result is not what the roster leads to")
+            return [*declined, *self._not_wanted(version)]
+        result = events.CommitStaged(roster, version)
+        if part.phase is Phase.FINISHING and version == part.version:
+            return self._adopt(result)
+        if part.phase is Phase.FINISHING:
+            return [*self._leave("our result differs from the committed"), *self._not_wanted(version)]
+        before, self._staged = self._staged, result
+        part.phase, part.version, part.prepared_at = Phase.PREPARED, version, self._view.now
+        return [*([] if before is None else self._not_wanted(before.version)), *self._tell_leader(part)]
+
+    def _not_wanted(self, version: AnchorVersion) -> Actions:
+        return [] if self._staged is not None and self._staged.version == version else [events.DropStaged(version)]
+
+    def _link_lost(self, peer: PeerId) -> Actions:
+        """Shortens the patience with that peer; if we wait for its pieces, the leader hears so at once."""
+        if self._leading is not None:
+            self._leading.lost(peer)
+        part = self._part
+        if part is None:
+            return []
+        part.link_lost = part.link_lost or peer == part.round.convener
+        if peer not in part.owing or peer in part.broken:
+            return []
+        part.broken.add(peer)
+        return [] if peer == part.round.convener else self._tell_leader(part)
+
+    def _adopt_if_others_did(self) -> Actions:
+        """Commits our prepared result if a replica holds it: so it was committed."""
+        staged, view = self._staged, self._view
+        if staged is None or not view.others.on(staged.version, view.now):
+            return []
+        return self._adopt(staged)
+
+    def _adopt(self, result: events.CommitStaged) -> Actions:
+        view = self._view
+        others: Sequence[Action] = () if self._leading is None else self._leading.dissolve("the result is there")
+        if self._part is not None and self._part.round == result.roster.round:
+            view.usual.committed(self._part.entries)
+        self._part = self._leading = self._staged = None
+        attempt = result.roster.round
+        self._latest = f"round {attempt.number} committed by {len(result.roster.peers)} at attempt {attempt.attempt}"
+        for peer in contributors(result.roster):
+            view.penalties.waiting.forgive(peer)
+        view.others.presume(result.roster.peers, result.version, view.now)
+        return [*others, result, *view.stand_on(result.version)]
+
+    def _advance(self) -> Actions:
+        leading, view = self._leading, self._view
+        if leading is None:
+            return []
+        tells, verdict = leading.advance(view.now)
+        if leading.roster is None and verdict is None and not view.may_lead():
+            verdict = GivenUp(f"the module has gone on: {view.standing().reason}")
+        match verdict:
+            case messages.Commit():
+                return [*tells, *self._settle(leading, verdict)]
+            case TryAgain(without, why, accuser):
+                view.attempt_log.doubted |= set() if accuser is None else {accuser}
+                return [*tells, *self._try_again(leading, without, why)]
+            case GivenUp(why):
+                view.attempt_log.failed(view.now)
+                return [*tells, *leading.dissolve(why), *self._leave(why)]
+            case None:
+                return [*tells]
+
+    def _settle(self, leading: Leader, commit: messages.Commit) -> Actions:
+        view, version, holders = self._view, commit.version, commit.holders
+        view.attempt_log.announced(commit)
+        self._leading = None
+        actions: Actions = [Tell(peer, commit) for peer in sorted({*leading.invitees, *view.others.serving})]
+        if leading.roster is None and view.own not in holders:
+            donors = tuple(peer for peer in holders if peer in view.others)
+            actions += self._forget("an earlier attempt's result was found")
+            view.catch_up_started(version)
+            actions.append(
+                events.CatchUp(
+                    version,
+                    donors,
+                    "an earlier attempt's result was found, and somebody may have committed it",
+                    view.are_most(len(donors)),
+                )
+            )
+        return actions
+
+    def _try_again(self, leading: Leader, without: frozenset[PeerId], why: str) -> Actions:
+        view = self._view
+        mute = {peer for peer, invitee in leading.invitees.items() if invitee.answer is Answer.NONE}
+        view.attempt_log.left_out |= without | mute
+        dissolved = messages.Dissolved(leading.round, f"left out: {why}")
+        left: Actions = [Tell(peer, dissolved) for peer in sorted(without) if peer != view.own]
+        if leading.round.attempt % ATTEMPTS_AT_ONCE == ATTEMPTS_AT_ONCE - 1:
+            view.attempt_log.failed(view.now)
+            return [*left, *leading.dissolve(why), *self._leave(why)]
+        return left + self._open(why)
+
+    def _upkeep(self) -> Actions:
+        part, view = self._part, self._view
+        if part is None:
+            return []
+        if part.phase is Phase.FINISHING:
+            return self._leave("the committed result does not become complete here") if part.stalled(view.now) else []
+        if part.silence(view.now) > view.rules.silence_s and part.round.convener != view.own:
+            return self._succeed(part)
+        if view.now > part.until and part.round.convener != view.own:
+            view.penalties.waiting.add(part.round.convener, view.now)
+            return self._refuse(part, "its leader does not bring it to an end", lie=False)
+        if view.now - part.told >= view.rules.pulse_s:
+            return [*self._tell_leader(part), *self._tell_members(part)]
+        return []
+
+    def _tell_members(self, part: Participation) -> Actions:
+        # Members learn what usually only the leader needs, in case it does not commit.
+        status, roster = part.status(self._view.now), part.roster
+        if roster is None or not isinstance(status, messages.Prepared) or not part.overdue(self._view.now):
+            return []
+        apart = (self._view.own, part.round.convener)
+        return [Tell(peer, status) for peer in roster.peers if peer not in apart]
+
+    def _commit_without_leader(self, part: Participation) -> Actions:
+        view, staged = self._view, self._staged
+        if staged is None or staged.version != part.version or not part.overdue(view.now):
+            return []
+        holders = {view.own, *(peer for peer, version in part.prepared.items() if version == part.version)}
+        if 2 * len(holders) <= len(staged.roster.members):
+            return []
+        # A majority has the same result: it holds, whatever the leader says.
+        commit = messages.Commit(part.round, staged.version, tuple(sorted(holders)))
+        tells = [Tell(peer, commit) for peer in sorted(holders) if peer != view.own]
+        adopted = self._adopt(staged)
+        view.penalties.waiting.add(part.round.convener, view.now)
+        return [*tells, *adopted]
+
+    def _succeed(self, part: Participation) -> Actions:
+        view = self._view
+        if not view.may_lead():
+            return self._leave("its leader is silent, and the module has gone on")
+        roster = part.roster
+        peers = view.others.on(view.version, view.now)
+        if roster is not None:
+            peers = frozenset(roster.peers)
+        view.attempt_log.left_out.add(part.round.convener)
+        candidates = {view.own, *(peers - view.attempt_log.left_out)}
+        rank = leader_order(view.module, view.version, part.round.number, candidates).index(view.own)
+        # The next in order opens at once, those after it a little later.
+        patience_s = view.rules.silence_s + rank * view.rules.answer_s
+        return self._open("the leader is silent") if part.silence(view.now) > patience_s else []

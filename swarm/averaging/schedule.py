@@ -32,10 +32,8 @@ WORK_AT_MOST = 2
 
 
 def precedence(module: ModuleId, base: AnchorVersion, number: int, peer: PeerId) -> bytes:
-    """A replica's precedence as leader of this round from this anchor: the smallest value leads.
-
-    Rendezvous hashing (Thaler and Ravishankar 1998). The digest prevents keys made to lead a given round.
-    """
+    """A replica's precedence as leader, smallest first: rendezvous hashing (Thaler and Ravishankar 1998)."""
+    # The digest prevents keys made to lead a given round.
     header = struct.pack("<IIQ", module.stage, module.expert, number) + base.digest
     return hashlib.sha256(b"skipstone-convener:2\0" + header + peer.encode()).digest()
 
@@ -51,7 +49,6 @@ def lower_median(values: Sequence[Number]) -> Number:
 
 
 def fragments_of(rules: RoundRules) -> int:
-    """The number of a module's fragments, at most that of its chunks."""
     return max(1, min(rules.fragments, rules.chunks))
 
 
@@ -62,19 +59,13 @@ def fragment_chunks(rules: RoundRules, fragment: int) -> tuple[int, int]:
 
 
 def steps_between_rounds(rules: RoundRules) -> int:
-    """Inner steps of the average replica between two rounds."""
     return -(-rules.inner_steps // fragments_of(rules))
 
 
 def due(
     rules: RoundRules, own_steps: int, others: Iterable[int], replicas: int, since_commit_s: float
 ) -> Reasoned[bool]:
-    """Whether a round is due.
-
-    Args:
-        others: steps since this anchor that the other replicas on it have reported; who reported nothing may be absent.
-        replicas: how many stand on this anchor, we included.
-    """
+    """Whether a round is due. `others`: reported steps of other replicas; `replicas`: replicas on our anchor."""
     share = steps_between_rounds(rules)
     done = own_steps + sum(min(steps, WORK_AT_MOST * share) for steps in others)
     if done >= share * replicas:
@@ -91,7 +82,6 @@ def plausible_round(own: AnchorVersion, number: int) -> bool:
 
 
 def possible(rules: RoundRules, version: AnchorVersion) -> bool:
-    """Whether a version's figures are possible in this run."""
     steps = SLACK_WORK * rules.inner_steps * (version.round + SLACK_ROUNDS)
     tokens = steps * rules.step_tokens * MAX_MEMBERS
     return 0 <= version.round <= MOST_ROUNDS and 0 <= version.steps <= steps and 0 <= version.tokens <= tokens
@@ -108,16 +98,11 @@ def next_number(own: AnchorVersion, seen: Iterable[AnchorVersion]) -> int:
 
 
 def standing(rules: RoundRules, own: AnchorVersion, others: Mapping[PeerId, AnchorVersion]) -> Reasoned[AnchorVersion]:
-    """The version that the module stands on, as we see it: that of most live replicas; of equally many, the greater by
-    (tokens, round, digest).
+    """The version of most live replicas; of equally many, the greater by (tokens, round, digest).
 
-    Round 0 is what everybody starts from, and nothing agreed is lost by leaving it: it never wins against a later one.
-    But a version that is far beyond ours, and beyond round 0 any while not most replicas have left it, is one that
-    somebody may have made up: it counts when at least two replicas, and half of those we see, stand there, or when
-    there is no other replica than the one that says so.
-
-    Args:
-        others: what the other serving replicas stand on.
+    Round 0 never wins against a later one: leaving it loses nothing. A version far beyond ours, or beyond round 0 while
+    most replicas stand there, may be made up. It counts if at least two replicas and half of all hold it, or if its
+    holder is the only other replica.
     """
     if all(version == own for version in others.values()):
         return Reasoned(own, f"all {len(others) + 1} replicas stand on our anchor")
@@ -141,10 +126,7 @@ def standing(rules: RoundRules, own: AnchorVersion, others: Mapping[PeerId, Anch
 
 
 def choose_version(announced: Mapping[PeerId, AnchorVersion]) -> Reasoned[AnchorVersion | None]:
-    """The version that most replicas announce, if at least half of them do.
-
-    One vote a peer. Of two halves the one with more tokens wins, then the higher round, then the higher digest.
-    """
+    """The version that most replicas announce, if at least half of them do; of two halves the one with more tokens."""
     if not announced:
         return Reasoned(None, "no replica of this module has announced a state")
     votes = Counter(announced.values())

@@ -37,11 +37,9 @@ class Beside:
 
     reducer: PeerId
     share: float
-    """Share of the fragment's elements."""
     own_squares: float
     result_squares: float
     product: float
-    """Dot product of the two."""
 
 
 def oddities(
@@ -80,14 +78,7 @@ def _length(piece: Beside, norm: float, scale: float) -> float:
     return math.sqrt(piece.result_squares) / there if there > 0 else 0.0
 
 
-# ---- after the commit ------------------------------------------------------------------------------------------------
-
-RESULT_ERROR: Final[Mapping[Codec, float]] = {
-    Codec.NONE: 1e-4,
-    Codec.BF16: 0.005,
-    Codec.INT8: 0.01,
-    Codec.INT4: 0.2,
-}
+RESULT_ERROR: Final[Mapping[Codec, float]] = {Codec.NONE: 1e-4, Codec.BF16: 0.005, Codec.INT8: 0.01, Codec.INT4: 0.2}
 """Largest error of a result's encoding, in lengths of the result."""
 
 
@@ -136,7 +127,6 @@ NEWS: Final = 0.1
 
 
 def mark_of(peer: PeerId) -> int:
-    """A peer's 24-bit mark in rosters, from the hash of its name."""
     return int.from_bytes(hashlib.sha256(peer.encode()).digest()[:3], "big")
 
 
@@ -161,7 +151,6 @@ def rates(entries: Mapping[PeerId, Entry]) -> dict[PeerId, int]:
 
 
 def slowest_bytes_per_s(entries: Mapping[PeerId, Entry]) -> float:
-    """The slowest rate of the members' links; 0 if none was measured."""
     known = rates(entries)
     return 4.0 ** min(known.values()) if known else 0.0
 
@@ -177,14 +166,12 @@ class UsualLength:
         self._usual = 0.0
 
     def too_short(self, entry: Entry, own: Entry) -> bool:
-        """Whether a pseudo-gradient is so short that it can only be meant to clip the others'."""
         if not (entry.tokens and own.tokens):
             return False
         expected = min(_norm_per_token(own), self._usual or math.inf)
         return TOO_SHORT * _norm_per_token(entry) < expected
 
     def committed(self, entries: Iterable[Entry]) -> None:
-        """Notes the lengths in a committed round."""
         lengths = [_norm_per_token(entry) for entry in entries if entry.tokens]
         if lengths:
             self._usual = max(lower_median(lengths), FADING * self._usual)
@@ -195,9 +182,7 @@ class AnchorDrift:
 
     def __init__(self) -> None:
         self._length = 0.0
-        """Length of a round's update; 0 before the first."""
         self._between_s = 0.0
-        """Mean seconds between rounds; 0 before there are two."""
         self._round_at: float | None = None
         self._shared_at: float | None = None
 

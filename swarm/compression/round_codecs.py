@@ -45,7 +45,7 @@ class RoundCodecs:
     @property
     def leave_over(self) -> bool:
         """Whether contributions leave out so much that it has to stay in the replicas
-        (`node.averaging.exchange.pseudo_gradient`)."""
+        (`node.averaging.exchange.reduction`)."""
         return self.contribution not in _LEAVE_LITTLE
 
     def of(self, message: RoundPiece) -> Codec:

@@ -95,11 +95,11 @@ async def _hashes(link: JoinLink, manifest: Manifest, module: ModuleId, version:
             await session.membership_sync.changed.wait()
             session.membership_sync.changed.clear()
         liars: list[PeerId] = []
-        proven = await first_hash_list(
+        hash_list, _ = await first_hash_list(
             session.transport, module, layout, version, donors, lambda peer, why: liars.append(peer)
         )
         assert not liars
-        return proven.hash_list.hashes
+        return hash_list.hashes
 
 
 async def _exported(folder: Path, manifest: Manifest, module: ModuleId) -> Vector:

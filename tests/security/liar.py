@@ -21,9 +21,8 @@ from node.averaging import module_rounds as service
 from node.averaging.anchor.anchor import Anchor, version_of
 from node.averaging.anchor.local_replica import LocalReplica
 from node.averaging.anchor.shared_vector import Vector
-from node.averaging.exchange.partition import Piece
-from node.averaging.exchange.pseudo_gradient import Source
-from node.averaging.exchange.reduction import Reduction
+from node.averaging.exchange.pieces import Piece
+from node.averaging.exchange.reduction import Reduction, Source
 from node.averaging.replica_sync import ReplicaSync, Snapshot
 from node.pipeline.runner import Job, Output
 from node.pipeline.worker import HopWorker

@@ -1,7 +1,4 @@
-"""The anchor: a module's last agreed parameters and outer momentum, with the hashes that prove them; and its store.
-
-Both vectors are float32 in host memory. The digest is BLAKE3 over the version's numbers and the list of chunk hashes.
-"""
+"""The anchor: a module's last agreed parameters and outer momentum, float32, with the hashes that prove them."""
 
 from __future__ import annotations
 
@@ -12,6 +9,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -46,14 +44,12 @@ class Anchor:
     layout: Layout
     version: AnchorVersion
     parameters: SharedVector
-    """[elements]"""
     momentum: SharedVector
     """[elements]; of the outer optimizer."""
     hashes: tuple[bytes, ...]
     """Of each chunk of the parameters, then of the momentum."""
 
     def chunk(self, number: int) -> memoryview:
-        """The bytes of a chunk, little-endian float32, numbered as in `StateRequest`."""
         return chunk_bytes(self.layout, self.parameters, self.momentum, number)
 
 
@@ -79,19 +75,16 @@ def distance_between(one: Anchor, other: Anchor) -> float:
 def version_of(
     layout: Layout, hashes: Sequence[bytes], round_number: int, steps: int, tokens: int, fragment: int
 ) -> AnchorVersion:
-    """The anchor's version with its digest."""
     header = _HEADER.pack(round_number, steps, tokens, fragment, layout.elements, layout.chunk_elements)
     digest = blake3(_DOMAIN + header + b"".join(hashes)).digest()
     return AnchorVersion(round_number, steps, tokens, fragment, digest)
 
 
 def hash_all(layout: Layout, parameters: Vector | SharedVector, momentum: Vector | SharedVector) -> tuple[bytes, ...]:
-    """The hash list of a whole state."""
     return tuple(hash_of(chunk_bytes(layout, parameters, momentum, number)) for number in range(2 * layout.chunks))
 
 
 def hash_of(data: memoryview) -> bytes:
-    """The BLAKE3 hash of bytes, 32 bytes."""
     return blake3(data).digest()
 
 
@@ -103,14 +96,6 @@ def chunk_bytes(
         raise IndexError(f"chunk {number} of {2 * layout.chunks}")
     vector, index = (parameters, number) if number < layout.chunks else (momentum, number - layout.chunks)
     return vector[layout.range_of(index, index + 1)].view(np.uint8).data
-
-
-# ---- in checkpoints: by parameter name ------------------------------------------------------------
-
-
-def anchor_state(anchor: Anchor) -> AnchorState:
-    """The saved form of an anchor, which shares its memory."""
-    return AnchorState(anchor.version, Named(anchor.layout, anchor.parameters), Named(anchor.layout, anchor.momentum))
 
 
 def restored_anchor(layout: Layout, saved: AnchorState) -> Anchor:
@@ -154,7 +139,6 @@ class Named(TensorsInParts):
 
 
 def tensors_of(layout: Layout, vector: Vector | SharedVector) -> dict[str, Tensor]:
-    """A vector's parameters by name."""
     return dict(Named(layout, vector))
 
 
@@ -192,7 +176,6 @@ class AnchorStore:
         self._older: list[Anchor] = []  # the newest last
         self._leased_until: dict[bytes, float] = {}
         self._lent: list[weakref.ref[Vector]] = []
-        """An array of each anchor in the making."""
         parts = [self.layout.range_of(*fragment) for fragment in self.layout.fragments]
         self._arrays = SpareArrays(max(part.stop - part.start for part in parts))
 
@@ -205,13 +188,12 @@ class AnchorStore:
         return self._current.layout
 
     def get(self, digest: bytes) -> Anchor | None:
-        """The current or an older anchor by digest."""
         with self._lock:
             return self._find(digest)
 
     def saved(self) -> AnchorState:
-        """The current anchor in its saved form."""
-        return anchor_state(self._current)
+        anchor, layout = self._current, self.layout
+        return AnchorState(anchor.version, Named(layout, anchor.parameters), Named(layout, anchor.momentum))
 
     def lease(self, digest: bytes, seconds: float) -> bool:
         """Keeps this anchor for so many seconds, unless a round needs the memory. False if it is not here."""
@@ -222,12 +204,9 @@ class AnchorStore:
             return True
 
     def spare(self, part: slice | None = None) -> StateVectors:
-        """Parameters and momentum to be written for the next anchor, of a part or of all.
+        """Parameters and momentum of the next anchor, to be written. Raises ResourceExhausted if two are in the making.
 
         They count until `put`, `give_back`, or the last reference is dropped.
-
-        Raises:
-            ResourceExhausted: two are in the making, or there is no memory.
         """
         with self._lock:
             if self._alive() >= LENT_AT_MOST:
@@ -236,17 +215,16 @@ class AnchorStore:
                 )
             self._older = [anchor for anchor in self._older if self._is_leased(anchor)]
             self._make_room(1)
-            pair = (self._empty(part), self._empty(part))
+            empty = partial(empty_vector, self.layout) if part is None else partial(empty_part, part, self._arrays)
+            pair = (empty(), empty())
             self._lent.append(weakref.ref(pair[0].arrays[0]))
             return pair
 
     def give_back(self, parameters: SharedVector, momentum: SharedVector) -> None:
-        """Notes that vectors from `spare` will not become an anchor."""
         with self._lock:
             self._forget_lent(parameters)
 
     def put(self, anchor: Anchor) -> None:
-        """Makes an anchor the current one."""
         with self._lock:
             if anchor is self._current:
                 return
@@ -255,8 +233,6 @@ class AnchorStore:
             self._current = anchor
             self._older = [a for a in self._older[:-1] if self._is_leased(a)] + self._older[-1:]
             self._make_room(0)
-
-    # ---- all below with the lock held ------------------------------------------------------------------------------
 
     def _find(self, digest: bytes) -> Anchor | None:
         return next((a for a in (self._current, *self._older) if a.version.digest == digest), None)
@@ -272,13 +248,6 @@ class AnchorStore:
         theirs = {id(array) for array in parameters.arrays}
         self._lent = [ref for ref in self._lent if (array := ref()) is not None and id(array) not in theirs]
 
-    def _empty(self, part: slice | None) -> SharedVector:
-        return empty_vector(self._current.layout) if part is None else empty_part(part, self._arrays)
-
     def _make_room(self, more: int) -> None:
         while self._older and 1 + len(self._older) + self._alive() + more > STATES:
-            self._drop(self._older[0])
-
-    def _drop(self, anchor: Anchor) -> None:
-        self._older = [a for a in self._older if a is not anchor]
-        self._leased_until.pop(anchor.version.digest, None)
+            self._leased_until.pop(self._older.pop(0).version.digest, None)

@@ -1,7 +1,6 @@
 """The layout of a module's parameters as one vector, cut into chunks and fragments by names and shapes alone.
 
-A fragment is a run of chunks with blocks of all depths: blocks 0, F, 2F, ..., then 1, F+1, ... (strided fragments,
-Douillard et al. 2025, arXiv:2501.18512).
+Fragments are strided: blocks 0, F, 2F, ..., then 1, F+1, ... (Douillard et al. 2025, arXiv:2501.18512).
 """
 
 from __future__ import annotations
@@ -41,7 +40,6 @@ class Layout:
     places: tuple[Place, ...]
     chunk_elements: int
     fragments: tuple[tuple[int, int], ...]
-    """First and end chunk of each."""
 
     @property
     def elements(self) -> int:
@@ -52,7 +50,6 @@ class Layout:
         return -(-self.elements // self.chunk_elements)
 
     def range_of(self, first_chunk: int, end_chunk: int) -> slice:
-        """The elements of these chunks; the last chunk may be shorter."""
         return slice(first_chunk * self.chunk_elements, min(end_chunk * self.chunk_elements, self.elements))
 
 

@@ -2,9 +2,8 @@
 
     momentum = mu * momentum + g;   parameters = parameters - lr * (g + mu * momentum)
 
-as torch.optim.SGD(nesterov=True). Replicas agree bit for bit: numpy rounds each operation to float32 by itself, where a
-compiler may fuse two. Adding and subtracting COARSE rounds to multiples of 2**-104, so that momentum never becomes
-denormal, which would be slow.
+Replicas agree bit for bit: numpy rounds each operation to float32, where a compiler may fuse two. COARSE rounds to
+multiples of 2**-104, so that momentum never becomes denormal, which would be slow.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from swarm.vocabulary.errors import StateError
 from swarm.vocabulary.types import MAX_COUNT
 
 PIECE: Final = 2**18
-"""Elements per read in `step_alone`."""
 
 COARSE: Final = np.float32(2.0**-80)
 """Leaves numbers of 5e-32 and more, too large for denormal products."""
@@ -63,7 +61,6 @@ def _round(values: Vector, out: Vector) -> None:
 
 
 def outer_rule(manifest: Manifest) -> OuterRule:
-    """The outer optimizer of the run."""
     outer = manifest.training.outer
     return OuterRule(outer.learning_rate, outer.momentum)
 

@@ -1,7 +1,4 @@
-"""A module's vector as one array per fragment, which the versions of an anchor share, and arithmetic on it.
-
-A round moves one fragment, so each version has one array of its own. Anchors are never written again.
-"""
+"""A module's vector as one array per fragment, which the versions of an anchor share, and arithmetic on it."""
 
 from __future__ import annotations
 
@@ -19,16 +16,12 @@ from node.averaging.anchor.layout import Layout
 from swarm.vocabulary.errors import OutOfMemory
 
 KEPT: Final = 2
-"""Blocks: parameters and momentum of one fragment."""
 LARGEST_KEPT_BYTES: Final = 64 * 1024 * 1024
 """Larger blocks go back to the system."""
 
 
 class SpareArrays:
-    """Arrays of fragments whose memory is reused: zeroing 80 MB of new memory took a tenth of a round.
-
-    Every view keeps its array alive; when the last is gone, its memory is spare.
-    """
+    """Arrays of fragments. When the last view of one is gone, its memory is reused: zeroing 80 MB is slow."""
 
     def __init__(self, elements: int) -> None:
         self._bytes = elements * np.dtype(np.float32).itemsize
@@ -49,7 +42,6 @@ class SpareArrays:
 
 Vector = npt.NDArray[np.float32]
 StateVectors = tuple["SharedVector", "SharedVector"]
-"""Parameters and momentum."""
 
 
 class SharedVector:
@@ -89,12 +81,10 @@ class SharedVector:
         return SharedVector([array.copy() for array in self.arrays], self._starts[0])
 
     def replaced(self, place: int, other: SharedVector) -> SharedVector:
-        """The vector with the one array of `other` at this index."""
         (array,) = other.arrays
         return SharedVector((*self.arrays[:place], array, *self.arrays[place + 1 :]), self._starts[0])
 
     def sharing(self, other: SharedVector, places: Container[int]) -> SharedVector:
-        """The vector with the arrays of `other` at some indices."""
         arrays = zip(self.arrays, other.arrays, strict=True)
         return SharedVector(
             [theirs if place in places else own for place, (own, theirs) in enumerate(arrays)], self._starts[0]
@@ -103,14 +93,14 @@ class SharedVector:
 
 def empty_vector(layout: Layout) -> SharedVector:
     """A module's vector, to be written. Raises OutOfMemory."""
+    parts = [layout.range_of(*fragment) for fragment in layout.fragments]
     try:
-        return SharedVector([_empty(layout.range_of(*fragment)) for fragment in layout.fragments])
+        return SharedVector([np.empty(part.stop - part.start, np.float32) for part in parts])
     except MemoryError:
         raise OutOfMemory(f"no memory for another state of this module ({layout.elements * 8} bytes)") from None
 
 
 def empty_part(part: slice, arrays: SpareArrays) -> SharedVector:
-    """A part in one array, to be written. Raises OutOfMemory."""
     try:
         return SharedVector([arrays.empty(part.stop - part.start)], part.start)
     except MemoryError:
@@ -118,15 +108,10 @@ def empty_part(part: slice, arrays: SpareArrays) -> SharedVector:
 
 
 def cut_vector(layout: Layout, values: Vector | SharedVector) -> SharedVector:
-    """A copy of a whole vector, cut into fragments."""
     cut = empty_vector(layout)
     for part, array in cut.pieces():
         array[:] = values[part]
     return cut
-
-
-def _empty(part: slice) -> Vector:
-    return np.empty(part.stop - part.start, np.float32)
 
 
 STRETCH: Final = 2**15
@@ -134,7 +119,6 @@ STRETCH: Final = 2**15
 
 
 def stretches(length: int) -> Iterator[slice]:
-    """Consecutive slices that cover 0 to `length`."""
     return (slice(start, min(start + STRETCH, length)) for start in range(0, length, STRETCH))
 
 
@@ -145,7 +129,6 @@ def squares(values: Vector) -> float:
 
 
 def squares_of_difference(left: Vector, right: Vector) -> float:
-    """The sum of squares of `left` - `right`, as `squares`."""
     room = np.empty(min(STRETCH, len(left)), np.float32)
     total = 0.0
     with np.errstate(all="ignore"):

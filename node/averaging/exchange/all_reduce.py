@@ -1,8 +1,7 @@
 """The all-reduce of pseudo-gradients, as one member carries it out (DESIGN section 5).
 
-Everything overlaps, piece by piece: contributions are encoded when their reducer can take them; a reducer adds up what
-arrives, encodes the sum once and sends the same bytes to all; each member takes the outer step and hashes the result.
-Arithmetic has a thread of its own. A member has at most WINDOW pieces in flight to a reducer, whose results pace it.
+Pieces overlap: encoding, sending, summing, and the outer step. A member has at most WINDOW pieces in flight to a
+reducer, whose results pace it.
 """
 
 from __future__ import annotations
@@ -20,10 +19,8 @@ import numpy as np
 from node.averaging.anchor.anchor import Anchor
 from node.averaging.anchor.outer_step import OuterRule, Staging
 from node.averaging.anchor.shared_vector import StateVectors, Vector
-from node.averaging.exchange.arrivals import Arrivals, early_pieces, piece_spec
-from node.averaging.exchange.partition import ExchangeProgress, Piece, Plan, Watch
-from node.averaging.exchange.pseudo_gradient import SentParts, Source
-from node.averaging.exchange.reduction import Added, Comparison, NormLimit, Reduction, read_encoding
+from node.averaging.exchange.pieces import Arrivals, ExchangeProgress, Piece, Plan, Watch, early_pieces, piece_spec
+from node.averaging.exchange.reduction import Comparison, NormLimit, Reduction, SentParts, Source, read_encoding
 from node.concurrency.compute_thread import ComputeThread, Priority
 from node.concurrency.task_groups import task_scope
 from node.model.device import gradual_underflow
@@ -53,16 +50,13 @@ class ExchangeMeans:
     """What all exchanges of a replica work with."""
 
     codecs: tuple[RoundCodecs, ...]
-    """Codecs that this run's rosters may name."""
     rule: OuterRule
     thread: ComputeThread
-    """For arithmetic; not the compute thread."""
     transport: Transport
     clock: Clock
     signatures: PieceSignatures
     random: Random
-    """For what nobody may foresee."""
-    watch: Watch = lambda how_far: None
+    watch: Watch = lambda attempt, chunks, percent: None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,11 +67,8 @@ class ExchangeRecord:
     anchor: Anchor | None
     """The result; None once the next exchange has begun."""
     signed: Mapping[Piece, Mapping[PeerId, SignedHash]]
-    """Contributions to our shard."""
     own: Mapping[Piece, SignedHash]
-    """Our contributions to other shards."""
     source: Source | None
-    """None once it was overwritten."""
     sent: SentParts | None
 
     def encoded(self, piece: Piece) -> memoryview | None:
@@ -100,10 +91,7 @@ class AllReduce:
     """One exchange of one member. Run it once; cancelling `run` leaves no trace.
 
     Args:
-        source: our pseudo-gradient; its anchor is the base.
         vectors: parameters and momentum of the fragment, for the next anchor, to be written.
-        arrivals: of this attempt, maybe with early pieces.
-        report: gets events for the round machine.
         staged: called once, with the complete next anchor.
     """
 
@@ -118,8 +106,8 @@ class AllReduce:
         staged: Callable[[Anchor], None],
     ) -> None:
         self.plan = plan
+        self.vectors = vectors
         self.sent_bytes = 0
-        """Bytes of pieces."""
         self.sent = SentParts(plan.codecs.contribution) if plan.codecs.leave_over else None
         """What the others get of our pseudo-gradient, if the codec leaves much out."""
         self._source = source
@@ -139,7 +127,6 @@ class AllReduce:
         self._told_of_piece: dict[PeerId, float] = {}
         largest = max(piece.elements for piece in plan.pieces)
         self._room: Vector = np.empty(largest, np.float32)
-        """Scratch memory of jobs on the thread."""
         width = min(WINDOW, early_pieces(len(plan.others)))
         self._windows = {peer: asyncio.Semaphore(width) for peer in plan.others}
         self._widths = dict.fromkeys(plan.others, width)
@@ -147,14 +134,9 @@ class AllReduce:
         self._results: dict[PeerId, asyncio.Queue[tuple[Piece, memoryview]]] = {
             peer: asyncio.Queue(own) for peer in plan.others
         }
-        self._complete = asyncio.Event()
+        self.complete = asyncio.Event()
         self._tasks: asyncio.TaskGroup | None = None
         self._is_over = False
-
-    @property
-    def is_staged(self) -> bool:
-        """Whether the vectors belong to a complete anchor."""
-        return self._complete.is_set()
 
     def record(self, anchor: Anchor) -> ExchangeRecord:
         return ExchangeRecord(self.plan, anchor, self._signed, self._own_signed, self._source, self.sent)
@@ -164,13 +146,18 @@ class AllReduce:
         async with task_scope() as tasks:
             self._tasks = tasks
             try:
-                self._start_sending(tasks)
+                for peer in self.plan.others:
+                    contributions = iter(self.plan.shards[peer] if self.plan.contributes else ())
+                    results = iter(range(len(self.plan.shards[self.plan.own])))
+                    for _ in range(LANES):
+                        tasks.create_task(self._send_contributions(peer, contributions))
+                        tasks.create_task(self._send_results(peer, results))
                 self._arrivals.open(self.plan, self._take)
                 if not set(self.plan.contributors) - {self.plan.own}:
                     for piece in self.plan.shards[self.plan.own]:
                         tasks.create_task(self._reduce_alone(piece))
                 self._tell_owing()
-                await self._complete.wait()
+                await self.complete.wait()
             finally:
                 self._tasks = None
 
@@ -182,19 +169,10 @@ class AllReduce:
             self._results.clear()
             del self._staging, self._reduction, self._comparison, self._source, self._staged, self._room
 
-    def _start_sending(self, tasks: asyncio.TaskGroup) -> None:
-        for peer in self.plan.others:
-            contributions = iter(self.plan.shards[peer] if self.plan.contributes else ())
-            results = iter(range(len(self.plan.shards[self.plan.own])))
-            for _ in range(LANES):
-                tasks.create_task(self._send_contributions(peer, contributions))
-                tasks.create_task(self._send_results(peer, results))
-
-    # ---- what goes out ---------------------------------------------------------------------------------------------
-
     async def _send_contributions(self, reducer: PeerId, pieces: Iterator[Piece]) -> None:
         codec = self.plan.codecs.contribution
-        room = np.empty(self._largest_encoding(reducer), np.uint8).data
+        largest = max((piece.elements for piece in self.plan.shards[reducer]), default=0)
+        room = np.empty(encoded_bytes(codec, largest) if largest else 0, np.uint8).data
         for piece in pieces:
             await self._windows[reducer].acquire()
             data = room[: encoded_bytes(codec, piece.elements)]
@@ -231,12 +209,6 @@ class AllReduce:
         crash_point("piece sent")
         return True
 
-    def _largest_encoding(self, reducer: PeerId) -> int:
-        elements = max((piece.elements for piece in self.plan.shards[reducer]), default=0)
-        return encoded_bytes(self.plan.codecs.contribution, elements) if elements else 0
-
-    # ---- what comes in ---------------------------------------------------------------------------------------------
-
     def _take(self, sender: PeerId, message: RoundPiece, piece: Piece, buffer: memoryview) -> None:
         crash_point("piece arrived")
         if self._tasks is None:  # over
@@ -247,21 +219,25 @@ class AllReduce:
             self._tasks.create_task(self._receive_result(sender, piece, buffer))
 
     async def _add(self, sender: PeerId, message: Contribution, piece: Piece, buffer: memoryview) -> None:
-        added = await self._on_thread(partial(self._check_and_add, sender, message, piece, buffer))
-        self._arrivals.give_back(buffer)
-        if added.objection is not None:
-            self._report(PieceRejected(self.plan.roster.round, sender, added.objection))
+        try:
+            encoding = await self._on_thread(partial(self._check_and_add, sender, message, piece, buffer))
+        except ProtocolViolation as error:
+            self._arrivals.give_back(buffer)
+            self._report(PieceRejected(self.plan.roster.round, sender, str(error)))
             return
+        self._arrivals.give_back(buffer)
         self._tell_of_piece(sender)
         self._progress.added(sender, piece)
         self._tell_owing()
-        if added.encoding is not None:
-            await self._pass_on(piece, added.encoding)
+        if encoding is not None:
+            await self._pass_on(piece, encoding)
 
-    def _check_and_add(self, sender: PeerId, message: Contribution, piece: Piece, buffer: memoryview) -> Added:
+    def _check_and_add(
+        self, sender: PeerId, message: Contribution, piece: Piece, buffer: memoryview
+    ) -> memoryview | None:
         data_hash = hash_of_piece(buffer)
         if not self._means.signatures.holds(sender, message, data_hash, message.signature):
-            return Added(objection="a contribution whose signature does not hold")
+            raise ProtocolViolation("a contribution whose signature does not hold")
         self._signed[piece][sender] = SignedHash(sender, data_hash, message.signature)
         return self._reduction.add(piece, sender, buffer, self._room)
 
@@ -269,7 +245,6 @@ class AllReduce:
         await self._pass_on(piece, await self._on_thread(partial(self._reduction.finish, piece)))
 
     async def _pass_on(self, piece: Piece, data: memoryview) -> None:
-        """Sends the complete sum of a piece: the same bytes to all, and to ourselves."""
         crash_point("reduced")
         for queue in self._results.values():
             queue.put_nowait((piece, data))
@@ -284,9 +259,10 @@ class AllReduce:
 
     async def _apply(self, reducer: PeerId, piece: Piece, data: memoryview) -> bool:
         # What others wait for goes first: pieces to be sent, and sums.
-        objection = await self._means.thread.run(Priority.TRAIN, partial(self._step, piece, data))
-        if objection is not None:
-            self._report(PieceRejected(self.plan.roster.round, reducer, objection))
+        try:
+            await self._means.thread.run(Priority.TRAIN, partial(self._step, piece, data))
+        except ProtocolViolation as error:
+            self._report(PieceRejected(self.plan.roster.round, reducer, str(error)))
             return False
         complete = self._progress.applied(piece)
         self._tell_owing()
@@ -303,21 +279,16 @@ class AllReduce:
         if odd:
             return
         anchor = await self._on_thread(partial(self._staging.finish, roster.round.number, roster.steps, roster.tokens))
-        self._complete.set()
+        self.complete.set()
         crash_point("staged")
         self._staged(anchor)
 
-    def _step(self, piece: Piece, data: memoryview) -> str | None:
-        try:
-            with gradual_underflow():  # all members are to read the same
-                gradient = read_encoding(self.plan.codecs.result, data, self._room[: piece.elements])
-        except ProtocolViolation as error:
-            return str(error)
-        objection = self._result_limits[piece.reducer].objection(gradient)
-        if objection is None:
-            self._comparison.add(piece, gradient)
-            self._staging.apply(piece.first_chunk, piece.end_chunk, gradient)
-        return objection
+    def _step(self, piece: Piece, data: memoryview) -> None:
+        with gradual_underflow():  # all members are to read the same
+            gradient = read_encoding(self.plan.codecs.result, data, self._room[: piece.elements])
+        self._result_limits[piece.reducer].check(gradient)
+        self._comparison.add(piece, gradient)
+        self._staging.apply(piece.first_chunk, piece.end_chunk, gradient)
 
     def _widen(self, reducer: PeerId) -> None:
         """A result was applied: one more contribution may go, two until the window has its full width."""

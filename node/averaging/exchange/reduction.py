@@ -1,4 +1,8 @@
-"""The reducer's arithmetic, and the comparison of others' results with our own. Runs on the averaging thread."""
+"""Our pseudo-gradient (anchor minus snapshot), the weighted sums of our shard, and the comparison of others' results.
+
+What a codec leaves out stays in the replica: after the commit it is carried over from what the others received.
+Error feedback was worse (0.25 nats behind float32 instead of 0.02).
+"""
 
 from __future__ import annotations
 
@@ -9,13 +13,74 @@ from typing import Final
 
 import numpy as np
 
-from node.averaging.anchor.shared_vector import Vector, add_scaled, squares
-from node.averaging.exchange.partition import Piece, Plan
-from node.averaging.exchange.pseudo_gradient import Source
+from node.averaging.anchor.anchor import Anchor
+from node.averaging.anchor.shared_vector import (
+    SharedVector,
+    Vector,
+    add_scaled,
+    squares,
+    squares_of_difference,
+    stretches,
+)
+from node.averaging.exchange.pieces import Piece, Plan
 from protocol.codecs import decode_into, encode_into, encoded_bytes
 from swarm.averaging.trust import Beside, oddities
 from swarm.vocabulary.errors import ProtocolViolation
 from swarm.vocabulary.types import Codec, PeerId
+
+
+class SentParts:
+    """The encoded parts that were sent in one attempt."""
+
+    def __init__(self, codec: Codec) -> None:
+        self._codec = codec
+        self._sent: dict[tuple[int, int], bytes] = {}
+        self._rewritten = False
+
+    def note(self, part: slice, encoding: memoryview) -> None:
+        """Notes the encoding of a part. Parts that are never noted were used as they are."""
+        self._sent[part.start, part.stop] = encoding.tobytes()
+
+    def encoding(self, part: slice) -> bytes | None:
+        return self._sent.get((part.start, part.stop))
+
+    def rewrite(self, base: SharedVector, snapshot: Vector | SharedVector) -> None:
+        """Sets the snapshot, after the commit, to what the others received of it. Done once."""
+        if self._rewritten:
+            return
+        self._rewritten = True
+        for (start, stop), encoding in self._sent.items():
+            there = snapshot[start:stop]
+            decode_into(self._codec, memoryview(encoding), there)
+            np.subtract(base[start:stop], there, out=there)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Source:
+    """The pseudo-gradient, computed piece by piece where it is read. Used on the averaging thread."""
+
+    anchor: Anchor
+    snapshot: Vector | SharedVector
+
+    def squares(self, part: slice) -> float:
+        return squares_of_difference(self.anchor.parameters[part], self.snapshot[part])
+
+    def write(self, part: slice, out: Vector, factor: float) -> None:
+        """Writes `factor` * pseudo-gradient to `out`, rounded after each operation."""
+        scale = np.float32(factor)
+        left, right = self.anchor.parameters[part], self.snapshot[part]
+        for stretch in stretches(len(out)):
+            difference = np.subtract(left[stretch], right[stretch], out=out[stretch])
+            np.multiply(difference, scale, out=difference)
+
+    def encode(self, part: slice, codec: Codec, out: memoryview, room: Vector) -> None:
+        """Writes the encoding into `out`. `room` is at least as long as the part."""
+        left, right = self.anchor.parameters[part], self.snapshot[part]
+        if codec is Codec.NONE:
+            np.subtract(left, right, out=np.frombuffer(out, dtype=np.float32))
+            return
+        encode_into(codec, np.subtract(left, right, out=room[: len(left)]), out)
+
 
 ROUNDING: Final = 1.01
 """Largest ratio of a norm to its declaration: float32 and INT8 add at most 0.3 %."""
@@ -30,15 +95,14 @@ class NormLimit:
         rounding = COARSE_ROUNDING if codec is Codec.INT4 else ROUNDING
         self._left = (norm * rounding) ** 2 + float(np.finfo(np.float32).tiny)
 
-    def objection(self, values: Vector) -> str | None:
-        """The reason why the values cannot be used; None if they can, and then they count."""
+    def check(self, values: Vector) -> None:
+        """Counts the values. Raises ProtocolViolation if they cannot be used."""
         length = squares(values)
         if not math.isfinite(length):
-            return "elements that are not finite, or beyond all bounds"
+            raise ProtocolViolation("elements that are not finite, or beyond all bounds")
         if length > self._left:
-            return "more than the norm that was declared"
+            raise ProtocolViolation("more than the norm that was declared")
         self._left -= length
-        return None
 
 
 def read_encoding(codec: Codec, data: memoryview, room: Vector) -> Vector:
@@ -47,16 +111,6 @@ def read_encoding(codec: Codec, data: memoryview, room: Vector) -> Vector:
         return np.frombuffer(data, dtype="<f4")
     decode_into(codec, data, room)
     return room
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Added:
-    """What became of a contribution."""
-
-    objection: str | None = None
-    """Why it cannot be used."""
-    encoding: memoryview | None = None
-    """Of the whole sum, when it is complete."""
 
 
 class Reduction:
@@ -72,21 +126,19 @@ class Reduction:
         others = len(set(plan.contributors) - {plan.own})
         self._to_come = dict.fromkeys(plan.shards[plan.own], others)
 
-    def add(self, piece: Piece, sender: PeerId, data: memoryview, room: Vector) -> Added:
-        """Adds a contribution to a piece, and finishes the sum with the last. `room`: scratch of the piece's length."""
-        try:
-            values = read_encoding(self._plan.codecs.contribution, data, room[: piece.elements])
-        except ProtocolViolation as error:
-            return Added(objection=str(error))
-        objection = self._limits[sender].objection(values)
-        if objection is not None:
-            return Added(objection=objection)
+    def add(self, piece: Piece, sender: PeerId, data: memoryview, room: Vector) -> memoryview | None:
+        """Adds a contribution; returns the encoding of a complete sum. Raises ProtocolViolation.
+
+        Args:
+            room: scratch memory of the piece's length.
+        """
+        values = read_encoding(self._plan.codecs.contribution, data, room[: piece.elements])
+        self._limits[sender].check(values)
         add_scaled(values, self._plan.members[sender].coefficient, self._sum(piece))
         self._to_come[piece] -= 1
-        return Added(encoding=None if self._to_come[piece] else self.finish(piece))
+        return None if self._to_come[piece] else self.finish(piece)
 
     def finish(self, piece: Piece) -> memoryview:
-        """The encoding of a complete sum, which all members get."""
         total = self._sum(piece)
         del self._sums[piece]
         codec = self._plan.codecs.result
@@ -108,11 +160,9 @@ class Reduction:
 
 
 PATCH: Final = 4096
-"""Elements in a row."""
 ONE_IN: Final = 8
 """Inverse share of a piece's patches that are compared: nobody knows which, and memory traffic is an eighth."""
 AT_LEAST: Final = 8
-"""Least patches of a piece."""
 
 
 class Comparison:
@@ -135,7 +185,6 @@ class Comparison:
         start = self._random.randint(0, piece.elements - count * width)
 
         def patches(values: Vector) -> Vector:
-            """One after the other."""
             rows = values[start : start + count * width].reshape(count, width)
             return rows[chosen].reshape(-1)
 
@@ -146,6 +195,5 @@ class Comparison:
         self._pieces.append(Beside(piece.reducer, len(there) / self._elements, own, squares, product))
 
     def oddities(self) -> dict[PeerId, str]:
-        """The reducers whose results cannot be the mean, with reasons, after all results."""
         own = self._plan.members[self._plan.own]
         return oddities(self._plan.own, self._pieces, own.coefficient, own.norm, self._plan.roster.largest_norm)

@@ -1,8 +1,4 @@
-"""The donor of anchors: serves chunks to replicas that catch up, without delaying training or rounds.
-
-Each asker gets one chunk at a time, at most `LINKS_AT_ONCE` are in flight. A round takes the memory it needs; a chunk
-that is gone is refused with GONE.
-"""
+"""The donor of anchors: serves chunks to replicas that catch up, without delaying training or rounds."""
 
 from __future__ import annotations
 
@@ -10,19 +6,22 @@ import asyncio
 import logging
 from collections import deque
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
+import numpy as np
+
 from node.averaging.anchor.anchor import Anchor, AnchorStore
-from node.averaging.state_sync.partial_state import as_it_is, codec_for, in_planes
+from node.averaging.state_sync.partial_state import codec_for
 from node.concurrency.compute_thread import ComputeThread, Priority
 from node.concurrency.task_tracker import TaskTracker
 from node.network.dispatcher import Dispatcher
 from node.start.cut_model import CutModel, FirstAnchor
-from protocol.codecs import Encoded
+from protocol.codecs import Encoded, encode
+from protocol.codecs.memory import tensor_of
 from protocol.frames.frames import HashList, encode_hash_list
 from protocol.interfaces.clock import Clock
+from protocol.interfaces.tensor_spec import DType, TensorSpec
 from protocol.interfaces.transport import Question, QuestionAbout, Transport
 from swarm.vocabulary.averaging_messages import StateChunk, StateRefusal, StateRefused, StateRequest
 from swarm.vocabulary.errors import ConfigError, PeerError, Rejected, StateError
@@ -31,7 +30,6 @@ from swarm.vocabulary.types import Codec, ModuleId, PeerId, short
 log = logging.getLogger(__name__)
 
 CHUNKS_OF_ONE: Final = 32
-"""Unsent chunks of one asker."""
 ASKERS: Final = 32
 """Peers with chunks waiting; others get BUSY."""
 LINKS_AT_ONCE: Final = 8
@@ -45,22 +43,12 @@ SLOWEST_BYTES_PER_S: Final = 16 * 1024
 SEND_GRACE_S: Final = 10.0
 
 
-@dataclass(slots=True, eq=False)
-class _Asker:
-    """The queue of one peer, served by a task."""
-
-    waiting: deque[tuple[ModuleId, bytes, int]] = field(default_factory=deque)
-    """Module, digest and number of each chunk."""
+_Queue = deque[tuple[ModuleId, bytes, int]]
+"""Module, digest and number of each chunk that one peer waits for."""
 
 
 class Donor:
-    """Serves one module's anchors from its store, and those with which the run starts.
-
-    Args:
-        codecs: as the manifest allows (`STATE_CODECS`).
-        averaging: the thread for arithmetic on anchors.
-        start: the existing model from which the run starts, of which all modules are served.
-    """
+    """Serves one module's anchors, and all modules of the existing model from which the run starts, if any."""
 
     def __init__(
         self,
@@ -77,7 +65,7 @@ class Donor:
         self._clock = clock
         self._codecs = codecs
         self._averaging = averaging
-        self._askers: dict[PeerId, _Asker] = {}
+        self._askers: dict[PeerId, _Queue] = {}
         self._turns = asyncio.Semaphore(LINKS_AT_ONCE)
         self._hashing = asyncio.Lock()
         self._first_asked: dict[bytes, float] = {}
@@ -88,15 +76,11 @@ class Donor:
         self.sent_bytes = 0
 
     def receiving(self, dispatcher: Dispatcher) -> AbstractContextManager[None]:
-        """Registers for requests within the block."""
         return dispatcher.registered(
-            messages={StateRequest: self.receive},
-            answers={QuestionAbout.STATE: self.answer},
-            link_down=self.link_down,
+            messages={StateRequest: self.receive}, answers={QuestionAbout.STATE: self.answer}, link_down=self.link_down
         )
 
     async def run(self) -> None:
-        """Serves requests, until cancelled."""
         async with self._tasks.running():
             await asyncio.get_running_loop().create_future()
 
@@ -111,29 +95,26 @@ class Donor:
         return encode_hash_list(HashList(anchor.version, layout.elements, layout.chunk_elements, anchor.hashes))
 
     def receive(self, sender: PeerId, request: StateRequest) -> None:
-        """Queues a request, or refuses it."""
         if not self._tasks.are_running:
             return
         anchor = self._find(request.module, request.digest)
         if anchor is None or max(request.chunks) >= 2 * anchor.layout.chunks:
             self._refuse(sender, request, StateRefusal.GONE)
             return
-        asker = self._askers.get(sender)
-        waiting = 0 if asker is None else len(asker.waiting)
-        if waiting + len(request.chunks) > CHUNKS_OF_ONE or (asker is None and len(self._askers) >= ASKERS):
+        queue = self._askers.get(sender)
+        waiting = 0 if queue is None else len(queue)
+        if waiting + len(request.chunks) > CHUNKS_OF_ONE or (queue is None and len(self._askers) >= ASKERS):
             self._refuse(sender, request, StateRefusal.BUSY)
             return
         self._lease(anchor)
-        if asker is None:
-            asker = self._askers[sender] = _Asker()
-            self._tasks.begin(self._serve(sender, asker))
-        asker.waiting.extend((request.module, request.digest, chunk) for chunk in request.chunks)
+        if queue is None:
+            queue = self._askers[sender] = deque()
+            self._tasks.begin(self._serve(sender, queue))
+        queue.extend((request.module, request.digest, chunk) for chunk in request.chunks)
 
     def link_down(self, peer: PeerId, error: PeerError) -> None:
         """Drops the peer's queue; it asks again when it is back."""
-        asker = self._askers.get(peer)
-        if asker is not None:
-            asker.waiting.clear()
+        self._askers.get(peer, deque()).clear()
 
     def _find(self, module: ModuleId, digest: bytes) -> Anchor | FirstAnchor | None:
         """An anchor in the store, or a first one whose hashes are known."""
@@ -156,53 +137,48 @@ class Donor:
         if left > 0:
             self._store.lease(digest, min(LEASE_S, left))
 
-    # ---- tasks -------------------------------------------------------------------------------------------------------
-
-    async def _serve(self, peer: PeerId, asker: _Asker) -> None:
+    async def _serve(self, peer: PeerId, queue: _Queue) -> None:
         try:
-            while asker.waiting:
+            while queue:
                 async with self._turns:
-                    if asker.waiting:  # the link may have broken meanwhile
-                        await self._send_next(peer, asker)
+                    if queue:  # the link may have broken meanwhile
+                        await self._send_next(peer, queue)
         except PeerError as error:
             log.info("could not send state to %s: %s", short(peer), error)
         except TimeoutError:
             log.info("%s takes the state too slowly; it may ask again", short(peer))
         finally:
-            if self._askers.get(peer) is asker:
+            if self._askers.get(peer) is queue:
                 del self._askers[peer]
 
-    async def _send_next(self, peer: PeerId, asker: _Asker) -> None:
-        module, digest, chunk = asker.waiting.popleft()
+    async def _send_next(self, peer: PeerId, queue: _Queue) -> None:
+        module, digest, chunk = queue.popleft()
         anchor = self._find(module, digest)
         try:
             if anchor is None:
                 raise StateError("it is not kept any more")
-            if isinstance(anchor, FirstAnchor):
-                data = await asyncio.to_thread(anchor.chunk, chunk)
-                await self._send_chunk(peer, StateChunk(module, digest, chunk), data)
-            else:
-                await self._send_chunk(peer, StateChunk(module, digest, chunk), anchor.chunk(chunk))
+            first = isinstance(anchor, FirstAnchor)
+            data = await asyncio.to_thread(anchor.chunk, chunk) if first else anchor.chunk(chunk)
+            await self._send_chunk(peer, StateChunk(module, digest, chunk), data)
         except (StateError, ConfigError) as error:
             log.info("module %s in state %s can not be given: %s", module, digest.hex()[:12], error)
-            chunks = (chunk, *(number for *other, number in asker.waiting if other == [module, digest]))
-            asker.waiting = deque(entry for entry in asker.waiting if entry[:2] != (module, digest))
+            chunks = (chunk, *(number for *other, number in queue if other == [module, digest]))
+            others = [entry for entry in queue if entry[:2] != (module, digest)]
+            queue.clear()
+            queue.extend(others)
             self._refuse(peer, StateRequest(module, digest, chunks), StateRefusal.GONE)
 
     async def _send_chunk(self, peer: PeerId, message: StateChunk, data: memoryview) -> None:
-        encoded = await self._encoded(peer, data)
+        link = self._transport.figures().get(peer)
+        if codec_for(self._codecs, 0.0 if link is None else link.goodput_bytes_per_s) is Codec.NONE:
+            encoded = Encoded(TensorSpec((data.nbytes // DType.FLOAT32.size_bytes,), DType.FLOAT32), data)
+        else:
+            planes = partial(encode, tensor_of(np.frombuffer(data, np.float32)), Codec.PLANES)
+            encoded = await self._averaging.run(Priority.TRAIN, planes)
         size = encoded.spec.byte_length
         async with asyncio.timeout(SEND_GRACE_S + size / SLOWEST_BYTES_PER_S):
             await self._transport.send(peer, message, encoded.spec, encoded.data)
         self.sent_bytes += size
-
-    async def _encoded(self, peer: PeerId, data: memoryview) -> Encoded:
-        """In byte planes if the link is slow."""
-        link = self._transport.figures().get(peer)
-        codec = codec_for(self._codecs, 0.0 if link is None else link.goodput_bytes_per_s)
-        if codec is Codec.NONE:
-            return as_it_is(data)
-        return await self._averaging.run(Priority.TRAIN, partial(in_planes, data))
 
     def _refuse(self, peer: PeerId, request: StateRequest, reason: StateRefusal) -> None:
         if self._tasks.are_running and self._refusals < REFUSALS_WAITING:

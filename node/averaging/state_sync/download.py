@@ -1,7 +1,4 @@
-"""The download of an agreed state: the hash list, which the digest proves, then the chunks, which the list proves.
-
-Chunks arrive in a few buffers and are copied to their places only if they match.
-"""
+"""The download of an agreed state: the hash list, which the digest proves, then the chunks, which the list proves."""
 
 from __future__ import annotations
 
@@ -9,7 +6,6 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Final
@@ -26,40 +22,16 @@ from protocol.codecs.memory import BufferPool
 from protocol.frames.frames import HashList, decode_hash_list
 from protocol.interfaces.tensor_spec import TensorSpec
 from protocol.interfaces.transport import Question, QuestionAbout, Refusal, Transport
-from swarm.averaging.chunk_download import (
-    DONORS_AT_ONCE,
-    MOST_OWED,
-    Action,
-    Ask,
-    ChunkCame,
-    ChunkLost,
-    ChunksRefused,
-    Complete,
-    DonorLost,
-    Download,
-    Event,
-    Failed,
-    FailureKind,
-    Report,
-    Tick,
-)
+from swarm.averaging import chunk_download as machine
 from swarm.vocabulary.averaging_messages import StateChunk, StateRefusal, StateRefused, StateRequest
 from swarm.vocabulary.errors import NoQuorum, PeerError, ProtocolViolation, SkipstoneError, Stalled, Unreachable
 from swarm.vocabulary.types import AnchorVersion, Codec, ModuleId, PeerId, short
 
 log = logging.getLogger(__name__)
 
+TRIED_AGAIN: Final = "It is tried again with the newest state that the module's replicas announce."
 ANSWER_S: Final = 10.0
 MOST_ASKED: Final = 16
-
-
-@dataclass(frozen=True, slots=True)
-class ProvenList:
-    """A hash list that the digest has proved, and its possible donors."""
-
-    hash_list: HashList
-    donors: tuple[PeerId, ...]
-    """The donors asked, without those that lack the state."""
 
 
 async def first_hash_list(
@@ -69,8 +41,8 @@ async def first_hash_list(
     wanted: AnchorVersion,
     donors: Sequence[PeerId],
     on_liar: Callable[[PeerId, str], None],
-) -> ProvenList:
-    """Asks several donors for the hash list and takes the first that the digest proves. Raises NoQuorum, Stalled."""
+) -> tuple[HashList, tuple[PeerId, ...]]:
+    """The first hash list that the digest proves, and the asked donors that may have it. Raises NoQuorum, Stalled."""
     question = Question(QuestionAbout.STATE, module=module, digest=wanted.digest)
     asked = tuple(dict.fromkeys(donors))[:MOST_ASKED]
     failed: dict[PeerId, PeerError] = {}
@@ -92,7 +64,7 @@ async def first_hash_list(
             if hash_list is not None:
                 for task in running:
                     task.cancel()
-                return ProvenList(hash_list, tuple(donor for donor in asked if donor not in failed))
+                return hash_list, tuple(donor for donor in asked if donor not in failed)
     raise _nobody_has(wanted, failed)
 
 
@@ -112,28 +84,17 @@ def _nobody_has(wanted: AnchorVersion, failed: dict[PeerId, PeerError]) -> Skips
             f"nobody has answered for the state of round {wanted.round}: {told}",
             hint="Check this machine's connection to the peers named above; it is tried again.",
         )
-    return NoQuorum(
-        f"no peer has the state of round {wanted.round}: {told}",
-        hint="It is tried again with the newest state that the module's replicas announce.",
-    )
+    return NoQuorum(f"no peer has the state of round {wanted.round}: {told}", hint=TRIED_AGAIN)
 
 
 FEWEST_BUFFERS: Final = 3
-MOST_WAITING: Final = MOST_OWED
-"""Requests in flight to one donor."""
+MOST_WAITING: Final = machine.MOST_OWED
 BUFFER_BYTES: Final = 16 * 1024 * 1024
 """Memory for one donor's chunks that are asked for, arriving or being checked."""
 
 
 class StateDownloads:
-    """The downloads of one module's state, one at a time.
-
-    Args:
-        codecs: codecs in which chunks may come.
-        folder: keeps chunks over a restart.
-        on_progress: gets bytes here and in all.
-        on_liar: gets a donor of wrong state, and the reason.
-    """
+    """The downloads of one module's state, one at a time. `on_progress` gets bytes here and in all."""
 
     def __init__(
         self,
@@ -152,24 +113,13 @@ class StateDownloads:
         self.on_progress = on_progress
         self.on_liar = on_liar
         self.received_bytes: Mapping[PeerId, int] = {}
-        """Good bytes of the last download, by donor."""
         self._space = space
         self._folder = folder
         self._random = Random(session.own.peer)  # noqa: S311 - spreads the load over donors; no secret
         self._is_busy = False
 
     async def catch_up(self, wanted: AnchorVersion, donors: Sequence[PeerId], known: Anchor | None = None) -> Anchor:
-        """Downloads the anchor of `wanted`'s digest, every byte checked.
-
-        Args:
-            donors: peers that announce it.
-            known: an anchor in memory, whose equal chunks are not fetched.
-
-        Raises:
-            NoQuorum: no donor has it any more.
-            Stalled: donors send nothing.
-            ResourceExhausted: no memory for the state.
-        """
+        """Downloads an anchor, except for the chunks that `known` has. Raises NoQuorum, Stalled, ResourceExhausted."""
         proven, vectors = await self._fetch(wanted, donors, 2 * self.layout.chunks, known)
         return Anchor(self.layout, proven.version, *vectors, proven.hashes)
 
@@ -187,26 +137,27 @@ class StateDownloads:
         self._is_busy = True
         try:
             transport = self.session.transport
-            proven = await first_hash_list(transport, self.module, self.layout, wanted, donors, self.on_liar)
-            return proven.hash_list, await self._fetch_chunks(proven, chunks, known)
+            arguments = (transport, self.module, self.layout, wanted, donors, self.on_liar)
+            hash_list, having = await first_hash_list(*arguments)
+            return hash_list, await self._fetch_chunks(hash_list, having, chunks, known)
         finally:
             self._is_busy = False
 
-    async def _fetch_chunks(self, proven: ProvenList, chunks: int, known: Anchor | None) -> StateVectors:
-        state = PartialState(proven.hash_list, self._space, self._folder)
+    async def _fetch_chunks(
+        self, hash_list: HashList, donors: tuple[PeerId, ...], chunks: int, known: Anchor | None
+    ) -> StateVectors:
+        state = PartialState(hash_list, self._space, self._folder)
         complete = False
         try:
             here = await state.take_over(known)
             chunk_bytes = 4 * self.layout.chunk_elements
-            room = max(FEWEST_BUFFERS, min(MOST_OWED, BUFFER_BYTES // chunk_bytes))
-            plan = Download(chunks, chunk_bytes, here, proven.donors, self._random, room)
-            pool = BufferPool(chunk_bytes, room * min(len(proven.donors), DONORS_AT_ONCE))
-            download = _Download(self, proven.hash_list.version, plan, chunks, state, pool, room)
+            room = max(FEWEST_BUFFERS, min(machine.MOST_OWED, BUFFER_BYTES // chunk_bytes))
+            plan = machine.Download(chunks, chunk_bytes, here, donors, self._random, room)
+            pool = BufferPool(chunk_bytes, room * min(len(donors), machine.DONORS_AT_ONCE))
+            download = _Download(self, hash_list.version, plan, chunks, state, pool, room)
             self.received_bytes = download.received_bytes
             with self.session.dispatcher.registered(
-                tensors={StateChunk: download},
-                messages={StateRefused: download.refused},
-                link_down=download.link_down,
+                tensors={StateChunk: download}, messages={StateRefused: download.refused}, link_down=download.link_down
             ):
                 await download.run()
             complete = download.is_complete
@@ -215,20 +166,20 @@ class StateDownloads:
             await state.close(complete=complete)
 
 
-class _Download(MachineRunner[Event, Action]):
+class _Download(MachineRunner[machine.Event, machine.Action]):
     """One download. `room`: buffers per donor."""
 
     def __init__(
         self,
         of: StateDownloads,
         version: AnchorVersion,
-        plan: Download,
+        plan: machine.Download,
         chunks: int,
         state: PartialState,
         pool: BufferPool,
         room: int,
     ) -> None:
-        super().__init__(plan, Tick(), of.session.transport, of.session.own.clock, MOST_WAITING)
+        super().__init__(plan, machine.Tick(), of.session.transport, of.session.own.clock, MOST_WAITING)
         self.received_bytes: Counter[PeerId] = Counter()
         self._of = of
         self._version = version
@@ -238,21 +189,21 @@ class _Download(MachineRunner[Event, Action]):
         self._pool = pool
         self._room = room
         self._arriving: dict[tuple[PeerId, int], memoryview] = {}
-        """Buffers of the chunks that are arriving or being checked."""
-        self._end: Complete | Failed | None = None
+        self._end: machine.Complete | machine.Failed | None = None
 
     @property
     def is_complete(self) -> bool:
-        return isinstance(self._end, Complete)
+        return isinstance(self._end, machine.Complete)
 
     async def run(self) -> None:
-        """Fetches everything that is due. Raises as `StateDownloads.catch_up`."""
         self._tell_progress()
         await super().run()
-        if isinstance(self._end, Failed):
-            raise self._error(self._end)
-
-    # ---- what comes in by the links ----------------------------------------------------------------------------------
+        if isinstance(self._end, machine.Failed):
+            number, detail = self._version.round, self._end.detail
+            if self._end.stalled:
+                hint = "Check this machine's connection; the next attempt keeps what has been fetched."
+                raise Stalled(f"nothing more comes of the state of round {number}: {detail}", hint=hint)
+            raise NoQuorum(f"no peer is left that gives the state of round {number}: {detail}", hint=TRIED_AGAIN)
 
     def admit(self, sender: PeerId, message: StateChunk, tensor: TensorSpec) -> memoryview | Refusal:
         chunk = message.chunk
@@ -260,7 +211,7 @@ class _Download(MachineRunner[Event, Action]):
             return Refusal(False, "this chunk is not wanted, or not any more")
         elements = self._elements_of(chunk)
         if not may_come_as(tensor, elements, self._of.codecs):
-            self.handle(ChunkCame(sender, chunk, False))
+            self.handle(machine.ChunkCame(sender, chunk, False))
             raise ProtocolViolation(
                 f"chunk {chunk} of a state, {elements} elements, as {tensor.shape} {tensor.dtype.name} in"
                 f" {tensor.byte_length} bytes of {tensor.codec.name}: that is no form of it in this run"
@@ -269,7 +220,7 @@ class _Download(MachineRunner[Event, Action]):
             return Refusal(False, "this chunk is on its way already")
         of_sender = sum(peer == sender for peer, _ in self._arriving)
         if of_sender >= self._room or self._pool.in_use >= self._pool.limit:
-            self.handle(ChunksRefused(sender, (chunk,), StateRefusal.BUSY))  # by us; it will be asked for again
+            self.handle(machine.ChunksRefused(sender, (chunk,), StateRefusal.BUSY))  # by us; it will be asked for again
             return Refusal(True, "too many chunks at once")
         buffer = self._arriving[sender, chunk] = self._pool.take()
         return buffer[: tensor.byte_length]
@@ -281,39 +232,35 @@ class _Download(MachineRunner[Event, Action]):
     def broken_off(self, sender: PeerId, message: StateChunk, buffer: memoryview) -> None:
         if self._is_arriving(sender, message, buffer):
             self._pool.give_back(self._arriving.pop((sender, message.chunk)))
-            self.handle(ChunkLost(sender, message.chunk))
+            self.handle(machine.ChunkLost(sender, message.chunk))
 
     def refused(self, sender: PeerId, message: StateRefused) -> None:
         if self._is_of(message):
-            self.handle(ChunksRefused(sender, message.chunks, message.reason))
+            self.handle(machine.ChunksRefused(sender, message.chunks, message.reason))
 
-    def link_down(self, peer: PeerId, error: PeerError) -> None:
-        self.handle(DonorLost(peer))
+    def link_down(self, to: PeerId, error: PeerError) -> None:
+        self.handle(machine.DonorLost(to))
+
+    _not_sent = link_down
 
     def _is_of(self, message: StateChunk | StateRefused) -> bool:
         return message.module == self._of.module and message.digest == self._version.digest
 
     def _is_arriving(self, sender: PeerId, message: StateChunk, buffer: memoryview) -> bool:
-        """Whether the buffer is the one given for this chunk."""
         given = self._arriving.get((sender, message.chunk))
         return self._is_of(message) and given is not None and given.obj is buffer.obj
 
-    # ---- carrying out ------------------------------------------------------------------------------------------------
-
-    def _carry_out(self, action: Action) -> None:
+    def _carry_out(self, action: machine.Action) -> None:
         match action:
-            case Ask(donor, chunks):
+            case machine.Ask(donor, chunks):
                 if not self.send(donor, StateRequest(self._of.module, self._version.digest, chunks)):
-                    self.handle(DonorLost(donor))
-            case Report(donor, detail):
+                    self.handle(machine.DonorLost(donor))
+            case machine.Report(donor, detail):
                 log.warning("%s does not send the state that was agreed on: %s", short(donor), detail)
                 self._of.on_liar(donor, detail)
-            case Complete() | Failed():
+            case machine.Complete() | machine.Failed():
                 self._end = action
                 self.stop()
-
-    def _not_sent(self, to: PeerId, error: PeerError) -> None:
-        self.handle(DonorLost(to))
 
     async def _check(self, sender: PeerId, chunk: int, tensor: TensorSpec, data: memoryview) -> None:
         try:
@@ -323,7 +270,7 @@ class _Download(MachineRunner[Event, Action]):
         if matches:
             self.received_bytes[sender] += tensor.raw_bytes
         crash_point("chunk arrived")
-        self.handle(ChunkCame(sender, chunk, matches))
+        self.handle(machine.ChunkCame(sender, chunk, matches))
         self._tell_progress()
 
     def _tell_progress(self) -> None:
@@ -335,18 +282,3 @@ class _Download(MachineRunner[Event, Action]):
         index = chunk % self._of.layout.chunks
         elements = self._of.layout.range_of(index, index + 1)
         return int(elements.stop - elements.start)
-
-    def _error(self, failed: Failed) -> SkipstoneError:
-        number = self._version.round
-        if failed.kind is FailureKind.NO_DONOR:
-            return NoQuorum(
-                f"no peer is left that gives the state of round {number}: {failed.detail}",
-                hint="It is tried again with the newest state that the module's replicas announce.",
-            )
-        return Stalled(
-            f"nothing more comes of the state of round {number}: {failed.detail}",
-            hint=(
-                "Check this machine's connection; what has been fetched is kept, and the next attempt goes "
-                "on from there."
-            ),
-        )

@@ -1,7 +1,4 @@
-"""A state in assembly: the encoding of chunks, their check, their places, and a file that keeps them over a restart.
-
-The file has the state's size, with holes. Nothing lists its contents: every chunk is hashed when it is read again.
-"""
+"""A state in assembly: the encoding of chunks, their check, their places, and a file that keeps them over a restart."""
 
 from __future__ import annotations
 
@@ -19,8 +16,8 @@ import torch
 from node.averaging.anchor.anchor import Anchor, chunk_bytes, hash_of
 from node.averaging.anchor.layout import Layout
 from node.averaging.anchor.shared_vector import SharedVector, StateVectors, empty_vector
-from protocol.codecs import Encoded, decode, encode
-from protocol.codecs.memory import octets_of_tensor, tensor_of
+from protocol.codecs import decode
+from protocol.codecs.memory import octets_of_tensor
 from protocol.frames.frames import HashList
 from protocol.interfaces.tensor_spec import DType, TensorSpec
 from swarm.vocabulary.errors import ProtocolViolation
@@ -32,7 +29,6 @@ STATE_CODECS: Final[Mapping[str, frozenset[Codec]]] = {
     "none": frozenset({Codec.NONE}),
     "planes": frozenset({Codec.NONE, Codec.PLANES}),
 }
-"""Codecs of chunks, by `codecs.state`."""
 
 PLANES_BELOW_BYTES_PER_S: Final = 80e6
 """Goodput below which byte planes (ratio 1.2, 1 GB/s on one core) save more time than they cost."""
@@ -44,18 +40,7 @@ def codec_for(allowed: frozenset[Codec], goodput_bytes_per_s: float) -> Codec:
     return Codec.PLANES if slow and Codec.PLANES in allowed else Codec.NONE
 
 
-def as_it_is(data: memoryview) -> Encoded:
-    """A chunk's bytes, float32, without a copy."""
-    return Encoded(TensorSpec((data.nbytes // DType.FLOAT32.size_bytes,), DType.FLOAT32), data)
-
-
-def in_planes(data: memoryview) -> Encoded:
-    """A chunk's bytes in planes, or unchanged if that gains nothing. Takes milliseconds."""
-    return encode(tensor_of(np.frombuffer(data, np.float32)), Codec.PLANES)
-
-
 def may_come_as(tensor: TensorSpec, elements: int, allowed: frozenset[Codec]) -> bool:
-    """Whether a chunk may have this encoding: none, or a shorter one."""
     return (
         (tensor.shape, tensor.dtype) == ((elements,), DType.FLOAT32)
         and tensor.codec in allowed
@@ -63,40 +48,17 @@ def may_come_as(tensor: TensorSpec, elements: int, allowed: frozenset[Codec]) ->
     )
 
 
-class ChunkDecoder:
-    """Decodes chunks, with room for one. Used on one thread."""
-
-    def __init__(self, chunk_elements: int) -> None:
-        self._chunk_elements = chunk_elements
-        self._room: torch.Tensor | None = None
-
-    def bytes_of(self, tensor: TensorSpec, data: memoryview) -> memoryview:
-        """The chunk's float32 bytes, until the next call. Raises ProtocolViolation."""
-        if tensor.codec is Codec.NONE:
-            return data
-        if self._room is None:
-            self._room = torch.empty(self._chunk_elements)
-        out = self._room[: tensor.elements]
-        decode(tensor, data, out)
-        return octets_of_tensor(out)
-
-
 SUFFIX: Final = ".partial-state"
 
 
 class PartialState:
-    """The vectors of a state in assembly, on a thread of its own. A broken disk costs a warning only.
-
-    Args:
-        space: supplies the vectors, and gets them back unless the state becomes complete.
-        folder: keeps chunks over a restart.
-    """
+    """The vectors of a state in assembly, on a thread of its own. `folder` keeps chunks over a restart."""
 
     def __init__(self, hash_list: HashList, space: Space, folder: Path | None) -> None:
         self.parameters, self.momentum = self._vectors = space.spare()
         self._space, self._layout, self._folder = space, space.layout, folder
         self._digest, self._hashes = hash_list.version.digest, hash_list.hashes
-        self._decoder = ChunkDecoder(space.layout.chunk_elements)
+        self._room: torch.Tensor | None = None
         self._file: KeptChunks | None = None
         self._placed: set[int] = set()
         self._thread = ThreadPoolExecutor(1, "catching-up")
@@ -110,12 +72,9 @@ class PartialState:
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._place, number, tensor, data)
 
     async def close(self, *, complete: bool) -> None:
-        """Ends the use of file and vectors after all jobs of the thread."""
         finished = self._thread.submit(self._close, complete)
         self._thread.shutdown(wait=False)
         await asyncio.shield(asyncio.wrap_future(finished))
-
-    # ---- on the thread -----------------------------------------------------------------------------------------------
 
     def _take_over(self, known: Anchor | None) -> frozenset[int]:
         if self._folder is not None:
@@ -144,11 +103,17 @@ class PartialState:
         return same
 
     def _place(self, number: int, tensor: TensorSpec, encoded: memoryview) -> bool:
-        try:
-            data = self._decoder.bytes_of(tensor, encoded)
-        except ProtocolViolation as error:
-            log.info("chunk %d of a state cannot be decoded: %s", number, error)
-            return False
+        data = encoded
+        if tensor.codec is not Codec.NONE:
+            if self._room is None:
+                self._room = torch.empty(self._layout.chunk_elements)
+            out = self._room[: tensor.elements]
+            try:
+                decode(tensor, encoded, out)
+            except ProtocolViolation as error:
+                log.info("chunk %d of a state cannot be decoded: %s", number, error)
+                return False
+            data = octets_of_tensor(out)
         if hash_of(data) != self._hashes[number]:
             return False
         if number not in self._placed:
@@ -174,7 +139,7 @@ class PartialState:
 
 
 class KeptChunks:
-    """The file of kept chunks. Any error of the disk ends its use."""
+    """The file of kept chunks, of the state's size, with holes. Any error of the disk ends its use."""
 
     def __init__(self, folder: Path, digest: bytes, layout: Layout) -> None:
         self._layout = layout
@@ -205,7 +170,6 @@ class KeptChunks:
             return False
 
     def write(self, number: int, data: memoryview) -> bool:
-        """Keeps a chunk. False if the file is not usable any more."""
         if self._file is None:
             return False
         try:
@@ -246,9 +210,7 @@ class Space(Protocol):
     @property
     def layout(self) -> Layout: ...
 
-    def spare(self) -> StateVectors:
-        """Parameters and momentum, [elements] each. Raises ResourceExhausted."""
-        ...
+    def spare(self) -> StateVectors: ...
 
     def give_back(self, parameters: SharedVector, momentum: SharedVector) -> None: ...
 
@@ -257,14 +219,10 @@ class FreshSpace:
     """Newly allocated vectors, for a node without a store of anchors yet."""
 
     def __init__(self, layout: Layout) -> None:
-        self._layout = layout
-
-    @property
-    def layout(self) -> Layout:
-        return self._layout
+        self.layout = layout
 
     def spare(self) -> StateVectors:
-        return empty_vector(self._layout), empty_vector(self._layout)
+        return empty_vector(self.layout), empty_vector(self.layout)
 
     def give_back(self, parameters: SharedVector, momentum: SharedVector) -> None:
         return

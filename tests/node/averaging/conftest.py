@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from node.averaging.exchange import partition as pieces
+from node.averaging.exchange import pieces
 
 
 @pytest.fixture(autouse=True)

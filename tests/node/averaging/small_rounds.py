@@ -21,17 +21,17 @@ from node.averaging.anchor.local_replica import LocalReplica, anchor_of
 from node.averaging.anchor.outer_step import OuterRule
 from node.averaging.anchor.shared_vector import SpareArrays, Vector, empty_part
 from node.averaging.exchange.all_reduce import AllReduce, ExchangeMeans
-from node.averaging.exchange.arrivals import Arrivals
-from node.averaging.exchange.partition import Plan
-from node.averaging.exchange.pseudo_gradient import Source
+from node.averaging.exchange.pieces import Arrivals, Plan
+from node.averaging.exchange.reduction import Source
 from node.averaging.module_rounds import rung_of, rungs_to
 from node.averaging.replica_sync import ReplicaSync
-from node.averaging.round_runner import RoundRunner, RoundSettled
+from node.averaging.round_runner import RoundRunner
 from node.concurrency.compute_thread import ComputeThread, Priority
 from node.concurrency.task_groups import task_scope
 from node.model.optimizer import StepFigures
 from node.network.dispatcher import Dispatcher
 from node.network.local_peer import LocalPeer
+from node.observability.events import RoundCommitted
 from protocol.identity.signatures import EntrySeal, PieceSignatures
 from protocol.interfaces.clock import SystemClock
 from protocol.interfaces.tensor_spec import TensorSpec
@@ -325,7 +325,8 @@ class Replica:
     optimizer: MadeUpOptimizer
     local: LocalReplica
     compute: ComputeThread
-    settled: list[RoundSettled] = field(default_factory=list)
+    settled: list[RoundCommitted] = field(default_factory=list)
+    codec_reasons: list[str] = field(default_factory=list)
     history: dict[int, bytes] = field(default_factory=dict)
     """Digest of each round's anchor here."""
     accused: list[Caught] = field(default_factory=list)
@@ -383,8 +384,10 @@ class Host:
     def anchored(self, anchor: Anchor) -> None:
         self.hall.replicas[self.own].history[anchor.version.round] = anchor.version.digest
 
-    def settled(self, settled: RoundSettled) -> None:
-        self.hall.replicas[self.own].settled.append(settled)
+    def settled(self, version: AnchorVersion, event: RoundCommitted, reason: str = "", clipping: float = 1.0) -> None:
+        replica = self.hall.replicas[self.own]
+        replica.settled.append(event)
+        replica.codec_reasons.append(reason)
 
     def accused(self, caught: Caught) -> None:
         self.hall.replicas[self.own].accused.append(caught)
@@ -462,7 +465,7 @@ class Hall:
             for index, replica in enumerate(self.replicas.values()):
                 if replica.peer not in self.dead:
                     await replica.step(seed + 1000 * number + 10 * step + index)
-        await self.until(lambda: all(r.settled and r.settled[-1].version.round >= number for r in self.living))
+        await self.until(lambda: all(r.settled and r.settled[-1].round >= number for r in self.living))
 
 
 class MemoryWire:
@@ -555,12 +558,7 @@ async def grpc_hall(
         for persona, pair in zip(personas, threads, strict=True):
             receives = dispatcher()
             transport = GrpcTransport(
-                persona.credentials,
-                persona.book,
-                receives,
-                SystemClock(),
-                TransportSettings(),
-                own_record=lambda: b"",
+                persona.credentials, persona.book, receives, SystemClock(), TransportSettings(), own_record=lambda: b""
             )
             signatures = PieceSignatures(RUN, persona.identity)
             here.add(persona.peer, pair, receives, transport, EntrySeal(persona.identity, RUN), signatures)

@@ -190,12 +190,7 @@ class StateSwarm:
     ) -> StatePeer:
         persona, handler, clock = Persona(), Handler(faults), SystemClock()
         transport = GrpcTransport(
-            persona.credentials,
-            persona.book,
-            handler,
-            clock,
-            self._settings,
-            own_record=lambda: b"",
+            persona.credentials, persona.book, handler, clock, self._settings, own_record=lambda: b""
         )
         progress: list[tuple[int, int]] = []
         liars: list[tuple[PeerId, str]] = []

@@ -170,7 +170,7 @@ async def test_who_swaps_two_members_weights_is_caught(monkeypatch: pytest.Monke
 
 
 async def test_one_piece_of_four_is_found_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("node.averaging.exchange.partition.SMALLEST_PIECE", 4096)
+    monkeypatch.setattr("node.averaging.exchange.pieces.SMALLEST_PIECE", 4096)
     honestly = Reduction.finish
 
     def finish(self: Reduction, piece: Any) -> memoryview:

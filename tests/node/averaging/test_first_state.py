@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from node.averaging.anchor.anchor import Anchor
-from node.averaging.first_state import first_state
+from node.averaging.module_rounds import first_state
 from node.checkpoint.state import ReplicaState, Resumed
 from node.cli.manifests import starting_from
 from node.context.module_context import ModuleContext
@@ -190,7 +190,7 @@ async def test_sizes_are_compared_with_the_machine_before_anything_is_fetched(
     def full(*given: object) -> None:
         raise ResourceExhausted("there is no room")
 
-    monkeypatch.setattr("node.averaging.first_state.require_room", full)
+    monkeypatch.setattr("node.averaging.module_rounds.require_room", full)
     async with state_swarm(module_layout(manifest, MODULE)) as swarm:
         joiner = await swarm.joiner()
         with pytest.raises(ResourceExhausted):

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from node.averaging.module_rounds import PROGRESS_S, RoundNews
-from node.averaging.round_runner import RoundSettled
 from node.observability.events import CatchingUp, CaughtUp, Event, RoundCommitted
 from node.observability.status import DownloadStatus, RoundStatus
-from swarm.vocabulary.types import Codec, ModuleId, PeerId
+from swarm.vocabulary.types import ModuleId, PeerId
 from tests.node.checkpoint.small_states import state
 from tests.node.network.small_swarm import ManualClock
 
@@ -26,14 +25,13 @@ def test_a_download_is_told_when_it_begins_and_once_a_second() -> None:
     clock, kept = ManualClock(), Kept()
     news = RoundNews(OWN, MODULE, clock, kept)
     wanted, known = state(3), state(2)
-    news.fetching(wanted.version)
-    for done in range(5):
-        news.progressed(done, 8)
-        clock.now += PROGRESS_S / 2
-    assert kept.events == [CatchingUp(OWN, "1.0", 3, done, 8) for done in (0, 2, 4)]
-    assert news.catching_up() == DownloadStatus(3, 4, 8)
-    news.caught_up(wanted, known, (A, B), {B: 7})
-    news.ended()
+    with news.fetching(wanted.version):
+        for done in range(5):
+            news.progressed(done, 8)
+            clock.now += PROGRESS_S / 2
+        assert kept.events == [CatchingUp(OWN, "1.0", 3, done, 8) for done in (0, 2, 4)]
+        assert news.catching_up() == DownloadStatus(3, 4, 8)
+        news.caught_up(wanted, known, (A, B), {B: 7})
     told = kept.events[-1]
     assert isinstance(told, CaughtUp)
     assert (told.donors, told.donor_bytes, told.seconds) == ((A, B), (0, 7), 2.5 * PROGRESS_S)
@@ -46,7 +44,8 @@ def test_the_last_round_is_remembered() -> None:
     clock, kept = ManualClock(), Kept()
     news = RoundNews(OWN, MODULE, clock, kept)
     assert news.last_round() is None
-    news.committed(RoundSettled(state(3).version, (OWN, A, B), (OWN, A), 100, 1, 0.5, 10, 20, Codec.INT4, "slow"))
+    event = RoundCommitted(OWN, "1.0", 3, "", (OWN, A, B), (OWN, A), 100, 1, 0.5, 10, 20, "int4")
+    news.committed(event, "slow", 1.0)
     clock.now += 4
     assert news.last_round() == RoundStatus(3, 4.0, "int4", "slow")
-    assert isinstance(kept.events[0], RoundCommitted)
+    assert kept.events == [event]

@@ -11,31 +11,8 @@ from functools import partial
 from random import Random
 
 from lab.world.world import Thunk, VirtualTime
-from swarm.averaging.round_events import (
-    Action,
-    Arrived,
-    CatchUp,
-    CatchUpFailed,
-    CaughtUp,
-    CommitStaged,
-    DropStaged,
-    Event,
-    Exchange,
-    LinkLost,
-    OtherReplica,
-    Owing,
-    PieceCame,
-    PieceRejected,
-    Release,
-    ReplicasChanged,
-    RoundRules,
-    SnapshotTaken,
-    Staged,
-    TakeSnapshot,
-    Tell,
-    Tick,
-    Worked,
-)
+from swarm.averaging import round_events as events
+from swarm.averaging.round_events import Action, CommitStaged, RoundRules, Tell
 from swarm.averaging.round_machine import RoundMachine
 from swarm.vocabulary.averaging_messages import MAX_ATTEMPTS, Commit, Entry, Invitation, Prepared, Roster, RoundId
 from swarm.vocabulary.types import AnchorVersion, ModuleId, PeerId
@@ -79,8 +56,6 @@ class VirtualLinks:
 
     def _carry(self, sender: PeerId, to: PeerId, seconds: float, deliver: Thunk) -> None:
         self._time.after(seconds, lambda: deliver() if self.up(sender, to) else None)
-
-    # ---- faults -------------------------------------------------------------------------------------------------
 
     def cut(self, one: PeerId, other: PeerId) -> None:
         self._cut.add(frozenset((one, other)))
@@ -233,13 +208,13 @@ class VirtualReplica:
         self.snapshots: dict[int, Snapshot] = {}
         self.staged: dict[AnchorVersion, RoundId] = {}
         self.exchange: VirtualExchange | None = None
-        self._events: deque[Event] = deque()
+        self._events: deque[events.Event] = deque()
         self.early: list[Thunk] = []
         """Pieces that came before the roster."""
         self.kept: list[Thunk] = []
         """What waits in the sockets of a frozen process."""
-        self.view: dict[PeerId, tuple[OtherReplica, float]] = {}
-        self._told: tuple[OtherReplica, ...] | None = None
+        self.view: dict[PeerId, tuple[events.OtherReplica, float]] = {}
+        self._told: tuple[events.OtherReplica, ...] | None = None
         self._busy_until = 0.0
         self._owed: frozenset[PeerId] = frozenset()
         world.time.after(world.random.uniform(0, TICK_S), self._tick)
@@ -248,8 +223,6 @@ class VirtualReplica:
     @property
     def version(self) -> AnchorVersion:
         return self.machine.version
-
-    # ---- the process -----------------------------------------------------------------------------------------------
 
     def do(self, what: Thunk) -> None:
         """Runs now, or when the process runs again, or never."""
@@ -266,7 +239,7 @@ class VirtualReplica:
         for what in kept:
             self.do(what)
 
-    def feed(self, event: Event) -> None:
+    def feed(self, event: events.Event) -> None:
         """One event after the other: what the actions of one bring about waits until they are all carried out."""
         self._events.append(event)
         if len(self._events) > 1:
@@ -282,7 +255,7 @@ class VirtualReplica:
     def _tick(self) -> None:
         if self.alive:
             if not self.frozen:
-                self.feed(Tick())
+                self.feed(events.Tick())
                 self.serving = self.serving or self.machine.settled
             self.world.time.after(TICK_S, self._tick)
 
@@ -293,7 +266,7 @@ class VirtualReplica:
         if self.frozen or self.world.idle or self.machine.describe().find("catching") >= 0:
             return
         self.steps, self.tokens, self.work = self.steps + 1, self.tokens + self.tokens_a_step, self.work + 1
-        self.feed(Worked(self.steps, self.tokens))
+        self.feed(events.Worked(self.steps, self.tokens))
         if self.machine.is_alone and self.steps >= self.world.rules.inner_steps:
             self._step_alone()
 
@@ -305,21 +278,19 @@ class VirtualReplica:
         self.steps = self.tokens = 0
         self.snapshots.clear()
         self._keep(version)
-        self.feed(CaughtUp(version))
+        self.feed(events.CaughtUp(version))
 
     def _keep(self, version: AnchorVersion) -> None:
         self.history = [*self.history, version][-KEPT_VERSIONS:]
 
-    # ---- what the machine wants ------------------------------------------------------------------------------------
-
     def _carry_out(self, action: Action) -> None:
         match action:
             case Tell(to, message):
-                self._tell(to, Arrived(self.id, message))
-            case TakeSnapshot(attempt, _):
+                self._tell(to, events.Arrived(self.id, message))
+            case events.TakeSnapshot(attempt, _):
                 seconds = self.world.random.choice(self.world.shape.prepare_s)
                 self.world.time.after(seconds, lambda: self.do(lambda: self._take_snapshot(attempt)))
-            case Exchange(roster):
+            case events.Exchange(roster):
                 assert len(self.staged) <= 1, "there is room for one complete result, and the one in the making"
                 snapshot = self.snapshots[roster.round.number]
                 fragments = self.world.rules.fragments
@@ -328,29 +299,29 @@ class VirtualReplica:
                 self.exchange.start()
                 self._exchange_moved(self.exchange)
                 if self.slanders is not None and roster.round.convener != self.id:
-                    self.feed(PieceRejected(roster.round, self.slanders, "slander"))
+                    self.feed(events.PieceRejected(roster.round, self.slanders, "slander"))
                 early, self.early = self.early, []
                 for take in early:
                     take()
-            case DropStaged(version):
+            case events.DropStaged(version):
                 self.staged.pop(version, None)
-            case Release(number):
+            case events.Release(number):
                 self.exchange = None
                 self.snapshots = {kept: value for kept, value in self.snapshots.items() if kept > number}
                 self.staged = {version: attempt for version, attempt in self.staged.items() if attempt.number > number}
             case CommitStaged(roster, version):
                 self._commit(roster.round, version)
-            case CatchUp(version, donors):
+            case events.CatchUp(version, donors):
                 seconds = self.world.random.uniform(0.1, 1.0)
                 self.world.time.after(seconds, lambda: self.do(lambda: self._caught_up(version, donors)))
 
-    def _tell(self, to: PeerId, event: Arrived) -> None:
+    def _tell(self, to: PeerId, event: events.Arrived) -> None:
         def deliver() -> None:
             receiver = self.world.replicas[to]
             receiver.do(lambda: receiver.feed(event))
 
         if not (self.world.links.message(self.id, to, deliver) and self.world.replicas[to].alive):
-            self.world.time.after(0.05, lambda: self.do(lambda: self.feed(LinkLost(to))))
+            self.world.time.after(0.05, lambda: self.do(lambda: self.feed(events.LinkLost(to))))
 
     def _take_snapshot(self, attempt: RoundId) -> None:
         old = self.snapshots.get(attempt.number)
@@ -359,7 +330,7 @@ class VirtualReplica:
             old = self.snapshots[attempt.number] = Snapshot(self.version, self.steps, self.tokens, gradient)
         norm = old.steps * self.world.random.uniform(0.9, 1.1)
         received = {peer: other.bandwidth for peer, other in self.world.replicas.items() if peer != self.id}
-        self.feed(SnapshotTaken(attempt, old.steps, old.tokens, norm, self.bandwidth, received))
+        self.feed(events.SnapshotTaken(attempt, old.steps, old.tokens, norm, self.bandwidth, received))
 
     def _commit(self, attempt: RoundId, version: AnchorVersion) -> None:
         assert self.staged.get(version) == attempt, "it commits what it has not prepared"
@@ -373,15 +344,13 @@ class VirtualReplica:
     def _caught_up(self, version: AnchorVersion, donors: tuple[PeerId, ...]) -> None:
         near = (self.world.replicas[peer] for peer in donors if self.world.links.up(self.id, peer))
         if not any(donor.alive and not donor.frozen and version in donor.history for donor in near):
-            return self.feed(CatchUpFailed(version, "no donor has it"))
+            return self.feed(events.CatchUpFailed(version, "no donor has it"))
         self.steps = self.tokens = 0
         self.snapshots.clear()
         self.staged.clear()
         self.exchange = None
         self._keep(version)
-        return self.feed(CaughtUp(version))
-
-    # ---- the exchange ----------------------------------------------------------------------------------------------
+        return self.feed(events.CaughtUp(version))
 
     def _send(self, to: PeerId, piece: Piece) -> None:
         seconds = self.world.rules.chunk_bytes / self.bandwidth
@@ -403,9 +372,9 @@ class VirtualReplica:
                 self.early.append(lambda: self.piece_came(sender, piece, spoilt))
             return
         if spoilt:
-            self.feed(PieceRejected(piece.roster.round, sender, "not finite"))
+            self.feed(events.PieceRejected(piece.roster.round, sender, "not finite"))
         elif exchange.take(sender, piece):
-            self.feed(PieceCame(piece.roster.round, sender))
+            self.feed(events.PieceCame(piece.roster.round, sender))
             self._exchange_moved(exchange)
 
     def _exchange_moved(self, exchange: VirtualExchange) -> None:
@@ -415,16 +384,14 @@ class VirtualReplica:
         attempt = exchange.roster.round
         if owing != self._owed:
             self._owed = owing
-            self.feed(Owing(attempt, owing))
+            self.feed(events.Owing(attempt, owing))
         result = exchange.result()
         if result is not None and result not in self.staged and result not in self.history:
             self.staged[result] = attempt
             self.world.staged(self, exchange.roster, result)
-            self.feed(Staged(attempt, result))
+            self.feed(events.Staged(attempt, result))
 
-    # ---- the others -------------------------------------------------------------------------------------------------
-
-    def see(self, replica: OtherReplica) -> None:
+    def see(self, replica: events.OtherReplica) -> None:
         self.view[replica.peer] = (replica, self.world.time.now + VIEW_S)
         self.refresh_view()
 
@@ -434,7 +401,7 @@ class VirtualReplica:
         others = tuple(seen[0] for _, seen in sorted(self.view.items()))
         if others != self._told:
             self._told = others
-            self.feed(ReplicasChanged(others))
+            self.feed(events.ReplicasChanged(others))
 
 
 ANNOUNCE_S = 1.0
@@ -498,10 +465,8 @@ class RoundWorld:
     def peers(self) -> list[PeerId]:
         return list(self.replicas)
 
-    # ---- announcements -----------------------------------------------------------------------------------------------
-
-    def _announcement(self, replica: VirtualReplica) -> OtherReplica:
-        return OtherReplica(replica.id, replica.version, replica.serving)
+    def _announcement(self, replica: VirtualReplica) -> events.OtherReplica:
+        return events.OtherReplica(replica.id, replica.version, replica.serving)
 
     def _announce(self, replica: VirtualReplica) -> None:
         if not replica.alive:
@@ -514,8 +479,6 @@ class RoundWorld:
         for other in self.living:
             if other is not replica and self.links.up(replica.id, other.id):
                 self.time.after(self.random.uniform(0.01, ANNOUNCE_S), partial(other.do, partial(other.see, announced)))
-
-    # ---- what must hold ----------------------------------------------------------------------------------------------
 
     def observe(self, replica: VirtualReplica, before: AnchorVersion, actions: Iterable[Action]) -> None:
         after = replica.version
@@ -532,13 +495,13 @@ class RoundWorld:
                     self.told[version].add(replica.id)
                 case Tell(_, Commit(attempt, version)):
                     self._check_majority(attempt, version)
-                case CatchUp():
+                case events.CatchUp():
                     self.caught_up[replica.id] += 1
                 case Tell(_, Invitation(attempt)):
                     assert attempt.attempt < MAX_ATTEMPTS
                     assert attempt.convener == replica.id
                     self.attempts[attempt.number] = max(self.attempts[attempt.number], attempt.attempt + 1)
-                case Exchange(roster):
+                case events.Exchange(roster):
                     self.exchanges += 1
                     if roster.round.convener == replica.id:
                         self._check_nothing_thrown_away(roster)
@@ -577,8 +540,6 @@ class RoundWorld:
     def explain(self) -> str:
         return "\n".join(f"{replica.id}: {replica.machine.describe()}" for replica in self.living)
 
-    # ---- time --------------------------------------------------------------------------------------------------------
-
     def run(self, seconds: float) -> None:
         self.time.run_until(self.time.now + seconds)
 
@@ -590,14 +551,12 @@ class RoundWorld:
         """Whether all that live stand on one version that they have in common."""
         return len(self.versions()) == 1
 
-    # ---- what goes wrong ---------------------------------------------------------------------------------------------
-
     def cut(self, one: PeerId, other: PeerId) -> None:
         """The link breaks and stays so; both ends notice."""
         self.links.cut(one, other)
         for peer, lost in ((one, other), (other, one)):
             replica = self.replicas[peer]
-            replica.do(partial(replica.feed, LinkLost(lost)))
+            replica.do(partial(replica.feed, events.LinkLost(lost)))
 
     def crash(self, peer: PeerId) -> None:
         self.replicas[peer].alive = False

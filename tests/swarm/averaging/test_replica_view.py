@@ -15,7 +15,7 @@ def version(number: int) -> AnchorVersion:
 
 def two() -> OtherReplicas:
     others = OtherReplicas()
-    others.changed([OtherReplica(B, version(1), True), OtherReplica(C, version(1), True)], 0.0)
+    others.changed([OtherReplica(B, version(1), True), OtherReplica(C, version(1), True)])
     return others
 
 

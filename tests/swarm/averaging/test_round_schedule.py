@@ -32,16 +32,7 @@ from swarm.averaging.schedule import (
     possible,
     standing,
 )
-from swarm.averaging.trust import (
-    ASTRAY,
-    FADING,
-    FEWEST_APART,
-    AnchorDrift,
-    UsualLength,
-    mark_of,
-    measured_of,
-    rates,
-)
+from swarm.averaging.trust import ASTRAY, FADING, FEWEST_APART, AnchorDrift, UsualLength, mark_of, measured_of, rates
 from swarm.vocabulary.averaging_messages import Entry, LinkRate, Roster, RoundId, SignedRoster
 from swarm.vocabulary.types import MAX_COUNT, MAX_ROUND, AnchorVersion, Codec, ModuleId, PeerId
 from tests.swarm.averaging.round_world import VirtualSeal
@@ -60,9 +51,6 @@ def entry(tokens: int, norm: float = 1.0, steps: int = 10, peer: PeerId = A, att
 
 def version(number: int, tokens: int = 0, digest: bytes = b"x") -> AnchorVersion:
     return AnchorVersion(number, 0, tokens, 0, digest)
-
-
-# ---- who, when, which number -----------------------------------------------------------------------------------------
 
 
 def test_the_convener_changes_from_round_to_round_and_a_leaver_moves_nobody_else() -> None:
@@ -114,9 +102,6 @@ def test_numbers_go_beyond_all_that_is_seen_but_not_beyond_reason() -> None:
     assert next_number(BASE, [version(900)]) == 901
     assert next_number(version(100_000), [version(300_000)]) == 300_001
     assert next_number(version(0), [version(2**48 - 1)]) == 1
-
-
-# ---- what the module stands on --------------------------------------------------------------------------------------
 
 
 def test_most_replicas_decide_and_of_equally_many_the_greater() -> None:
@@ -183,9 +168,6 @@ def test_a_young_run_whose_rounds_fail_for_hours_is_possible() -> None:
     assert possible(RULES, AnchorVersion(3, 3 * 3600 * 100, 10**12, 0, b"x"))
 
 
-# ---- rosters --------------------------------------------------------------------------------------------------------
-
-
 def test_shares_follow_tokens_up_to_a_limit_and_long_updates_are_scaled_down() -> None:
     def coefficients(**entries: Entry) -> dict[str, float]:
         return {peer: weight.coefficient for peer, weight in weigh({PeerId(p): e for p, e in entries.items()}).items()}
@@ -239,8 +221,7 @@ def test_an_update_far_too_short_for_its_work_is_known_by_our_own_and_by_the_rou
 
 
 @pytest.mark.parametrize(
-    "wrong",
-    [{"norm": math.nan}, {"norm": math.inf}, {"norm": -1.0}, {"tokens": -1}, {"steps": 2**40}, {"steps": 0}],
+    "wrong", [{"norm": math.nan}, {"norm": math.inf}, {"norm": -1.0}, {"tokens": -1}, {"steps": 2**40}, {"steps": 0}]
 )
 def test_entries_with_impossible_figures_are_unsound(wrong: dict[str, float]) -> None:
     assert sound_entry(entry(1))
@@ -249,10 +230,7 @@ def test_entries_with_impossible_figures_are_unsound(wrong: dict[str, float]) ->
 
 @given(
     st.dictionaries(
-        st.text("abcdefgh", min_size=1, max_size=3).map(PeerId),
-        st.none() | st.integers(1, 24),
-        min_size=1,
-        max_size=12,
+        st.text("abcdefgh", min_size=1, max_size=3).map(PeerId), st.none() | st.integers(1, 24), min_size=1, max_size=12
     ),
     st.integers(0, 50),
     st.integers(0, 200),

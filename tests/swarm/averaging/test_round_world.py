@@ -27,14 +27,6 @@ def test_without_faults_every_round_commits_at_once_on_all_replicas() -> None:
     assert len(set(world.conveners.values())) == 4
 
 
-def test_many_replicas_and_fragments() -> None:
-    world = RoundWorld(2, Shape(replicas=7))
-    world.run(40.0)
-    assert len(world.commits) >= 8
-    assert not world.forks()
-    assert not world.caught_up
-
-
 CHUNKS, QUICK_CHUNKS = 10, 4
 SEEDS_A_CHUNK = 100
 

@@ -104,9 +104,6 @@ def test_who_contributes_nothing_has_nothing_to_compare_with() -> None:
     assert oddities(OWN, [beside(A, length=9.0, cosine=-1.0)], 0.0, 0.0, 1.0) == {}
 
 
-# ---- after the commit ------------------------------------------------------------------------------------------------
-
-
 def left_over(members: int, cosine: float, stretch: float) -> float:
     """Length of `stretch` times the sum of equal updates of length 1 with this cosine between each two, less those of
     all but the reducer."""
@@ -191,14 +188,6 @@ def test_waiting_in_vain_counts_only_in_a_row() -> None:
     assert penalties.excluded(99.0) == {A}
     penalties.waiting.forgive(A)
     assert penalties.excluded(99.0) == frozenset()
-
-
-def test_success_does_not_pay_for_rubbish() -> None:
-    penalties = Penalties()
-    for at in (0.0, 1.0):
-        penalties.rubbish.add(A, at)
-    penalties.waiting.forgive(A)
-    assert penalties.excluded(2.0) == {A}
 
 
 def test_who_is_caught_by_an_audit_is_left_out_at_once_and_longer_than_for_rubbish() -> None:

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from node.averaging.anchor.anchor import hash_all
-from node.averaging.exchange.partition import ExchangeProgress, HowFar, Plan
+from node.averaging.exchange.pieces import ExchangeProgress, Plan
 from protocol.codecs import encoded_bytes
 from swarm.averaging.round_events import Event, Owing, PieceCame, PieceRejected
 from swarm.compression.round_codecs import RoundCodecs, ladder
+from swarm.vocabulary.averaging_messages import RoundId
 from swarm.vocabulary.types import Codec, PeerId
 from tests.node.averaging.small_rounds import (
     base_anchor,
@@ -309,16 +310,15 @@ def test_who_is_held_up_by_another_owes_nothing() -> None:
 def test_another_tenth_of_the_pieces_is_told_once() -> None:
     base = base_anchor(small_layout(12 * 2**18))
     roster = roster_of(base, [(PeerId("a"), 0.5, 1.0), (PeerId("b"), 0.5, 1.0)])
-    plan, told = Plan(PeerId("a"), base.layout, roster), list[HowFar]()
-    progress = ExchangeProgress(plan, told.append)
+    plan, told = Plan(PeerId("a"), base.layout, roster), list[tuple[RoundId, int, int]]()
+    progress = ExchangeProgress(plan, lambda *how_far: told.append(how_far))
     own = plan.shards[PeerId("a")]
     for piece in own:
         progress.added(PeerId("b"), piece)
     for piece in plan.pieces:
         progress.applied(piece)
-    assert [how_far.percent for how_far in told] == sorted({how_far.percent for how_far in told})
-    assert (told[0].percent, told[-1].percent) == (0, 100)
+    percents = [percent for _, _, percent in told]
+    assert percents == sorted(set(percents))
+    assert (percents[0], percents[-1]) == (0, 100)
     assert len(told) > 6
-    assert {(how_far.round, how_far.reduced_chunks) for how_far in told} == {
-        (roster.round, roster.members[0].end_chunk)
-    }
+    assert {(attempt, chunks) for attempt, chunks, _ in told} == {(roster.round, roster.members[0].end_chunk)}

@@ -8,7 +8,7 @@ from torch import nn
 from node.averaging.anchor.anchor import initial_anchor
 from node.averaging.anchor.local_replica import LocalReplica
 from node.averaging.anchor.shared_vector import Vector
-from node.averaging.exchange.pseudo_gradient import SentParts, Source
+from node.averaging.exchange.reduction import SentParts, Source
 from protocol.codecs import decode_into, encoded_bytes
 from swarm.vocabulary.types import Codec
 
