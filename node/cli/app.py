@@ -1,8 +1,4 @@
-"""The `skipstone` command: its group of commands, its errors and exit codes.
-
-Our errors become two lines on standard error and their exit code. Commands import heavy modules themselves, after
-their first line.
-"""
+"""The `skipstone` command: its subcommands, errors and exit codes."""
 
 from __future__ import annotations
 
@@ -37,7 +33,6 @@ class ErrorReportingGroup(TyperGroup):
     """Turns what a command raises into a message for people and an exit code."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Runs the command."""
         try:
             return super().invoke(ctx)
         except SkipstoneError as error:
@@ -120,7 +115,6 @@ def _only_error(group: ExceptionGroup[Exception]) -> SkipstoneError | None:
 
 
 def _reported(error: SkipstoneError, *, debug: bool) -> typer.Exit:
-    """Writes the error where people look for it; returns how to leave."""
     if debug:
         traceback.print_exception(error)
     typer.echo(f"error: {harmless(str(error), _MAX_MESSAGE_CHARACTERS)}\n  {error.hint}", err=True)

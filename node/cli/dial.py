@@ -120,7 +120,6 @@ def _peers(dial: DialOptions) -> Peers:
 
 
 def _tokenizer(path: Path) -> tuple[Reasoned[int], dict[str, Any]]:
-    """How many tokens the file has, and what a manifest says of it."""
     from node.data.tokenizers import FileTokenizer, tokenizer_keys
 
     data = tokenizer_keys(path)

@@ -55,7 +55,7 @@ async def _export(
     replace: bool,
     as_json: bool,
 ) -> Export:
-    """`chosen`: the path, and whether every module is written instead."""
+    """`chosen`: the path, and whether to write every module instead."""
     from node.data.places import ToldPlaces
     from node.export.open_model import open_model
     from node.export.source import parse_path

@@ -32,11 +32,7 @@ _LONGEST_ANSWER: Final = 4096
 
 
 class Consent:
-    """The question at a terminal, unless --yes was given or the run is this machine's own.
-
-    Services and scripts have no terminal and go on: their owner chose the run, and reading of this machine needs an
-    option of its own (`node.data.places`).
-    """
+    """A question at a terminal, unless --yes was given or the run is this machine's own. Services have no terminal."""
 
     def __init__(self, options: NodeOptions) -> None:
         self._options = options
@@ -44,7 +40,6 @@ class Consent:
     async def __call__(
         self, signed: SignedManifest, text: Reasoned[Places | None], fits: Reasoned[tuple[int, ...]], own: bool
     ) -> bool:
-        """Says it, and returns whether to join."""
         stream = sys.stderr if self._options.as_json else sys.stdout  # standard output may be for a program
         with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
             for line in description(signed, self._options, text, fits, own=own):
@@ -90,7 +85,7 @@ def _experts(stages: StagesSection) -> str:
 
 
 def _parameters(manifest: Manifest) -> int:
-    """Of all modules together; in figures, because a manifest may describe a model that nobody could build."""
+    """The parameters of all modules, computed: a manifest may describe a model that is too large to build."""
     from protocol.manifest.model import block_parameters
 
     model, blocks = manifest.model, manifest.stages.blocks
@@ -181,7 +176,7 @@ def join(
 
 
 async def _join(options: NodeOptions) -> int:
-    """Runs the node and returns the exit code: leaving in good order is how a node ends, whoever asked for it."""
+    """Runs the node; returns the exit code."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     if options.stop_on_eof:

@@ -92,7 +92,6 @@ def new(
 
 
 def _largest_need(manifest: Manifest) -> str:
-    """The memory that the stages take, in a clause."""
     from node.model.memory_need import needs_of
     from swarm.membership.room import size_text
     from swarm.pipeline.custody import DEFAULT_SLOTS

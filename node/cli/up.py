@@ -129,7 +129,6 @@ async def _follow(swarm: LocalSwarm, emit: Callable[[Event], None]) -> None:
 
 
 async def _show(swarm: LocalSwarm, title: str) -> None:
-    """Draws the live view until no node is left."""
     from rich.console import Console
 
     from node.cli.views.live import draw, render
@@ -152,5 +151,5 @@ def _kill(loop: asyncio.AbstractEventLoop, swarm: LocalSwarm) -> None:
 
 
 def _is_of_the_whole(event: Event) -> bool:
-    """Whether an event is about the swarm; what single nodes tell of themselves is for the JSON."""
+    """Whether an event is about the swarm. Those of single nodes are for the JSON."""
     return not isinstance(event, InnerStep | LastPeer | NodeSummary | PeerChange)

@@ -1,5 +1,4 @@
-"""The compute devices of one node, each with a thread of its own: the first one's is the compute thread, which gives
-the others their jobs."""
+"""The compute devices of one node. The first one's thread is the compute thread and gives the others their jobs."""
 
 from __future__ import annotations
 
@@ -19,11 +18,7 @@ Result = TypeVar("Result")
 
 
 class DeviceThreads:
-    """The devices of one node but the first, each with its thread.
-
-    Args:
-        devices: all of them. Several on processor cores share these evenly.
-    """
+    """The devices of one node but the first, each with its thread. Several devices of kind cpu share the cores."""
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self.devices = tuple(devices)
@@ -62,11 +57,7 @@ class DeviceThreads:
             torch.mps.synchronize()
 
     def at_once(self, jobs: Sequence[Callable[[], Result]]) -> list[Result]:
-        """Runs one job for each device, the first in this thread, and returns their results when all have ended.
-
-        Raises:
-            Exception: the first failure that is not the consequence of another one.
-        """
+        """Runs one job for each device, the first in this thread. Raises the first failure that no other one caused."""
         futures: list[Future[Result]] = [Future() for _ in jobs]
         for queue, job, future in zip(self._queues, jobs[1:], futures[1:], strict=True):
             queue.put(partial(_settle, future, job))

@@ -14,11 +14,7 @@ Wanted = TypeVar("Wanted")
 
 @asynccontextmanager
 async def task_scope() -> AsyncIterator[asyncio.TaskGroup]:
-    """An `asyncio.TaskGroup` that raises what went wrong first instead of a group of everything that went wrong.
-
-    Whoever calls can then catch a SkipstoneError wherever it came from: the block, one of its tasks, or a task's task.
-    The other errors of the group stay visible as its context.
-    """
+    """An `asyncio.TaskGroup` that raises its first SkipstoneError, else its first error, instead of the group."""
     try:
         async with asyncio.TaskGroup() as tasks:
             yield tasks
@@ -27,7 +23,7 @@ async def task_scope() -> AsyncIterator[asyncio.TaskGroup]:
 
 
 async def set_or_after(event: asyncio.Event, seconds: float) -> None:
-    """Waits until the event is set, which is taken back, or the time is over."""
+    """Waits until the event is set, and clears it, or until the time is over."""
     try:
         async with asyncio.timeout(seconds):
             await event.wait()
@@ -53,7 +49,6 @@ async def unless(stop: asyncio.Event, wanted: Awaitable[Wanted]) -> Wanted | Non
 
 
 def _telling(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The first expected error in the group, else the first of all."""
     leaves = list(_leaves(group))
     return next((leaf for leaf in leaves if isinstance(leaf, SkipstoneError)), leaves[0])
 

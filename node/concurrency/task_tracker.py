@@ -22,19 +22,15 @@ class TaskTracker:
 
     @property
     def are_running(self) -> bool:
-        """Whether a `running` block is open."""
         return self._tasks is not None
 
     @property
     def owed(self) -> int:
-        """The number of owed tasks that are not done."""
         return self._owed
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Runs the tasks within the block. A task that fails ends it with its error; an error or a cancellation of the
-        block cancels the tasks.
-        """
+        """Runs the tasks within the block, which ends with the error of a failed task."""
         async with task_scope() as tasks:
             self._tasks = tasks
             try:
@@ -43,7 +39,7 @@ class TaskTracker:
                 self._tasks = None
 
     def begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None] | None:
-        """Starts a task, or returns None when nothing runs."""
+        """Starts a task; None outside of `running`."""
         if self._tasks is None:
             work.close()
             return None
@@ -53,7 +49,6 @@ class TaskTracker:
         return task
 
     def cancel(self) -> None:
-        """Cancels all tasks, and begins nothing more."""
         self._tasks = None
         for task in self._begun:
             task.cancel()

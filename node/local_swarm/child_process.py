@@ -1,8 +1,4 @@
-"""One node as a child process that cannot outlive its parent.
-
-The child stops in good order when its standard input closes, which the kernel does when the parent dies. It leads a
-process group, so that Ctrl-C reaches the parent alone and its own children end with it.
-"""
+"""A node as a child process. It stops when its standard input closes, so it cannot outlive its parent."""
 
 from __future__ import annotations
 
@@ -22,17 +18,15 @@ from swarm.vocabulary.errors import ResourceExhausted
 MAX_STDERR_LINES = 40
 _LINE_LIMIT_BYTES = 64 * 1024
 _LAST_OUTPUT_S = 5.0
-"""How long output may still come after the child and its group have ended."""
+"""Limit for output after the end of the child and its group, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChildEnd:
-    """The end of a child."""
-
     exit_code: int
-    """As a shell counts: 128 + n when signal n ended it."""
+    """128 + n if signal n ended it."""
     stderr: tuple[str, ...]
-    """The last lines it wrote there."""
+    """The last lines."""
 
 
 class StartedProcess(Protocol):
@@ -53,10 +47,8 @@ class StartedProcess(Protocol):
 
 
 class SpawnedProcess:
-    """A process that this one has started itself (`StartedProcess`)."""
-
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Starts the process. Raises ResourceExhausted: the operating system could not start a process."""
+        """Raises ResourceExhausted."""
         try:
             self._process = subprocess.Popen(  # noqa: S603 - the command is our own, and no shell reads it
                 command,
@@ -75,7 +67,6 @@ class SpawnedProcess:
         self.stdin, self.stdout, self.stderr = self._process.stdin, self._process.stdout, self._process.stderr
 
     def when_ended(self, then: Callable[[], None]) -> None:
-        """Calls `then` at the end of the process."""
         # asyncio's subprocesses also wait for pipes, which a grandchild can hold open.
         loop = asyncio.get_running_loop()
 
@@ -88,7 +79,6 @@ class SpawnedProcess:
         threading.Thread(target=wait, name=f"wait-{self.pid}", daemon=True).start()
 
     def reap(self) -> int:
-        """As `StartedProcess` says."""
         return self._process.wait()
 
 
@@ -98,32 +88,28 @@ class ChildProcess:
     def __init__(self, process: StartedProcess) -> None:
         self._process = process
         self._code: int | None = None
-        """Set once it is gone."""
 
     @property
     def pid(self) -> int:
-        """The process id, and that of its process group."""
         return self._process.pid
 
     def ask_to_stop(self) -> None:
-        """Closes the child's standard input. Asking again changes nothing."""
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
 
     def terminate(self) -> None:
-        """Sends SIGTERM to the child alone. Nothing happens when it is gone."""
+        """Sends SIGTERM to the child alone."""
         if self._code is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGTERM)
 
     def signal_group(self, number: signal.Signals) -> None:
-        """Signals the child and everything it has started. Nothing happens when it is gone."""
+        """Signals the child and everything it has started."""
         if self._code is None:
             _signal_group(self.pid, number)
 
     async def follow(self, on_line: Callable[[bytes], None]) -> ChildEnd:
-        """Passes every line of output to `on_line` until the child ends, then ends its group. Cancelling kills it
-        first."""
+        """Passes each line of output to `on_line` until the child ends, then ends its group. Cancelling kills it."""
         stderr: deque[str] = deque(maxlen=MAX_STDERR_LINES)
         ended = asyncio.Event()
         self._process.when_ended(ended.set)

@@ -1,7 +1,4 @@
-"""A swarm of real node processes on this machine, for `skipstone up`, benchmarks and tests.
-
-Nodes share only the folder with their keys, which is removed at the end (but not after a SIGKILL of the owner).
-"""
+"""A swarm of node processes on this machine, for `skipstone up`, benchmarks and tests."""
 
 from __future__ import annotations
 
@@ -25,16 +22,13 @@ from swarm.vocabulary.errors import ConfigError, ProtocolViolation, ResourceExha
 from swarm.vocabulary.types import ModuleId, short
 
 STOP_LIMIT_S = 20.0
-"""How long nodes may take to stop in good order before they are killed."""
+"""Limit of a stop in good order, in seconds."""
 MAX_UNREAD_EVENTS = 10_000
 MAX_SHOWN_STDERR_LINES = 5
 
 
 class LocalSwarm:
-    """A local swarm, whose nodes run within `async with`; an exception kills them.
-
-    `progress` is always up to date. `events()` is for one reader; unread events are dropped, oldest first.
-    """
+    """A local swarm, whose nodes run within `async with`. `events()` is for one reader and drops the oldest."""
 
     def __init__(
         self,
@@ -64,7 +58,6 @@ class LocalSwarm:
         modules = tuple(map(str, manifest.modules())) if manifest.stages.has_experts else ()
         self.progress = SwarmProgress(stages=manifest.stages.count, target=options.steps, modules=modules)
         self.ends: dict[int, ChildEnd] = {}
-        """How each node that has ended did so, by index."""
 
     async def __aenter__(self) -> Self:
         """Starts the nodes. Raises ConfigError for too few peers, ResourceExhausted."""
@@ -94,16 +87,13 @@ class LocalSwarm:
 
     @property
     def link(self) -> JoinLink:
-        """The join link for a further node."""
         return self._setup.link
 
     @property
     def peers(self) -> tuple[PlannedPeer, ...]:
-        """The nodes that were started, in order of index."""
         return tuple(self._setup.peers)
 
     def processes(self) -> dict[int, int]:
-        """The process ids of the nodes that run, by index."""
         return {index: child.pid for index, child in self._children.items()}
 
     async def events(self) -> AsyncIterator[Event]:
@@ -151,7 +141,6 @@ class LocalSwarm:
         self._stopping.set()
 
     def kill_all(self) -> None:
-        """Kills every node now."""
         self._stopping.set()
         self.signal_all(signal.SIGKILL)
 
@@ -161,7 +150,6 @@ class LocalSwarm:
             child.signal_group(number)
 
     async def stop(self) -> None:
-        """Stops every node (see `request_stop`) and waits until all are gone."""
         self.request_stop()
         while self._nodes:
             await asyncio.wait(self._nodes.values())
@@ -177,7 +165,6 @@ class LocalSwarm:
         self._news.set()
 
     async def _run(self, peer: PlannedPeer, command: Sequence[str] | None) -> None:
-        """Starts a node and follows it to its end."""
         try:
             child = ChildProcess(await self._process(peer, command or peer.place.command))
         except ResourceExhausted as error:
@@ -193,7 +180,6 @@ class LocalSwarm:
         self._ended(peer, end)
 
     async def _process(self, peer: PlannedPeer, command: Sequence[str] | None) -> StartedProcess:
-        """Starts the process of a node, by a command of its own if it has one."""
         arguments = self._setup.arguments(peer)
         forked = await self._forks.start(arguments) if self._forks is not None and command is None else None
         return forked or SpawnedProcess((*(command or self._command), *arguments), self._setup.environment())

@@ -1,8 +1,4 @@
-"""The progress of a swarm, folded from its nodes' events. Pure.
-
-Step n is done when every data node that keeps up has reported its n-th; its loss is their mean by tokens. A data node
-that is gone, came late, or is more than `MAX_LAG` steps behind does not hold up the others.
-"""
+"""The progress of a swarm, folded from its nodes' events. A step is done when no data node within `MAX_LAG` owes it."""
 
 from __future__ import annotations
 
@@ -34,42 +30,34 @@ from swarm.workload.microbatch_sizes import SizeSummary
 
 MAX_LAG = 8
 MAX_CURVE = 512
-"""Points of the loss curve; when it is full, every second one is dropped."""
+"""Beyond this, every second point is dropped."""
 MAX_NOTES = 8
 RATE_WINDOW = 16
-"""The rate shown with a step is that of so many last steps."""
 SEVERAL = "swarm"
 
 
 @dataclass(frozen=True, slots=True)
 class PeerProgress:
-    """The progress of one node, as its own events and its process tell."""
-
     stage: int
-    """The stage it hosts, or was started for."""
     peer: str
     module: str | None = None
     state: str = "starting"
-    """What the node says of itself; after its end `finished`, or `failed` when the exit code is not 0."""
+    """The node's own word; after its end `finished` or `failed`."""
     inner_steps: int = 0
     tokens_per_s: float | None = None
     slots: int | None = None
     busy_slots: int | None = None
     reported_steps: int = 0
-    """Of a data node: the last step of the swarm that it has reported."""
+    """The last step of the swarm that this data node reported."""
     came_after: int = 0
-    """Steps of the swarm that were done without it: what its own count of steps lacks."""
+    """Steps of the swarm before this data node's first: the offset of its own count."""
     reported_tokens: int = 0
     sizes: SizeSummary | None = None
-    """Of a data node's latest microbatches."""
     round: int = 0
-    """That made the anchor on which it stands; 0 for the initial weights."""
     members: int = 0
-    """Of the last round in which it had a part."""
     round_at: float | None = None
-    """When (monotonic seconds) that was."""
+    """Monotonic seconds."""
     catching_up: CatchingUp | None = None
-    """The download under way."""
     exit_code: int | None = None
     summary: NodeSummary | None = None
 
@@ -80,8 +68,6 @@ class PeerProgress:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """One data node's share of a step."""
-
     peer: str
     loss: float
     tokens: int
@@ -94,10 +80,8 @@ class Curve:
 
     points: tuple[float, ...] = ()
     stride: int = 1
-    """Every how many steps a point is kept."""
 
     def with_point(self, step: int, loss: float) -> Curve:
-        """The curve with the loss of `step`, if a point is due there."""
         if step % self.stride or not math.isfinite(loss):
             return self
         points = (*self.points, loss)
@@ -106,8 +90,6 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """The time (monotonic seconds) at which a step was done, and how many tokens the swarm had trained by then."""
-
     at: float
     tokens: int
 
@@ -118,7 +100,6 @@ class SwarmProgress:
 
     stages: int
     target: int | None = None
-    """Steps after which the run is over; None for an open end."""
     peers: Mapping[int, PeerProgress] = field(default_factory=dict)
     step: int = 0
     tokens: int = 0
@@ -129,18 +110,16 @@ class SwarmProgress:
     first: Moment | None = None
     recent: tuple[Moment, ...] = ()
     pending: Mapping[int, tuple[Share, ...]] = field(default_factory=dict)
-    """Reported parts of steps that are not done; bounded by `MAX_LAG` and the number of data nodes."""
+    """Reported parts of unfinished steps."""
     waiting: Mapping[str, str] = field(default_factory=dict)
-    """Modules that no peer serves, with the reason."""
+    """Reasons, by unserved module."""
     notes: tuple[Note, ...] = ()
     lost: frozenset[str] = frozenset()
-    """Modules whose last peer has stopped without having saved their state."""
+    """Modules whose state is lost."""
     modules: tuple[str, ...] = ()
-    """All of a run with experts."""
 
     @property
     def is_over(self) -> bool:
-        """Whether the target is reached, or nobody is left who could take another step."""
         if self.target is not None and self.step >= self.target:
             return True
         return bool(self.peers) and not any(peer.is_live_data_node for peer in self.peers.values())
@@ -148,8 +127,6 @@ class SwarmProgress:
 
 @dataclass(frozen=True, slots=True)
 class Progressed:
-    """The new state, and the events that those who watch the swarm are told."""
-
     state: SwarmProgress
     events: tuple[Event, ...]
 
@@ -331,7 +308,6 @@ def _close_step(state: SwarmProgress, step: int, now: float) -> tuple[SwarmProgr
 
 
 def _rate(recent: tuple[Moment, ...], fallback: float) -> float:
-    """Tokens per second over the window; `fallback` while it has no length."""
     seconds = recent[-1].at - recent[0].at
     return (recent[-1].tokens - recent[0].tokens) / seconds if seconds > 0 else fallback
 

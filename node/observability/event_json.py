@@ -13,7 +13,6 @@ from node.observability.typed_json import from_json, to_json
 from swarm.vocabulary.errors import ProtocolViolation
 
 MAX_LINE_BYTES = 64 * 1024
-"""Longer lines are not events; a reader refuses them before it parses them."""
 
 _MS_AT_END = re.compile(rb',"ms":(\d{1,15})}\s*$')
 _KINDS: dict[str, type[Any]] = {kind.NAME: kind for kind in typing.get_args(Event)}
@@ -27,7 +26,6 @@ class JsonLinesSink:
         self._on_closed = on_closed
 
     def emit(self, event: Event) -> None:
-        """Writes one line, unless the reader has gone."""
         if self._stream is None:
             return
         try:

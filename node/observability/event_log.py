@@ -1,8 +1,4 @@
-"""A node's event log: every event as one line of JSON in a file of its own.
-
-A line is one `write`, so it survives a SIGKILL. A file beyond MAX_BYTES is followed by `.2`, `.3` and so on; all are
-kept. If a line cannot be written, the log falls silent and says so once.
-"""
+"""A node's event log: every event as one line of JSON, written by one `write` so that it survives a SIGKILL."""
 
 from __future__ import annotations
 
@@ -32,16 +28,10 @@ log = logging.getLogger(__name__)
 
 MAX_BYTES = 256 * 2**20
 ONLY_LOGGED = (Visit, Retracted, Completed, RoundProgress, Started, Continued, Ended)
-"""Too many for a stream that somebody watches, or about the log itself."""
 
 
 class EventLog:
-    """`EventSink` that appends to files in a folder, within `with`.
-
-    Args:
-        name: Of the first file, without its end.
-        unix_ms: Start. Lines count milliseconds from there by `monotonic`.
-    """
+    """`EventSink` that appends to a file within `with`, and beyond `max_bytes` to further ones (`.2`, `.3`)."""
 
     def __init__(
         self,
@@ -81,7 +71,6 @@ class EventLog:
         self._close()
 
     def emit(self, event: Event) -> None:
-        """Appends one line."""
         try:
             if self._file is not None and self._written >= self._max_bytes:
                 self._next_part()
@@ -118,24 +107,20 @@ def open_event_log(folder: Path, peer: str, wall: Callable[[], float] = time.tim
 
 
 class Watched:
-    """A filter in front of a stream: an `EventSink` that passes everything but what only the log keeps."""
+    """Passes on every event that is not only for the log."""
 
     def __init__(self, stream: EventSink) -> None:
         self._stream = stream
 
     def emit(self, event: Event) -> None:
-        """Hands the event on, unless only the log keeps it."""
         if not isinstance(event, ONLY_LOGGED):
             self._stream.emit(event)
 
 
 class Both:
-    """A tee: an `EventSink` that hands every event to two others."""
-
     def __init__(self, first: EventSink, second: EventSink) -> None:
         self._sinks = first, second
 
     def emit(self, event: Event) -> None:
-        """Hands it to both."""
         for sink in self._sinks:
             sink.emit(event)

@@ -1,8 +1,4 @@
-"""The status that a node answers with, and that of a swarm whose peers were asked.
-
-The node writes `Status`; clients, views and the laboratory read it. docs/PROTOCOL.md has the meaning of each key of its
-JSON. Keys are never renamed or removed; new ones may come with a default, so that versions mix.
-"""
+"""The status that a node answers with, and that of a swarm. Keys are never renamed or removed."""
 
 from __future__ import annotations
 
@@ -20,22 +16,17 @@ from swarm.vocabulary.types import MAX_COUNT
 from swarm.workload.microbatch_sizes import SizeSummary
 
 MOST_NATS = 1e6
-"""Of a loss that is believed: what is larger would drown all others."""
+"""Largest loss that is believed: a larger one would dominate the mean."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReachStatus:
-    """The way in which others reach the node."""
-
     step: str = "unknown"
-    """One of docs/REACHABILITY.md, or a word of a later version."""
     reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class RelayStatus:
-    """The traffic that the node carries for peers that cannot dial each other."""
-
     at: str = ""
     carried_bytes: int = 0
     left_bytes: int = 0
@@ -48,8 +39,6 @@ class RelayStatus:
 
 @dataclass(frozen=True, slots=True)
 class AttachmentStatus:
-    """The attachment to one relay that the node wants to be attached to."""
-
     relay: str
     standing: bool = False
     reason: str = ""
@@ -57,19 +46,14 @@ class AttachmentStatus:
 
 @dataclass(frozen=True, slots=True)
 class RoundStatus:
-    """The last round in which a replica had a part."""
-
     members: int = 0
     seconds_ago: float = 0.0
     codec: str = ""
-    """Of the contributions."""
     codec_reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Accusation:
-    """A replica that is left out of rounds for what it did."""
-
     peer: str
     round: int = 0
     why: str = ""
@@ -77,8 +61,6 @@ class Accusation:
 
 @dataclass(frozen=True, slots=True)
 class DownloadStatus:
-    """The anchor that a replica is fetching."""
-
     round: int = 0
     bytes: int = 0
     total_bytes: int = 0
@@ -86,8 +68,6 @@ class DownloadStatus:
 
 @dataclass(frozen=True, slots=True)
 class CodecChoice:
-    """The codec of one kind of traffic on one link."""
-
     codec: str = ""
     why: str = ""
 
@@ -103,48 +83,37 @@ class LinkStatus:
 
 @dataclass(frozen=True, slots=True)
 class CodecStatus:
-    """The codecs with which a replica encodes microbatches."""
-
     allowed: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """By kind of traffic."""
     too_coarse: tuple[str, ...] = ()
     links: dict[str, LinkStatus] = field(default_factory=dict)
-    """By the short name of the peer."""
+    """By short peer name."""
 
 
 @dataclass(frozen=True, slots=True)
 class LaneStatus:
-    """A path that a data node uses in turn with others."""
-
     stages: tuple[int, ...]
     skipped: tuple[int, ...] = ()
     peers: tuple[str, ...] = ()
-    """One for each of `stages`."""
     round_trip_s: float | None = None
-    """When nobody waits; None when it is not known."""
+    """Without queueing; null if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShareStatus:
-    """The shares of a data node's microbatches that visit each stage, by stage."""
-
     wanted: dict[str, float] = field(default_factory=dict)
     made: dict[str, float] = field(default_factory=dict)
-    """Of those completed since the start: after a change, and where lanes were traded, not what is wanted now."""
+    """Of completed microbatches."""
     reason: str = ""
-    """Of what is wanted."""
 
 
 @dataclass(frozen=True, slots=True)
 class PathStatus:
-    """The paths of a data node's microbatches."""
-
     talk: str = ""
     lanes: tuple[LaneStatus, ...] = ()
     waiting_s: dict[str, float] = field(default_factory=dict)
-    """By peer: how long a microbatch waits there before it is computed."""
+    """By peer."""
     shares: ShareStatus | None = field(default=None, metadata=LEFT_OUT)
-    """None before the first lanes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,17 +123,12 @@ class RouteStatus:
     experts: tuple[int, ...]
     share: float = 0.0
     visits: int = 0
-    """Completed."""
     rerouted: int = 0
-    """Of these, through another expert than one of its own."""
     loss: float | None = None
-    """Of the latest, nats per token."""
 
 
 @dataclass(frozen=True, slots=True)
 class WindowStatus:
-    """How many microbatches a data node has under way at most, and now."""
-
     microbatches: int = 0
     under_way: int = 0
     reason: str = ""
@@ -175,13 +139,9 @@ class ComputeStatus:
     """The account of a node's compute thread since its start, in seconds."""
 
     busy_s: float = 0.0
-    """In jobs that somebody waited for."""
     idle_work_s: float = 0.0
-    """In work that was put off to idle time."""
     idle_s: float = 0.0
-    """With nothing to do."""
     idle_waiting: int = 0
-    """Pieces of work that wait for idle time now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,13 +151,9 @@ class WeightsStatus:
     put_off: bool = False
     reason: str = ""
     visits: int = 0
-    """Whose weight gradients were put off. Where memory is short they are computed at once."""
     waiting: int = 0
-    """Of these, not computed yet."""
     held_bytes: int = 0
-    """Of what is kept for them."""
     peak_bytes: int = 0
-    """At most so far."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,56 +161,43 @@ class MomentsStatus:
     """What a replica's inner optimizer keeps of its parameters."""
 
     form: str = ""
-    """Of the moments: `float32`, or `8bit` where the person at the machine has asked for it."""
     reason: str = ""
     bytes: int = 0
-    """On the compute device; 0 before the first inner step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """The work account of a role, for summaries and status."""
-
     steps: int = 0
     accumulated: int = 0
     recomputed: int = 0
     tokens: int = 0
     tokens_per_s: float = 0.0
     codec_s: float = 0.0
-    """Seconds spent on encoding and decoding microbatches."""
     counts: MicrobatchCounts = field(default_factory=MicrobatchCounts)
     loss_first: float | None = None
     loss_last: float | None = None
     waiting_for: tuple[str, ...] = ()
     visits: dict[str, int] = field(default_factory=dict)
-    """Of a data node: completed visits by stage."""
+    """By stage."""
     measured: tuple[str, ...] = ()
-    """Peers whose visits a data node has completed of late, for those that ask whom they can leave a module to."""
+    """Peers whose visits this data node completed lately."""
     paths: PathStatus | None = None
-    """Of a data node."""
     sizes: SizeSummary | None = field(default=None, metadata=LEFT_OUT)
-    """Of a data node's latest microbatches; None before the first."""
     window: WindowStatus | None = field(default=None, metadata=LEFT_OUT)
-    """Of a data node."""
     module_visits: dict[str, int] | None = field(default=None, metadata=LEFT_OUT)
-    """Of a data node in a run with experts, as the two that follow: completed visits by module."""
+    """Completed visits by module, in a run with experts."""
     rerouted: dict[str, int] | None = field(default=None, metadata=LEFT_OUT)
-    """Visits that another expert has taken, by the module whose they were."""
+    """By the module that was replaced."""
     routes: tuple[RouteStatus, ...] | None = field(default=None, metadata=LEFT_OUT)
     weights: WeightsStatus | None = field(default=None, metadata=LEFT_OUT)
-    """Of a stage peer."""
     moments: MomentsStatus | None = field(default=None, metadata=LEFT_OUT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status(Account):
-    """A node's answer about itself."""
-
     peer: str = ""
     module: str = ""
-    """`stage.expert`."""
     state: str = ""
-    """A `PeerState` in lower case."""
     addresses: tuple[str, ...] = ()
     via: tuple[str, ...] = ()
     reach: ReachStatus = ReachStatus()
@@ -292,7 +235,6 @@ class PeerStatus:
 
     @property
     def said(self) -> Status:
-        """The peer's answer; an empty one when it gave none."""
         return self.answered or Status()
 
     def hosts(self, stage: int) -> bool:
@@ -307,7 +249,6 @@ class SwarmStatus:
     name: str
     stages: int
     step: int | None = None
-    """None, as the loss, while no data node has answered."""
     loss: float | None = None
     tokens: int = 0
     tokens_per_s: float = 0.0
@@ -315,7 +256,6 @@ class SwarmStatus:
     waiting_for: tuple[str, ...] = ()
     peers: tuple[PeerStatus, ...] = ()
     modules: tuple[str, ...] | None = field(default=None, metadata=LEFT_OUT)
-    """All of a run with experts."""
     routes: tuple[RouteStatus, ...] | None = field(default=None, metadata=LEFT_OUT)
 
     @property
@@ -353,7 +293,6 @@ class SwarmStatus:
 
 
 def _routes_together(answers: Iterable[Status]) -> tuple[RouteStatus, ...]:
-    """The routes of all data nodes, losses weighted by completed microbatches."""
     by_experts: dict[tuple[int, ...], list[RouteStatus]] = {}
     for answer in answers:
         for route in answer.routes or ():

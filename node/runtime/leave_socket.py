@@ -1,13 +1,4 @@
-"""The local socket of the node that runs on this machine with an identity: there is one, and `skipstone leave` reaches
-it.
-
-It holds a lock on the key file, which the kernel takes back when it ends, however it ends.
-
-The node listens on a loopback port and writes the port and a secret beside its identity, in a file that only its owner
-can read. Whoever sends the secret there asks it to leave; the connection stays open until it has. Unlike a signal this
-works on every system, and unlike a process number the port cannot come to mean another process: that one would not know
-the secret.
-"""
+"""The local socket of the node that uses an identity: a lock admits one node, `skipstone leave` reaches it there."""
 
 from __future__ import annotations
 
@@ -33,12 +24,9 @@ SECRET_BYTES = 32
 ACCEPTED = b"leaving\n"
 CONNECT_S = 5.0
 LISTEN_S = 5.0
-"""Who says nothing for so long is not listened to any more."""
 MAX_CONVERSATIONS = 64
-"""When there are more, the one that has been silent for longest ends: any user of this machine can open some, and
-whoever knows the secret says it at once."""
+"""Beyond this the oldest silent connection ends: any user of this machine can open some."""
 LOCK_PATIENCE_S = 2.0
-"""A process that was killed may take a moment to be gone."""
 LOCK_POLL_S = 0.05
 
 
@@ -50,14 +38,13 @@ class _Door:
 
 
 def door_path(identity_path: Path) -> Path:
-    """The path of the file beside the identity that tells how its node is reached."""
     return identity_path.with_name(identity_path.name + ".running")
 
 
 @dataclass(frozen=True, slots=True)
 class _Talks:
     silent: dict[_Conversation, None] = field(default_factory=dict)
-    """Those who have not said the secret, the oldest first."""
+    """Oldest first."""
     accepted: set[_Conversation] = field(default_factory=set)
 
     def end(self) -> None:
@@ -67,14 +54,7 @@ class _Talks:
 
 @asynccontextmanager
 async def sole_use(identity_path: Path) -> AsyncIterator[None]:
-    """Locks the identity within the block: no other node of this machine runs with it. (Commands that only ask have
-    keys of their own.)
-
-    Where the file system knows no locks, nobody is kept out.
-
-    Raises:
-        IdentityError: another node has it.
-    """
+    """Locks the identity within the block. Raises IdentityError if another node of this machine uses it."""
     try:
         descriptor = os.open(identity_path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
@@ -88,11 +68,7 @@ async def sole_use(identity_path: Path) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def leave_requests(identity_path: Path, ask: Callable[[], None]) -> AsyncIterator[None]:
-    """Listens for `skipstone leave` within the block; each request calls `ask`.
-
-    Raises:
-        ResourceExhausted: no loopback port or no file beside the identity could be had.
-    """
+    """Listens for `skipstone leave` within the block; each request calls `ask`. Raises ResourceExhausted."""
     secret = secrets.token_hex(SECRET_BYTES)
     talks = _Talks()
     path = door_path(identity_path)
@@ -114,12 +90,7 @@ async def leave_requests(identity_path: Path, ask: Callable[[], None]) -> AsyncI
 
 
 async def ask_to_leave(identity_path: Path, patience_s: float) -> None:
-    """Asks the node of this identity to leave, and waits until it has.
-
-    Raises:
-        ConfigError: no node runs with it on this machine.
-        Stalled: it was asked, but is still there after `patience_s` seconds.
-    """
+    """Asks the node of this identity to leave and waits. Raises ConfigError without a node, Stalled after the time."""
     door = _read(door_path(identity_path))
     try:
         async with asyncio.timeout(CONNECT_S):
@@ -144,8 +115,6 @@ async def ask_to_leave(identity_path: Path, patience_s: float) -> None:
 
 
 class _Conversation(asyncio.Protocol):
-    """One connection to the door. Anything but the secret closes it."""
-
     def __init__(self, secret: str, ask: Callable[[], None], talks: _Talks) -> None:
         self._secret = secret.encode()
         self._ask = ask
@@ -224,7 +193,6 @@ def _read(path: Path) -> _Door:
 
 
 def _remove_own(path: Path, secret: str) -> None:
-    """Unless a later node with the same identity has put its own there."""
     with contextlib.suppress(ConfigError, OSError):
         if _read(path).secret == secret:
             path.unlink()

@@ -1,9 +1,4 @@
-"""The choice of the module that a node takes: the one asked for, the one it had, or the one that needs it most; of
-those that this machine has room for.
-
-A module that ran out of memory all the same is not taken again, nor is one as large: every such failure leaves fewer,
-so it ends in a smaller module or in a message.
-"""
+"""The choice of the module that a node takes, and of the one that it moves to, among those that fit its memory."""
 
 from __future__ import annotations
 
@@ -36,16 +31,16 @@ class FittingModules:
     def __init__(self, manifest: Manifest, options: NodeOptions, device: torch.device) -> None:
         self.needs = needs_of(manifest, options.slots_held, options.moments)
         self._reckoned = needs_of(manifest, options.slots_held)
-        """What others take the needs to be, who know nothing of this node's moments."""
+        """By the moments that other peers assume."""
         self._manifest = manifest
         self._options = options
         self._device = device
         self._too_large: Need | None = None
-        """With which a module ran out of memory."""
+        """The smallest module that ran out of memory."""
         self._seen = self.room()
 
     def room(self, held: ModuleId | None = None) -> Room:
-        """The room that there is, or would be without what is held."""
+        """The free memory, with that of `held` if any."""
         room = room_on(self._device)
         if held is not None:
             room = room.and_back(self.needs[held])
@@ -56,15 +51,14 @@ class FittingModules:
         return room
 
     def of(self, modules: Iterable[ModuleId], held: ModuleId | None = None) -> list[ModuleId]:
-        """Those of the modules that fit."""
+        """The modules that fit."""
         most = self._too_large
         untried = [module for module in modules if most is None or self.needs[module].all < most.all]
         self._seen = self.room(held)
         return modules_that_fit(untried, self._seen, self.needs)
 
     def announced(self) -> tuple[int, int]:
-        """The room to be announced, of the machine's memory and of the device's own. A node that has room for every
-        module says nothing: others take that for granted, and older ones could not read it."""
+        """The memory to announce, of the machine and of the device. Zeros if every module fits."""
         modules = self._manifest.modules()
         fitting, room = self.of(modules), self.room()
         if len(fitting) == len(modules):
@@ -75,12 +69,10 @@ class FittingModules:
         return room.announced
 
     def told(self) -> Reasoned[tuple[int, ...]]:
-        """The stages that fit, with a clause for the person at this machine."""
         return what_fits(self._manifest, self.room(), self._options.slots_held, self._options.moments)
 
     def ran_out(self, module: ModuleId) -> None:
-        """Notes that there was too little memory for the module, which has been let go of: neither it nor one as large
-        fits from now on. Frees what is only kept for later, which the system would count as taken."""
+        """Notes that the module ran out of memory: from now on neither it nor a larger one fits."""
         gc.collect()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -88,7 +80,7 @@ class FittingModules:
         self._too_large = min(known, key=lambda need: need.all)
 
     def refusal(self, modules: list[ModuleId]) -> OutOfMemory:
-        """The error that says why none of these, at least one, can be taken, by the room that `of` has just seen."""
+        """The error that says why none of the modules fits."""
         held = self._options.allowance
         return none_fits(self._manifest, modules, self._seen, held.slots, held.moments)
 
@@ -102,13 +94,7 @@ async def choose(
     text: Reasoned[Places | None],
     events: EventSink,
 ) -> Reasoned[ModuleId]:
-    """The module asked for, else the one it had, else the one that needs a peer most after a short look around, of
-    those that fit.
-
-    Raises:
-        ConfigError: that would be stage 0, and the run's text may not be opened; or there is no such stage.
-        OutOfMemory: no module that it may take fits into this machine.
-    """
+    """The module asked for, else that of its checkpoint, else the most needed. Raises ConfigError, OutOfMemory."""
     asked = asked_modules(options, manifest)
     wanted = asked or ([] if resumed.module is None else [resumed.module])
     if text.value is None and ModuleId(0) in wanted:
@@ -142,12 +128,7 @@ async def choose_smaller(
     fitting: FittingModules,
     manifest: Manifest,
 ) -> Reasoned[ModuleId]:
-    """The module to take after one ran out of memory: one that needs less, of those that the node may take and that are
-    not stage 0, for which it has not been asked.
-
-    Raises:
-        OutOfMemory: the same, when there is none.
-    """
+    """The most needed smaller module after one ran out of memory. Raises the same OutOfMemory without one."""
     fitting.ran_out(failed)
     asked = asked_modules(options, manifest)
     allowed = [module for module in asked or manifest.modules() if module.stage > 0]
@@ -159,11 +140,7 @@ async def choose_smaller(
 
 
 def asked_modules(options: NodeOptions, manifest: Manifest) -> list[ModuleId]:
-    """The modules among which the node was told to choose; none where it was told nothing.
-
-    Raises:
-        ConfigError: there is no such stage, or no such expert of it.
-    """
+    """The modules that `--stage` allows; none without it. Raises ConfigError."""
     if options.asked_stage is None:
         return []
     stage, expert = options.asked_stage, options.asked_expert
@@ -177,7 +154,6 @@ def asked_modules(options: NodeOptions, manifest: Manifest) -> list[ModuleId]:
 
 
 def _only(module: ModuleId, fitting: FittingModules) -> ModuleId:
-    """Raises OutOfMemory when there is no room for the one module that is to be taken."""
     if not fitting.of([module]):
         raise fitting.refusal([module])
     return module

@@ -18,42 +18,34 @@ from swarm.membership.room import Needs
 from swarm.vocabulary.types import ModuleId, Reasoned
 
 STATE_BYTES_PER_PARAMETER = 8
-"""The anchor and its outer momentum, both float32."""
+"""Anchor and outer momentum, both float32."""
 UNMEASURED_BYTES_PER_S = 4e6
 SETTING_UP_S = 10.0
-"""What a move costs besides the download: draining the old module, preparing the new one."""
+"""Time of a move besides the download, in seconds."""
 
 
 class Fitting(Protocol):
-    """The modules that the node has room for (`node.runtime.module_choice.FittingModules`)."""
-
     @property
     def needs(self) -> Needs: ...
 
-    def of(self, modules: Iterable[ModuleId], held: ModuleId | None = None) -> list[ModuleId]:
-        """Those that fit when the node has let go of what it holds."""
-        ...
+    def of(self, modules: Iterable[ModuleId], held: ModuleId | None = None) -> list[ModuleId]: ...
 
 
 NextModule = Callable[[], Awaitable[Reasoned[ModuleId]]]
-"""Returns when the node should move, with where to and why; a node that is to stay never gets an answer."""
+"""Returns when the node should move, with where to and why."""
 
 
 @dataclass(frozen=True, slots=True)
 class MovePeriods:
-    """The periods at which a node looks at the swarm, in seconds; each pause is longer or shorter by up to a fifth, at
-    random.
-    """
+    """Intervals between looks at the swarm, in seconds, each jittered by up to a fifth."""
 
     ordinary_s: float = 30.0
     empty_s: float = 2.0
-    """How often it looks whether a module has lost its last peer."""
+    """Between looks for modules without a peer."""
 
 
 def workload_of(manifest: Manifest) -> Workload:
-    """The work that the run asks of its modules, with blocks as the unit. Stage 0's embedding and head count as one at
-    least.
-    """
+    """The work of the run's modules in blocks. Stage 0's embedding and head count as at least one."""
     cost = tuple(float(max(1, blocks)) for blocks in manifest.stages.blocks)
     return Workload(manifest.modules(), cost, manifest.stages.visited_per_path)
 
@@ -65,12 +57,7 @@ async def stay_for_ever() -> Reasoned[ModuleId]:
 
 
 class Mover:
-    """Decides for one node in one module, from when it is made.
-
-    Args:
-        fitting: of the run's modules.
-        jitter: returns a number from 0 to 1.
-    """
+    """Decides when one node moves from its module, from when it is made."""
 
     def __init__(
         self,
@@ -93,7 +80,6 @@ class Mover:
         self._since = self._clock.monotonic()
 
     async def next_module(self) -> Reasoned[ModuleId]:
-        """Waits until the node should move; returns the module. See `NextModule`."""
         looked = self._clock.monotonic()
         while True:
             await asyncio.sleep(self._periods.empty_s * (0.8 + 0.4 * self._jitter()))
@@ -108,7 +94,7 @@ class Mover:
                 return Reasoned(goal.value, goal.reason)
 
     def _some_module_is_empty(self, now: float) -> bool:
-        """Only a hint that a look is worth while: it does not count those that join."""
+        """A hint only: it does not count joining peers."""
         served = self._session.membership.served(now) | {self._session.own.module}
         return not all(module in served for module in self._manifest.modules() if module.stage > 0)
 

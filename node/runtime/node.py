@@ -1,5 +1,4 @@
-"""A node from start to end: enters a run, takes one module after another, works until asked to stop, and leaves in good
-order."""
+"""A node from start to end: enters a run, serves one module after another, and leaves in good order."""
 
 from __future__ import annotations
 
@@ -56,9 +55,7 @@ class Consent(Protocol):
 
     async def __call__(
         self, signed: SignedManifest, text: Reasoned[Places | None], fits: Reasoned[tuple[int, ...]], own: bool
-    ) -> bool:
-        """`fits`: the stages that this machine has room for. `own`: whether its identity is the manifest's author."""
-        ...
+    ) -> bool: ...
 
 
 async def run_node(
@@ -68,16 +65,7 @@ async def run_node(
     moving: Moving | None = None,
     consent: Consent | None = None,
 ) -> None:
-    """Runs one node until `stop` is set, or, for a data node, until its steps are done.
-
-    Args:
-        moving: says for each module that the node takes when it moves on; `readiness_to_move` if not given.
-        consent: asked before the node takes part; None for a node whose owner knows the run.
-
-    Raises:
-        Rejected: there is no consent.
-        SkipstoneError: it could not start, or something it cannot do without broke.
-    """
+    """Runs one node until `stop` is set or its steps are done. Raises Rejected without consent, SkipstoneError."""
     keep_freed_memory()
     clock = SystemClock()
     identity = Identity.load_or_create(options.identity_path)
@@ -154,12 +142,7 @@ async def _joined(
     consent: Consent | None,
     stop: asyncio.Event,
 ) -> Reasoned[Places | None]:
-    """Decides to take part in the run; returns the places of its text on this machine.
-
-    Raises:
-        ConfigError: no peers are needed for the run.
-        Rejected: there is no consent.
-    """
+    """The places of the run's text on this machine. Raises ConfigError for one stage, Rejected without consent."""
     if signed.manifest.stages.count < 2:
         raise ConfigError(
             "this run has one stage, which leaves nothing for other peers to do",
@@ -175,11 +158,7 @@ async def _joined(
 async def _serve(
     given: ModuleContext, signed: SignedManifest, fitting: FittingModules, moving: Moving, stop: asyncio.Event
 ) -> None:
-    """Serves one module after the other; after one that ran out of memory a smaller one.
-
-    Raises:
-        OutOfMemory: there is none.
-    """
+    """Serves one module after the other; after OutOfMemory a smaller one, if there is one."""
     session, folder = given.session, None
     if given.options.checkpoint_dir is not None:
         router = b"" if given.router is None else given.router.to_bytes()
@@ -205,12 +184,7 @@ async def _serve(
 
 
 async def _router(options: NodeOptions, session: NetworkSession, manifest: Manifest) -> Router | None:
-    """The run's router: the one beside the manifest or the checkpoint, else of a peer; None when it has none.
-
-    Raises:
-        ConfigError, StateError: the file beside the manifest is not there, or another one.
-        Unreachable: no peer has given it.
-    """
+    """The router beside the manifest or checkpoint, else a peer's. Raises ConfigError, StateError, Unreachable."""
     if options.manifest_path is not None:
         return load_router(options.manifest_path, manifest)
     if options.checkpoint_dir is not None:
@@ -220,8 +194,6 @@ async def _router(options: NodeOptions, session: NetworkSession, manifest: Manif
 
 
 def _manifest_given(session: NetworkSession, signed: SignedManifest) -> AbstractContextManager[None]:
-    """Within it, whoever asks for the run's manifest gets it."""
-
     async def manifest(asker: PeerId, question: Question) -> bytes:
         return signed.text
 
@@ -229,7 +201,6 @@ def _manifest_given(session: NetworkSession, signed: SignedManifest) -> Abstract
 
 
 def readiness_to_move(fitting: FittingModules, given: ModuleContext) -> NextModule:
-    """The mover of this assignment's node: by what it sees of the swarm, to what fits, or never."""
     if given.module.stage == 0 or not given.options.may_move:
         return stay_for_ever
     return Mover(given.session, given.manifest, given.proofs, fitting, MoveRules(), MovePeriods()).next_module
@@ -237,10 +208,7 @@ def readiness_to_move(fitting: FittingModules, given: ModuleContext) -> NextModu
 
 @contextmanager
 def _logged(options: NodeOptions, peer: PeerId, stream: EventSink) -> Iterator[EventSink]:
-    """Where the node's events go: what is to be watched to the stream, everything to the log if there is one.
-
-    The log ends with Ended, unless something went wrong.
-    """
+    """Where the node's events go: the stream, and everything to the log if there is one."""
     if options.log_dir is None:
         yield Watched(stream)
         return

@@ -29,12 +29,10 @@ from swarm.vocabulary.types import ModuleId, PeerId, PeerState, Reasoned
 log = logging.getLogger(__name__)
 
 DRAIN_S = 12.0
-"""What is not finished by then is left to the others; whoever asked for the stop waits for 20 s before using force."""
+"""Limit of a drain. Less than the 20 s after which the person uses force."""
 HAND_OVER_S = 3.0
-"""For everything that is to be done for the others after that."""
 REPORT_S = 2.0
 MAX_ASKED = 16
-"""Replicas that are asked whether they stay, before this one goes."""
 
 Moving = Callable[[ModuleContext], NextModule]
 
@@ -42,15 +40,7 @@ Moving = Callable[[ModuleContext], NextModule]
 async def serve_module(
     given: ModuleContext, moving: Moving, folder: CheckpointFolder | None, stop: asyncio.Event
 ) -> ModuleId | None:
-    """Serves a module, from JOINING to drained.
-
-    Args:
-        moving: called when the node serves; what it gives says when the node should move.
-        folder: gets the replica's state now and then, and when the node stops.
-
-    Returns:
-        The module to take next; None when `stop` was set.
-    """
+    """Serves a module from JOINING to drained. Returns the next module, or None when `stop` was set."""
     session, own, events = given.session, given.session.own, given.events
     own.take(given.module)
     tell_state(session, events)
@@ -79,7 +69,6 @@ async def serve_module(
 
 
 def tell_state(session: NetworkSession, events: EventSink) -> None:
-    """Announces what the node is now, and tells whoever watches."""
     own = session.own
     session.membership_sync.announce()
     module = None if own.state is PeerState.VISITING else str(own.module)
@@ -87,7 +76,7 @@ def tell_state(session: NetworkSession, events: EventSink) -> None:
 
 
 async def hand_over(finish: Callable[[], Awaitable[None]], limit_s: float) -> None:
-    """Does what is still to be done for the others; what is not done within the limit is given up."""
+    """Finishes what others need, up to the limit."""
     try:
         async with asyncio.timeout(limit_s):
             await finish()
@@ -101,7 +90,7 @@ async def _prepared(role: NodeRole) -> bool:
 
 
 async def _serve(role: NodeRole, given: ModuleContext, next_module: NextModule, stop: asyncio.Event) -> ModuleId | None:
-    """Serves until it is time to stop or to move, and drains. A move that would leave nobody behind is called off."""
+    """Serves until it is time to stop or to move, and drains. Calls a move off that would leave the module empty."""
     while True:
         _become(PeerState.SERVING, given)
         role.runner.take_new_work(True)
@@ -121,7 +110,7 @@ async def _serve(role: NodeRole, given: ModuleContext, next_module: NextModule, 
 
 
 async def _drain(role: NodeRole, given: ModuleContext) -> None:
-    """Others are told first. What comes all the same is refused if there is somebody to take it, and done if not."""
+    """Announces first. Refuses late work if another replica can take it, else finishes it."""
     _become(PeerState.DRAINING, given)
     crash_point("draining")
     role.runner.take_new_work(not _replicas(given))
@@ -129,8 +118,7 @@ async def _drain(role: NodeRole, given: ModuleContext) -> None:
 
 
 async def others_serve(given: ModuleContext) -> bool:
-    """Whether another replica that is proven to work says so now, when asked. What only announces itself may be a liar,
-    who would be left alone here."""
+    """Whether a replica with proven work says now that it serves. A liar could announce itself to empty the module."""
     await given.proofs.refresh()
     session, proven = given.session, given.proofs.proven
     asked = [a.peer for a in _replicas(given) if a.peer in proven][:MAX_ASKED]
@@ -162,7 +150,6 @@ def _become(state: PeerState, given: ModuleContext) -> None:
 
 @asynccontextmanager
 async def _at_work(role: NodeRole, given: ModuleContext, saver: Saver | None) -> AsyncIterator[None]:
-    """Within the block the node does its work."""
     async with task_scope() as tasks:
         running = [
             tasks.create_task(role.runner.run()),

@@ -31,13 +31,10 @@ from swarm.routing.planner import Planner
 from swarm.vocabulary.types import Reasoned
 
 QUIET_S = 1.0
-"""A draining stage peer that has held nothing for this long has nothing more to expect."""
 LARGEST_DEFAULT_GRAPHS = 2 * 2**30
 
 
 class StageRole:
-    """The role of a peer of stage 1 or above."""
-
     def __init__(self, given: ModuleContext, worker: HopWorker, runner: MicrobatchRunner, rounds: ModuleRounds) -> None:
         self.runner = runner
         self.rounds = rounds
@@ -49,7 +46,6 @@ class StageRole:
         self._seen = worker.accumulated_tokens
 
     async def prepare(self) -> None:
-        """Measures its speed, to be announced, and gets the state on which its module stands."""
         own, passes, given = self._session.own, self._worker.passes, self._given
         own.speed = await given.compute.run(
             Priority.UPKEEP, lambda: measure_speed(passes, given.manifest, given.device)
@@ -57,7 +53,6 @@ class StageRole:
         await self.rounds.prepare()
 
     async def run(self) -> None:
-        """Keeps the announced speed true."""
         while True:
             await asyncio.sleep(QUIET_S)
             self._rate.add(self._worker.accumulated_tokens - self._seen)
@@ -130,7 +125,6 @@ async def stage_role(given: ModuleContext, first: Anchor | None) -> AsyncIterato
 
 
 def _graph_budget(given: ModuleContext) -> int:
-    """The bytes that kept graphs may take: no more than a limit leaves besides the module."""
     options = given.options
     budget = default_graph_budget(given.device).value if options.graph_bytes is None else options.graph_bytes
     limit = options.memory_limit_bytes

@@ -1,7 +1,4 @@
-"""A node's reports of itself: its last event, and the JSON that `status` asks for.
-
-It stands alone because what a node says of itself follows docs/PROTOCOL.md, and how it serves does not.
-"""
+"""A node's reports of itself."""
 
 from __future__ import annotations
 
@@ -18,7 +15,6 @@ from protocol.dht.directory import RelayTunnels
 
 
 def node_summary(own: LocalPeer, role: NodeRole, compute: ComputeThread) -> NodeSummary:
-    """The account of a node that stops."""
     account = role.account()
     busy = BusySeconds(
         compute=compute.busy_s,
@@ -42,7 +38,6 @@ def node_summary(own: LocalPeer, role: NodeRole, compute: ComputeThread) -> Node
 
 
 def status_json(own: LocalPeer, role: NodeRole, compute: ComputeThread, tunnels: RelayTunnels) -> bytes:
-    """The node's status as JSON."""
     account, custody, rounds = role.account(), role.runner.custody, role.rounds
     status = Status(
         **{field.name: getattr(account, field.name) for field in dataclasses.fields(account)},

@@ -1,9 +1,4 @@
-"""The checkpoint of a solo run: every module in the folder of a peer of its own, so that it reads like a swarm's.
-
-The modules are saved one after the other. A machine that dies in between leaves some of them a save ahead, so each says
-how far the run was, and it goes on from the latest point that all of them have. (Where stages are skipped, their own
-inner steps do not tell.)
-"""
+"""Training in one process: the baseline that a swarm of one replica a stage must reproduce, and its checkpoints."""
 
 from __future__ import annotations
 
@@ -35,19 +30,12 @@ from swarm.vocabulary.types import ModuleId, PeerId
 
 @dataclass(frozen=True, slots=True)
 class CheckpointPlan:
-    """The plan of a solo run's checkpoints: where, and how often."""
-
     folder: CheckpointFolder
     every_s: float = math.inf
-    """Seconds between two saves; a run is saved at its end too."""
 
 
 class SoloReplica:
-    """The anchor of a module without company; its outer steps go before the inner steps after those that make them due.
-
-    Args:
-        every: inner steps between two outer steps.
-    """
+    """The anchor of a lone module. Its outer step comes right before the inner step after the one that made it due."""
 
     def __init__(self, local: LocalReplica, rule: OuterRule, every: int) -> None:
         self.store = AnchorStore(anchor_of(local))
@@ -58,7 +46,6 @@ class SoloReplica:
         local.optimizer.before_step = self._before_inner_step
 
     def after_inner_step(self, tokens: int) -> None:
-        """Counts an inner step."""
         self._steps += 1
         self._tokens += tokens
 
@@ -68,7 +55,6 @@ class SoloReplica:
             self._steps = self._tokens = 0
 
     def agreed(self) -> Agreed:
-        """The anchor and the work since, for a checkpoint."""
         return Agreed(self.store.saved(), self._steps, self._tokens)
 
     def restore(self, state: ReplicaState) -> None:
@@ -80,14 +66,11 @@ class SoloReplica:
 
 @dataclass(slots=True, eq=False)
 class Hosted:
-    """A module, its parts, and what trains it."""
-
     module: ModuleId
     parts: tuple[nn.Module, ...]
     optimizer: InnerOptimizer
     replica: SoloReplica
     visits: int = 0
-    """Applied."""
 
 
 def solo_peer(module: ModuleId) -> PeerId:
@@ -96,16 +79,7 @@ def solo_peer(module: ModuleId) -> PeerId:
 
 
 def save_solo(folder: CheckpointFolder, hosted: Sequence[Hosted], *, microbatches: int, steps: int, at: Cursor) -> None:
-    """Saves the whole model after an inner step. Nothing old is removed before everything new is written.
-
-    Args:
-        microbatches: completed.
-        steps: of stage 0.
-        at: where the next one begins.
-
-    Raises:
-        ResourceExhausted, StateError: see `node.checkpoint.folder.save_state`.
-    """
+    """Saves the whole model after an inner step. Removes old snapshots after all new ones are written."""
     data = DataState(at, next_number=microbatches, completed=microbatches, abandoned=0, duplicated=0, steps=steps)
     for each in hosted:
         agreed, tokens = each.replica.agreed(), each.optimizer.tokens
@@ -117,14 +91,7 @@ def save_solo(folder: CheckpointFolder, hosted: Sequence[Hosted], *, microbatche
 
 
 def load_solo(folder: CheckpointFolder, hosted: Sequence[Hosted]) -> tuple[DataState | None, tuple[Problem, ...]]:
-    """Restores the model as it was when it was last saved whole; None when nothing was saved.
-
-    Also returns what is wrong with snapshots that had to be passed over.
-
-    Raises:
-        CorruptSnapshot: something was saved, and no save is whole.
-        StateError: see `check_run` and `node.checkpoint.saver.restore_module`.
-    """
+    """Restores the last whole save, if any; returns the problems found. Raises CorruptSnapshot, StateError."""
     check_run(folder)
     problems: list[Problem] = []
     saved = [
@@ -147,7 +114,6 @@ def load_solo(folder: CheckpointFolder, hosted: Sequence[Hosted]) -> tuple[DataS
 
 
 def _by_position(newest_first: Iterable[Header]) -> dict[int, Header]:
-    """By how many microbatches the run had completed."""
     found: dict[int, Header] = {}
     for header in newest_first:
         if header.data is not None:

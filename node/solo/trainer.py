@@ -1,11 +1,4 @@
-"""Training in one process without any network: the baseline, and what a swarm of one replica a stage must reproduce.
-
-It has the swarm's own parts: modules cut by stage, a visit for each, an accumulator for each part, an optimizer for
-each module, the data in the order in which a single data node reads it, the stages that the planner gives a data node's
-first, second, ... microbatch, and in a run with experts the modules of the microbatch's route. A module that is visited
-less takes its inner step when it has seen the tokens of one, as in a swarm, and a microbatch's next one already meets
-the new parameters.
-"""
+"""Training in one process: the baseline that a swarm of one replica a stage must reproduce."""
 
 from __future__ import annotations
 
@@ -49,7 +42,6 @@ from swarm.vocabulary.types import MicrobatchId, ModuleId, PeerId, Route
 log = logging.getLogger(__name__)
 
 SOLO: Final = PeerId("solo")
-"""Stands for the data node in microbatch ids."""
 
 
 def train_solo(
@@ -65,17 +57,7 @@ def train_solo(
     should_stop: Callable[[], bool] = lambda: False,
     monotonic: Callable[[], float] = time.monotonic,
 ) -> Summary:
-    """Trains for `steps` inner steps, or until `should_stop` says so between two microbatches; returns the summary.
-
-    `on_event` gets a `Step` after every step and the summary at the end. What is in the checkpoint is gone on from; it
-    is written now and then and at the end. `steps` counts those before a resume.
-
-    Raises:
-        ConfigError: its data or its router is not here (see `open_documents`), or it starts from an existing model that
-            is not `start`.
-        StateError: the loss or a gradient is not finite, or the last checkpoint could not be written.
-        CorruptSnapshot: there is a checkpoint, and no step of it is whole.
-    """
+    """Trains for `steps` inner steps or until `should_stop`. Raises ConfigError, StateError, CorruptSnapshot."""
     with flushed_denormals():  # as a node computes
         model = WholeModel(manifest, device, moments)
         model.begin(start)
@@ -96,20 +78,11 @@ def train_solo(
 
 
 class Measurable(Protocol):
-    """A model whose loss can be measured."""
-
-    def loss(self, microbatch: Microbatch) -> float:
-        """The mean loss, nats per token that is predicted."""
-        ...
+    def loss(self, microbatch: Microbatch) -> float: ...
 
 
 def evaluate(model: Measurable, microbatches: Iterable[Microbatch]) -> dict[str, Any]:
-    """The mean loss over the microbatches' tokens: `{"loss": nats per token, "tokens": n, "microbatches": n}`. In a run
-    with experts also `routes`: of each, such as `1.0,2.1`, the same.
-
-    Raises:
-        ConfigError: there is no microbatch.
-    """
+    """The loss per token, tokens and microbatches; `routes` in a run with experts. Raises ConfigError without any."""
     texts = list(microbatches)
     losses = [(model.loss(microbatch), microbatch.scored) for microbatch in texts]
     if not losses:
@@ -121,7 +94,7 @@ class WholeModel:
     """All parts of a run on one device."""
 
     def __init__(self, manifest: Manifest, device: torch.device, moments: MomentType = MomentType.FLOAT32) -> None:
-        """Raises OutOfMemory where there is no room for it, with such moments as a trainer is to keep."""
+        """Raises OutOfMemory."""
         self.device = device
         self._manifest = manifest
         require_room(manifest, manifest.modules(), device, 1, moments)
@@ -132,37 +105,30 @@ class WholeModel:
                 module: build_block_stack(manifest, module).to(device) for module in manifest.modules()[1:]
             }
         self.stacks: list[BlockStack] = list(self._stack_of.values())
-        """In order of stage and expert."""
         self.all_stages = range(1, manifest.stages.count)
-        """The stages after stage 0, in order: a full path."""
 
     def modules(self) -> list[tuple[ModuleId, tuple[nn.Module, ...]]]:
-        """Each module's parts, in order of stage and expert."""
         stacks = [(module, (stack,)) for module, stack in self._stack_of.items()]
         return [(ModuleId(0), (self.embedding, self.head)), *stacks]
 
     def _path(self, microbatch: Microbatch, stages: Sequence[int] | None) -> list[BlockStack]:
-        """What the microbatch goes through after the embedding, by its route."""
         visited = self.all_stages if stages is None else stages
         return [self._stack_of[module_at(microbatch.route, stage)] for stage in visited]
 
     @torch.no_grad()
     def loss(self, microbatch: Microbatch, stages: Sequence[int] | None = None) -> float:
-        """The mean loss in nats per token that is predicted, without a graph, of a path through these stages (None for
-        all)."""
+        """The mean loss in nats per predicted token, of a path through these stages (None for all)."""
         hidden = self._hidden(microbatch, stages)
         loss = float(self.head(hidden, microbatch.labels.to(self.device)).item())
         return microbatch.per_label(loss)
 
     @torch.no_grad()
     def token_losses(self, microbatch: Microbatch) -> torch.Tensor:
-        """The loss of each token in nats, float32 [rows, tokens] on the CPU, of a path through all stages; 0 where none
-        is predicted."""
+        """The loss of each token in nats, float32 [rows, tokens] on the CPU; 0 where none is predicted."""
         logits, labels = self.head.logits(self._hidden(microbatch, None)), microbatch.labels.to(self.device)
         return nn.functional.cross_entropy(logits.mT, labels, reduction="none").cpu()
 
     def _hidden(self, microbatch: Microbatch, stages: Sequence[int] | None) -> torch.Tensor:
-        """What the head reads, [rows, tokens, hidden]."""
         documents = microbatch.documents
         hidden: torch.Tensor = self.embedding(microbatch.tokens.to(self.device), documents)
         for stack in self._path(microbatch, stages):
@@ -172,9 +138,7 @@ class WholeModel:
     def gradients(
         self, microbatch: Microbatch, stages: Sequence[int] | None = None
     ) -> tuple[float, dict[nn.Module, tuple[torch.Tensor, ...]]]:
-        """Computes the loss of a path through these stages (None for all), and the gradients of each part on it. Each
-        stage's graph is freed as soon as it has been used.
-        """
+        """The loss of a path through these stages (None for all) and the gradients of each part."""
         stacks = self._path(microbatch, stages)
         documents = microbatch.documents
         visits = [visit.forward(self.embedding, microbatch.tokens.to(self.device), documents)]
@@ -190,11 +154,7 @@ class WholeModel:
 
     @torch.no_grad()
     def begin(self, start: CutModel | None) -> None:
-        """Takes over the weights of the existing model from which the run starts, if it does.
-
-        Raises:
-            ConfigError: it does, and `start` is None or another model.
-        """
+        """Copies the weights of the model from which the run starts. Raises ConfigError if `start` is missing."""
         if self._manifest.start is None:
             return
         if start is None:
@@ -210,11 +170,7 @@ class WholeModel:
 
     @torch.no_grad()
     def load(self, gathered: Gathered) -> None:
-        """Takes over every module's parameters.
-
-        Raises:
-            StateError: they are of another model.
-        """
+        """Takes over every module's parameters. Raises StateError if they are of another model."""
         for module, parts in self.modules():
             saved, parameters = gathered.modules[module], parameters_of(*parts)
             if {n: t.shape for n, t in saved.items()} != {n: t.shape for n, t in parameters.items()}:
@@ -224,7 +180,7 @@ class WholeModel:
 
 
 ChooseStages = Callable[[int], Sequence[int]]
-"""The stages that a microbatch visits, in their order, by its number."""
+"""The stages that a microbatch visits, by its number."""
 
 
 def planned_stages(manifest: Manifest) -> ChooseStages:
@@ -234,13 +190,7 @@ def planned_stages(manifest: Manifest) -> ChooseStages:
 
 
 class SoloTrainer:
-    """Inner steps of all modules, each as soon as it is due. Each module is alone, and takes its outer step as a lone
-    replica of a swarm does.
-
-    Args:
-        choose: None for what the manifest says.
-        moments: the form of AdamW's.
-    """
+    """Inner steps of all modules, each as soon as it is due, and outer steps as a lone replica takes them."""
 
     def __init__(
         self,
@@ -260,23 +210,16 @@ class SoloTrainer:
         self._at = self._feed.cursor
         self.steps = 0
         self.microbatches = 0
-        """Completed."""
         self.tokens = 0
-        """Trained on."""
         self._turns: Counter[Route] = Counter()
         self._completed = 0
-        """At stage 0's last step."""
 
     def save(self, folder: CheckpointFolder) -> None:
-        """Saves the model as it was after stage 0's last step, and the text's position there. Errors as `save_solo`.
-
-        What a stage has accumulated towards a step that is not due yet is not saved, as in a swarm.
-        """
+        """Saves the model as of stage 0's last step. Unapplied gradients are not saved, as in a swarm."""
         save_solo(folder, self._hosted, microbatches=self._completed, steps=self.steps, at=self._at)
 
     def resume(self, folder: CheckpointFolder) -> tuple[Problem, ...]:
-        """Goes on from what is in the folder, if anything is; returns what had to be passed over. Errors as
-        `load_solo`."""
+        """Resumes from the folder, if anything is there; returns the problems found. Errors as `load_solo`."""
         position, problems = load_solo(folder, self._hosted)
         if position is not None:
             self.microbatches, self.tokens = position.completed, self._hosted[0].optimizer.tokens
@@ -287,12 +230,7 @@ class SoloTrainer:
         return problems
 
     def step(self, should_stop: Callable[[], bool]) -> float | None:
-        """Trains until stage 0 has taken an inner step; returns the mean loss of its microbatches, or None when asked
-        to stop before.
-
-        Raises:
-            StateError: the loss or a gradient is not finite.
-        """
+        """Trains until stage 0 has stepped; returns its mean loss, or None when asked to stop. Raises StateError."""
         losses: list[tuple[float, int]] = []
         before, stage_zero = self.steps, self._hosted[0]
         while self.steps == before:
@@ -337,8 +275,6 @@ class SoloTrainer:
 
 
 class _Progress:
-    """Turns steps into events."""
-
     def __init__(self, trainer: SoloTrainer, monotonic: Callable[[], float]) -> None:
         self._trainer = trainer
         self._monotonic = monotonic

@@ -1,8 +1,4 @@
-"""Signals and the end of standard input as requests to stop.
-
-The first SIGINT, SIGTERM or SIGHUP asks for a stop in good order, the second ends the process. `up` and `solo` then
-exit with 128 + the signal's number, so that scripts can tell; a node that left in good order exits with 0.
-"""
+"""Signals and the end of standard input as requests to stop: the first asks, the second ends the process."""
 
 from __future__ import annotations
 
@@ -21,7 +17,7 @@ from node.cli.views.output import tell
 Result = TypeVar("Result")
 
 STOP_LIMIT_S = 20.0
-"""A stop in good order takes no longer than this; whoever waits for one may then use force."""
+"""Limit of a stop in good order, in seconds."""
 STOPPING = "stopping in good order; once more to stop at once"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -40,7 +36,6 @@ class Interrupts:
 
     @property
     def exit_code(self) -> int:
-        """0 when there was no signal, else 128 + the number of the first."""
         return 0 if self._first is None else 128 + self._first
 
     def __enter__(self) -> Self:

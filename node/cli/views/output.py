@@ -56,7 +56,6 @@ class PlainSink:
         self._stream: TextIO | None = stream
 
     def emit(self, event: Event) -> None:
-        """Writes the event's line."""
         line = plain_line(event)
         if line is None or self._stream is None:
             return

@@ -18,16 +18,11 @@ from swarm.compression.microbatch_codecs import NO_CHOICE
 from swarm.vocabulary.routing_messages import MAX_LANES
 
 MOST_ACCUSED: Final = 16
-"""Lines about replicas that are accused."""
 MOST_REASONS: Final = 4
-"""For what peers do with weight gradients."""
 MOST_ROWS: Final = 48
-"""Of a table of codecs."""
 FLOAT32: Final = "float32"
-"""As moments are kept where nobody says anything."""
 VISITED, SKIPPED = "█", "·"
 _ROUND_WIDTH = len("3 peers")
-"""What has to be left of that column on a narrow terminal."""
 
 
 def status_views(status: SwarmStatus) -> Iterator[RenderableType]:
@@ -91,7 +86,6 @@ def _status_row(peer: PeerStatus) -> tuple[RenderableType, ...]:
 
 
 def _address_text(peer: PeerStatus) -> str:
-    """Addresses or callers, how others reach it in brackets, and what it carried as a relay."""
     where = f"via {', '.join(map(peer_name, peer.via))}" if peer.via else ", ".join(peer.addresses)
     if peer.said.reach.step != "unknown":
         where = f"{where} ({peer.said.reach.step})".strip()
@@ -191,7 +185,6 @@ def _path_table(lanes: list[LaneStatus], said: Status, stages: int) -> Table:
 
 
 def _share(stage: int, shares: ShareStatus) -> str:
-    """Of the microbatches that have visited a stage, and of those that are to."""
     made, wanted = (f"{each[key]:.0%}" if (key := str(stage)) in each else "-" for each in (shares.made, shares.wanted))
     return f"{made} ({wanted})"
 
@@ -203,7 +196,6 @@ def _trips(lanes: list[LaneStatus]) -> str:
 
 
 def _waits(stage: int, lanes: list[LaneStatus], waiting_s: Mapping[str, float]) -> str:
-    """Before a computation at the stage's peers, on average over its lanes."""
     peers = [peer for lane in lanes for at, peer in zip(lane.stages, lane.peers, strict=True) if at == stage]
     known = [waiting_s[peer] for peer in peers if peer in waiting_s]
     return f"{count(1e3 * sum(known) / len(known))} ms" if known else "-"
@@ -277,7 +269,6 @@ def _codec_table(title: str, headings: Sequence[str], rows: Sequence[tuple[str, 
 
 
 def _chosen_round(peer: PeerStatus) -> RoundStatus | None:
-    """None where there was none, or nothing to choose."""
     last = peer.said.last_round
     return None if last is None or last.codec_reason in ("", NO_CHOICE) else last
 
