@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import sys
-import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -16,6 +15,7 @@ from node.cli.options import LinkFile, link_in, with_options
 from node.cli.views.interrupts import STOP_LIMIT_S, Interrupts, end_by, leave_at_once, stop_on_end_of_input
 from node.cli.views.output import announce, event_sink, print_json, run_loop, start_log
 from node.cli.views.text import count, harmless
+from node.concurrency.task_groups import aside
 from node.context.options import NodeOptions, setting, variable
 from swarm.vocabulary.errors import ConfigError
 
@@ -132,22 +132,13 @@ def _number(number: int, thing: str) -> str:
 
 async def _line_typed() -> str:
     """Reads a typed line on a daemon thread, because reading cannot be cancelled."""
-    loop = asyncio.get_running_loop()
-    typed: asyncio.Future[str] = loop.create_future()
 
-    def settle(line: str) -> None:
-        if not typed.done():
-            typed.set_result(line)
-
-    def read() -> None:
-        line = b""
+    def read() -> bytes:
         with contextlib.suppress(OSError):
-            line = os.read(sys.stdin.fileno(), _LONGEST_ANSWER)
-        with contextlib.suppress(RuntimeError):  # the loop has closed: somebody has interrupted the question
-            loop.call_soon_threadsafe(settle, line.decode(errors="replace"))
+            return os.read(sys.stdin.fileno(), _LONGEST_ANSWER)
+        return b""
 
-    threading.Thread(target=read, name="answer", daemon=True).start()
-    return await typed
+    return (await aside(read, None)).decode(errors="replace")
 
 
 @with_options(NodeOptions)

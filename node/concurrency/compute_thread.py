@@ -7,9 +7,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from functools import partial
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
 
+from node.concurrency.task_groups import settle
 from node.model.device import device_errors, flush_denormals
 from swarm.pipeline.compute_queue import GIVEN_WAY, ComputeQueue, IdleWork, Priority
 from swarm.vocabulary.errors import StateError
@@ -61,48 +63,20 @@ class ComputeThread:
 
     async def run(self, priority: Priority, job: Callable[[], Result]) -> Result:
         """Queues a job; returns its result. Raises its error, ResourceExhausted, StateError if the thread stopped."""
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[Result] = loop.create_future()
+        return await asyncio.wrap_future(self.post(priority, job))
 
-        def settle(outcome: Callable[[Any], None], value: object) -> None:
-            if not future.done():
-                outcome(value)
-
-        def work() -> None:
-            if future.cancelled():
-                return
-            try:
-                self._check_running()
-                with device_errors():
-                    result = job()
-            except Exception as error:  # handed to whoever waits
-                loop.call_soon_threadsafe(settle, future.set_exception, error)
-            else:
-                loop.call_soon_threadsafe(settle, future.set_result, result)
-
-        with self._wake:
-            self._check_running()
-            self._queue.put(priority, work)
-            self._wake.notify()
-        return await future
-
-    def post(self, priority: Priority, job: Callable[[], None]) -> Future[None]:
+    def post(self, priority: Priority, job: Callable[[], Result]) -> Future[Result]:
         """Queues a job from any thread but this one. Errors as `run`."""
-        future: Future[None] = Future()
+        future: Future[Result] = Future()
 
-        def work() -> None:
-            try:
-                self._check_running()
-                with device_errors():
-                    job()
-            except Exception as error:  # handed to whoever waits
-                future.set_exception(error)
-            else:
-                future.set_result(None)
+        def work() -> Result:
+            self._check_running()
+            with device_errors():
+                return job()
 
         with self._wake:
             self._check_running()
-            self._queue.put(priority, work)
+            self._queue.put(priority, partial(settle, future, work))
             self._wake.notify()
         return future
 

@@ -12,6 +12,7 @@ from typing import Self, TypeVar
 
 import torch
 
+from node.concurrency.task_groups import settle
 from node.model.device import flush_denormals
 
 Result = TypeVar("Result")
@@ -60,8 +61,8 @@ class DeviceThreads:
         """Runs one job for each device, the first in this thread. Raises the first failure that no other one caused."""
         futures: list[Future[Result]] = [Future() for _ in jobs]
         for queue, job, future in zip(self._queues, jobs[1:], futures[1:], strict=True):
-            queue.put(partial(_settle, future, job))
-        _settle(futures[0], jobs[0])
+            queue.put(partial(settle, future, job))
+        settle(futures[0], jobs[0])
         failures = [error for future in futures if (error := future.exception()) is not None]
         for error in sorted(failures, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
             raise error
@@ -71,10 +72,3 @@ class DeviceThreads:
         self.set_up()
         while (job := queue.get()) is not None:
             job()
-
-
-def _settle(future: Future[Result], job: Callable[[], Result]) -> None:
-    try:
-        future.set_result(job())
-    except BaseException as error:  # handed to whoever waits
-        future.set_exception(error)

@@ -9,8 +9,7 @@ from collections import Counter, deque
 from collections.abc import Coroutine, Iterable
 from typing import Any, Final, Generic, Protocol, TypeVar
 
-from node.concurrency.task_groups import set_or_after
-from node.concurrency.task_tracker import TaskTracker
+from node.concurrency.task_groups import TaskTracker, set_or_after
 from protocol.interfaces.clock import Clock
 from protocol.interfaces.transport import Transport
 from swarm.vocabulary.errors import PeerError

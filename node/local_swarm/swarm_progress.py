@@ -6,26 +6,8 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from node.observability.events import (
-    CatchingUp,
-    CaughtUp,
-    Event,
-    InnerStep,
-    LastPeer,
-    Load,
-    MicrobatchCounts,
-    NodeStatus,
-    NodeSummary,
-    Note,
-    PeerSummary,
-    Reach,
-    Restored,
-    Resumed,
-    RoundCommitted,
-    Step,
-    Summary,
-    Waiting,
-)
+from node.observability import events
+from node.observability.events import Event
 from swarm.workload.microbatch_sizes import SizeSummary
 
 MAX_LAG = 8
@@ -57,9 +39,9 @@ class PeerProgress:
     members: int = 0
     round_at: float | None = None
     """Monotonic seconds."""
-    catching_up: CatchingUp | None = None
+    catching_up: events.CatchingUp | None = None
     exit_code: int | None = None
-    summary: NodeSummary | None = None
+    summary: events.NodeSummary | None = None
 
     @property
     def is_live_data_node(self) -> bool:
@@ -113,7 +95,7 @@ class SwarmProgress:
     """Reported parts of unfinished steps."""
     waiting: Mapping[str, str] = field(default_factory=dict)
     """Reasons, by unserved module."""
-    notes: tuple[Note, ...] = ()
+    notes: tuple[events.Note, ...] = ()
     lost: frozenset[str] = frozenset()
     """Modules whose state is lost."""
     modules: tuple[str, ...] = ()
@@ -150,48 +132,48 @@ def apply(state: SwarmProgress, index: int, event: Event, now: float) -> Progres
     """Folds what peer `index` reported at `now` (monotonic seconds)."""
     peer = state.peers[index]
     match event:
-        case Step():
+        case events.Step():
             return _step_reported(state, index, event, now)
-        case NodeStatus():
+        case events.NodeStatus():
             stage = _stage_of(event.module, otherwise=peer.stage)
             peer = replace(peer, stage=stage, peer=event.peer, module=event.module, state=event.state)
             return Progressed(_with_peer(state, index, peer), (event,))
-        case InnerStep():
+        case events.InnerStep():
             return Progressed(_with_peer(state, index, replace(peer, inner_steps=event.step)), (event,))
-        case Load():
+        case events.Load():
             peer = replace(
                 peer, slots=event.slots, busy_slots=event.busy_slots, tokens_per_s=_finite(event.tokens_per_s)
             )
             return Progressed(_with_peer(state, index, peer), (event,))
-        case RoundCommitted() | CaughtUp() | CatchingUp() | Restored():
+        case events.RoundCommitted() | events.CaughtUp() | events.CatchingUp() | events.Restored():
             return Progressed(_with_peer(state, index, _with_round(peer, event, now)), (event,))
-        case LastPeer():
+        case events.LastPeer():
             lost = state.lost | {event.module} if event.saved_in is None else state.lost
             return Progressed(replace(state, lost=lost), (event,))
-        case NodeSummary():
+        case events.NodeSummary():
             peer = replace(peer, summary=event, module=event.module, inner_steps=event.steps)
             return Progressed(_with_peer(state, index, peer), (event,))
-        case Waiting():
+        case events.Waiting():
             news = () if event.module in state.waiting else (event,)
             return Progressed(replace(state, waiting={**state.waiting, event.module: event.reason}), news)
-        case Resumed():
+        case events.Resumed():
             waiting = {module: why for module, why in state.waiting.items() if module != event.module}
             return Progressed(replace(state, waiting=waiting), (event,) if event.module in state.waiting else ())
-        case Note():
+        case events.Note():
             return noted(state, event)
-        case Reach():
+        case events.Reach():
             return Progressed(state, ())  # all of them are on this machine
         case _:
             return Progressed(state, (event,))
 
 
 def _with_round(
-    peer: PeerProgress, event: RoundCommitted | CaughtUp | CatchingUp | Restored, now: float
+    peer: PeerProgress, event: events.RoundCommitted | events.CaughtUp | events.CatchingUp | events.Restored, now: float
 ) -> PeerProgress:
     match event:
-        case RoundCommitted():
+        case events.RoundCommitted():
             return replace(peer, round=event.round, members=len(event.members), round_at=now, catching_up=None)
-        case CatchingUp():
+        case events.CatchingUp():
             return replace(peer, catching_up=event)
         case _:
             return replace(peer, round=event.round, catching_up=None)
@@ -202,31 +184,31 @@ def _stage_of(module: str | None, otherwise: int) -> int:
     return int(stage) if stage.isdecimal() else otherwise
 
 
-def noted(state: SwarmProgress, note: Note) -> Progressed:
+def noted(state: SwarmProgress, note: events.Note) -> Progressed:
     """Folds something a person should read, from a node or from whoever runs the swarm."""
     return Progressed(replace(state, notes=(*state.notes, note)[-MAX_NOTES:]), (note,))
 
 
-def summarize(state: SwarmProgress) -> Summary:
+def summarize(state: SwarmProgress) -> events.Summary:
     """The figures of a run. A node that was killed left no summary of its own, and is counted by what it reported."""
     last = state.recent[-1] if state.recent else None
     rate = state.tokens_per_s
     if last is not None and state.first is not None and last.at > state.first.at:
         rate = (last.tokens - state.first.tokens) / (last.at - state.first.at)
-    counts = MicrobatchCounts()
+    counts = events.MicrobatchCounts()
     for peer in state.peers.values():
         if peer.summary is not None:
             counts = counts.plus(peer.summary.microbatches)
     peers = tuple(_peer_summary(peer) for _, peer in sorted(state.peers.items()))
-    return Summary(state.step, state.loss_first, state.loss_last, state.tokens, rate, counts, peers)
+    return events.Summary(state.step, state.loss_first, state.loss_last, state.tokens, rate, counts, peers)
 
 
-def _peer_summary(peer: PeerProgress) -> PeerSummary:
+def _peer_summary(peer: PeerProgress) -> events.PeerSummary:
     accumulated = 0 if peer.summary is None else peer.summary.accumulated
-    return PeerSummary(peer.peer, peer.module, peer.inner_steps, accumulated, peer.exit_code)
+    return events.PeerSummary(peer.peer, peer.module, peer.inner_steps, accumulated, peer.exit_code)
 
 
-def _step_reported(state: SwarmProgress, index: int, event: Step, now: float) -> Progressed:
+def _step_reported(state: SwarmProgress, index: int, event: events.Step, now: float) -> Progressed:
     peer = state.peers[index]
     tokens = max(0, event.tokens - peer.reported_tokens)
     came_after = _came_after(state, index, event.step)
@@ -283,7 +265,7 @@ def _keeping_up(state: SwarmProgress) -> Iterator[PeerProgress]:
             yield peer
 
 
-def _close_step(state: SwarmProgress, step: int, now: float) -> tuple[SwarmProgress, Step]:
+def _close_step(state: SwarmProgress, step: int, now: float) -> tuple[SwarmProgress, events.Step]:
     shares = state.pending[step]
     new_tokens = sum(share.tokens for share in shares)
     weights = [share.tokens or 1 for share in shares]
@@ -304,7 +286,7 @@ def _close_step(state: SwarmProgress, step: int, now: float) -> tuple[SwarmProgr
         recent=recent,
         pending={later: parts for later, parts in state.pending.items() if later > step},
     )
-    return state, Step(step, loss, tokens, rate, peer)
+    return state, events.Step(step, loss, tokens, rate, peer)
 
 
 def _rate(recent: tuple[Moment, ...], fallback: float) -> float:

@@ -8,8 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 
-from node.concurrency.task_groups import set_or_after, task_scope
-from node.concurrency.task_tracker import TaskTracker
+from node.concurrency.task_groups import TaskTracker, set_or_after, task_scope
 from node.network.dispatcher import Dispatcher
 from node.network.local_peer import LocalPeer, OwnRecord
 from node.observability.events import EventSink, PeerChange

@@ -16,7 +16,7 @@ data node's peer id and its number there, as in `abandoned`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import ClassVar, Literal, Protocol
 
 from node.observability.typed_json import LEFT_OUT
@@ -25,7 +25,7 @@ from swarm.workload.microbatch_sizes import SizeSummary
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchCounts:
-    """The counts of what became of the microbatches of one data node, or of all of them together."""
+    """The fates of the microbatches of one data node, or of all."""
 
     started: int = 0
     completed: int = 0
@@ -33,12 +33,7 @@ class MicrobatchCounts:
     duplicated: int = 0
 
     def plus(self, other: MicrobatchCounts) -> MicrobatchCounts:
-        return MicrobatchCounts(
-            self.started + other.started,
-            self.completed + other.completed,
-            self.abandoned + other.abandoned,
-            self.duplicated + other.duplicated,
-        )
+        return MicrobatchCounts(*map(sum, zip(astuple(self), astuple(other), strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -368,34 +363,11 @@ class Summary:
     peers: tuple[PeerSummary, ...]
 
 
-Event = (
-    Step
-    | NodeStatus
-    | Reach
-    | Move
-    | InnerStep
-    | Load
-    | Waiting
-    | Resumed
-    | PeerChange
-    | Abandoned
-    | Visit
-    | Retracted
-    | Completed
-    | RoundProgress
-    | RoundCommitted
-    | ReplicaAccused
-    | CatchingUp
-    | CaughtUp
-    | Restored
-    | Started
-    | Continued
-    | Ended
-    | LastPeer
-    | Note
-    | NodeSummary
-    | Summary
-)  # fmt: skip
+LogEvent = Visit | Retracted | Completed | RoundProgress | Started | Continued | Ended
+"""Too many for a stream that a person watches, or about the log itself."""
+RoundEvent = RoundCommitted | ReplicaAccused | CatchingUp | CaughtUp | Restored
+NodeEvent = NodeStatus | Reach | Move | Load | Waiting | Resumed | PeerChange | LastPeer | NodeSummary
+Event = LogEvent | RoundEvent | NodeEvent | Step | InnerStep | Abandoned | Note | Summary
 
 
 class EventSink(Protocol):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from node.concurrency.daemon_thread import aside
+from node.concurrency.task_groups import aside
 
 log = logging.getLogger(__name__)
 

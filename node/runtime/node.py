@@ -25,13 +25,21 @@ from node.model.device import choose_devices
 from node.network.peer_files import fetch_router, router_given, tokenizer_given
 from node.network.proofs import Proofs
 from node.network.session import NetworkSession, Whereabouts, present
-from node.observability.event_log import Both, Watched, open_event_log
+from node.observability.event_json import Both, Watched, open_event_log
 from node.observability.events import Ended, EventSink, Note
 from node.reachability.monitor import reachable
 from node.runtime.leave_socket import leave_requests, sole_use
 from node.runtime.malloc import keep_freed_memory
-from node.runtime.module_choice import FittingModules, asked_modules, choose, choose_smaller
-from node.runtime.mover import MovePeriods, Mover, NextModule, stay_for_ever
+from node.runtime.module_choice import (
+    FittingModules,
+    MovePeriods,
+    Mover,
+    NextModule,
+    asked_modules,
+    choose,
+    choose_smaller,
+    stay_for_ever,
+)
 from node.runtime.resume import find_own
 from node.runtime.run_tokenizer import run_tokenizer
 from node.runtime.serving import Moving, serve_module

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
@@ -11,17 +13,20 @@ from functools import partial
 from node.averaging.first_state import first_state
 from node.checkpoint.folder import CheckpointFolder, save_state
 from node.checkpoint.saver import Saver
-from node.concurrency.compute_thread import Priority
+from node.concurrency.compute_thread import ComputeThread, Priority
 from node.concurrency.task_groups import task_scope, unless
 from node.context.module_context import ModuleContext
+from node.network.local_peer import LocalPeer
 from node.network.session import NetworkSession
-from node.observability.events import EventSink, LastPeer, Move, NodeStatus, Note
+from node.observability.events import BusySeconds, EventSink, LastPeer, Move, NodeStatus, NodeSummary, Note
 from node.observability.failpoints import crash_point
+from node.observability.status import AttachmentStatus, ComputeStatus, ReachStatus, RelayStatus, Status
+from node.observability.typed_json import to_json
 from node.runtime.data_role import data_role
-from node.runtime.mover import NextModule
+from node.runtime.module_choice import NextModule
 from node.runtime.role import NodeRole
 from node.runtime.stage_role import stage_role
-from node.runtime.status import node_summary, status_json
+from protocol.dht.directory import RelayTunnels
 from protocol.interfaces.transport import Question, QuestionAbout
 from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.types import ModuleId, PeerId, PeerState, Reasoned
@@ -181,3 +186,58 @@ def _saver(
     write = partial(save_state, folder, given.session.own.peer, given.module)
     capture = partial(role.capture, partial(given.compute.post, Priority.UPKEEP))
     return Saver(capture, write, given.compute, given.saves, given.events, given.options.checkpoint_every_s)
+
+
+# ---- reports of itself -----------------------------------------------------------------------------------------------
+
+
+def node_summary(own: LocalPeer, role: NodeRole, compute: ComputeThread) -> NodeSummary:
+    account = role.account()
+    busy = BusySeconds(
+        compute=compute.busy_s,
+        codec=account.codec_s,
+        wire=role.runner.wire_s,
+        wait=compute.idle_s,
+        idle_work=compute.idle_work_s,
+    )
+    return NodeSummary(
+        peer=own.peer,
+        module=str(own.module),
+        steps=account.steps,
+        loss_first=account.loss_first,
+        loss_last=account.loss_last,
+        tokens=account.tokens,
+        tokens_per_s=account.tokens_per_s,
+        microbatches=account.counts,
+        accumulated=account.accumulated,
+        busy_s=busy,
+    )
+
+
+def status_json(own: LocalPeer, role: NodeRole, compute: ComputeThread, tunnels: RelayTunnels) -> bytes:
+    account, custody, rounds = role.account(), role.runner.custody, role.rounds
+    status = Status(
+        **{field.name: getattr(account, field.name) for field in dataclasses.fields(account)},
+        peer=own.peer,
+        module=str(own.module),
+        state=own.state.name.lower(),
+        addresses=own.addresses,
+        via=own.via,
+        reach=ReachStatus(own.reach.step.value, own.reach.reason),
+        relay=RelayStatus(own.relay, **dataclasses.asdict(tunnels.carried())),
+        relays=tuple(AttachmentStatus(each.relay, each.standing, each.reason) for each in tunnels.attachments()),
+        unix_ms=int(own.clock.wall() * 1000),
+        slots=custody.slots,
+        free_slots=custody.slots - custody.used_slots,
+        round=0 if own.anchor is None else own.anchor.round,
+        digest="" if own.anchor is None else own.anchor.digest.hex(),
+        rounds=rounds.describe(),
+        last_round=rounds.news.last_round(),
+        accused=rounds.news.accused_lately(),
+        catching_up=rounds.news.catching_up(),
+        codecs=role.runner.codecs.describe(),
+        compute=ComputeStatus(
+            round(compute.busy_s, 3), round(compute.idle_work_s, 3), round(compute.idle_s, 3), compute.idle_waiting
+        ),
+    )
+    return json.dumps(to_json(status), allow_nan=False).encode()

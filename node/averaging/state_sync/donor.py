@@ -17,7 +17,7 @@ from typing import Final
 from node.averaging.anchor.anchor import Anchor, AnchorStore
 from node.averaging.state_sync.partial_state import as_it_is, codec_for, in_planes
 from node.concurrency.compute_thread import ComputeThread, Priority
-from node.concurrency.task_tracker import TaskTracker
+from node.concurrency.task_groups import TaskTracker
 from node.network.dispatcher import Dispatcher
 from node.start.cut_model import CutModel, FirstAnchor
 from protocol.codecs import Encoded

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from node.observability.event_json import event_from_json
-from node.observability.event_log import Both, EventLog, Watched, open_event_log
+from node.observability.event_json import Both, EventLog, Watched, event_from_json, open_event_log
 from node.observability.events import Abandoned, Ended, Event, Note, Started, Visit
 from swarm.vocabulary.errors import ConfigError
 from tests.test_project import ROOT
@@ -85,7 +84,7 @@ def test_a_folder_that_cannot_be_made_is_an_error_of_the_setting(tmp_path: Path)
 
 def test_what_was_logged_survives_the_process(tmp_path: Path) -> None:
     program = (
-        "import os, signal, sys; from pathlib import Path; from node.observability.event_log import EventLog; "
+        "import os, signal, sys; from pathlib import Path; from node.observability.event_json import EventLog; "
         "from node.observability.events import Visit\n"
         "log = EventLog(Path(sys.argv[1]), 'peer-1', 'peer', 1).__enter__()\n"
         "log.emit(Visit('peer', '1.0', 'aaaaaa#1')); os.kill(os.getpid(), signal.SIGKILL)"

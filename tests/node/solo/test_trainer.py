@@ -19,8 +19,7 @@ from node.export.open_model import evaluate_model
 from node.local_swarm.default_manifest import default_manifest
 from node.model.initialization import digest_of_tensors, parameters_of
 from node.observability.event_json import event_to_json
-from node.solo.solo_checkpoint import CheckpointPlan, solo_peer
-from node.solo.trainer import SOLO, SoloTrainer, WholeModel, evaluate, train_solo
+from node.solo.trainer import SOLO, CheckpointPlan, SoloTrainer, WholeModel, evaluate, solo_peer, train_solo
 from protocol.manifest.manifest import Manifest
 from swarm.routing.visit_shares import VisitShares
 from swarm.vocabulary.errors import ConfigError, CorruptSnapshot, StateError
