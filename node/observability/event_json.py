@@ -152,21 +152,14 @@ def open_event_log(folder: Path, peer: str, wall: Callable[[], float] = time.tim
     return EventLog(folder, f"{peer}-{unix_ms}", peer, unix_ms)
 
 
-class Watched:
-    """Passes on every event that is not only for the log."""
+class Tee:
+    """Passes every event to the log, if there is one, and those for people to the stream."""
 
-    def __init__(self, stream: EventSink) -> None:
-        self._stream = stream
+    def __init__(self, stream: EventSink, event_log: EventSink | None) -> None:
+        self._stream, self._log = stream, event_log
 
     def emit(self, event: Event) -> None:
         if not isinstance(event, LogEvent):
             self._stream.emit(event)
-
-
-class Both:
-    def __init__(self, first: EventSink, second: EventSink) -> None:
-        self._sinks = first, second
-
-    def emit(self, event: Event) -> None:
-        for sink in self._sinks:
-            sink.emit(event)
+        if self._log is not None:
+            self._log.emit(event)

@@ -6,8 +6,6 @@ import asyncio
 import gc
 import random
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -23,7 +21,7 @@ from protocol.manifest.manifest import Manifest
 from protocol.manifest.model import block_parameters
 from swarm.membership.placement import Workload, choose_module, modules_that_fit
 from swarm.membership.rebalancing import MoveRules, MoveWatch, Standing
-from swarm.membership.room import Need, Needs, Room
+from swarm.membership.room import Need, Room
 from swarm.vocabulary.errors import ConfigError, OutOfMemory
 from swarm.vocabulary.types import ModuleId, Reasoned
 
@@ -76,7 +74,7 @@ class FittingModules:
     def told(self) -> Reasoned[tuple[int, ...]]:
         return what_fits(self._manifest, self.room(), self._options.slots_held, self._options.moments)
 
-    def ran_out(self, module: ModuleId) -> None:
+    def _ran_out(self, module: ModuleId) -> None:
         """Notes that the module ran out of memory: from now on neither it nor a larger one fits."""
         gc.collect()
         if self._device.type == "cuda":
@@ -84,64 +82,58 @@ class FittingModules:
         known = (self.needs[module], *(() if self._too_large is None else (self._too_large,)))
         self._too_large = min(known, key=lambda need: need.all)
 
-    def refusal(self, modules: list[ModuleId]) -> OutOfMemory:
+    def _refusal(self, modules: list[ModuleId]) -> OutOfMemory:
         """The error that says why none of the modules fits."""
         held = self._options.allowance
         return none_fits(self._manifest, modules, self._seen, held.slots, held.moments)
 
+    async def choose(
+        self, session: NetworkSession, resumed: Resumed, text: Reasoned[Places | None], events: EventSink
+    ) -> Reasoned[ModuleId]:
+        """The module asked for, else that of its checkpoint, else the most needed. Raises ConfigError, OutOfMemory."""
+        options, asked = self._options, asked_modules(self._options, self._manifest)
+        wanted = asked or ([] if resumed.module is None else [resumed.module])
+        if text.value is None and ModuleId(0) in wanted:
+            raise ConfigError(
+                f"this node can not take stage 0: {text.reason}", hint="Or take another stage with --no-data."
+            )
+        if len(asked) == 1:
+            return Reasoned(self._only(asked[0]), "asked for")
+        if resumed.module is not None and (not asked or resumed.module in asked):
+            if self.of([resumed.module]):
+                return Reasoned(resumed.module, "the one in its checkpoint")
+            events.emit(Note("warning", f"not the module in its checkpoint: {self._refusal([resumed.module])}"))
+        reads_text = options.reads_text and text.value is not None
+        if options.reads_text and not reads_text:
+            events.emit(Note("warning", f"this node takes no stage 0: {text.reason}"))
+        if options.link is None and reads_text and not asked:
+            return Reasoned(self._only(ModuleId(0)), "the first node of a run is a data node")
+        allowed = asked or [module for module in self._manifest.modules() if module.stage > 0 or reads_text]
+        candidates = self.of(allowed)
+        if not candidates:
+            raise self._refusal(allowed)
+        await asyncio.sleep(LOOK_AROUND_S)
+        return await self._most_needed(session, candidates)
 
-async def choose(
-    options: NodeOptions,
-    session: NetworkSession,
-    fitting: FittingModules,
-    manifest: Manifest,
-    resumed: Resumed,
-    text: Reasoned[Places | None],
-    events: EventSink,
-) -> Reasoned[ModuleId]:
-    """The module asked for, else that of its checkpoint, else the most needed. Raises ConfigError, OutOfMemory."""
-    asked = asked_modules(options, manifest)
-    wanted = asked or ([] if resumed.module is None else [resumed.module])
-    if text.value is None and ModuleId(0) in wanted:
-        raise ConfigError(
-            f"this node can not take stage 0: {text.reason}", hint="Or take another stage with --no-data."
-        )
-    if len(asked) == 1:
-        return Reasoned(_only(asked[0], fitting), "asked for")
-    if resumed.module is not None and (not asked or resumed.module in asked):
-        if fitting.of([resumed.module]):
-            return Reasoned(resumed.module, "the one in its checkpoint")
-        events.emit(Note("warning", f"not the module in its checkpoint: {fitting.refusal([resumed.module])}"))
-    reads_text = options.reads_text and text.value is not None
-    if options.reads_text and not reads_text:
-        events.emit(Note("warning", f"this node takes no stage 0: {text.reason}"))
-    if options.link is None and reads_text and not asked:
-        return Reasoned(_only(ModuleId(0), fitting), "the first node of a run is a data node")
-    allowed = asked or [module for module in manifest.modules() if module.stage > 0 or reads_text]
-    candidates = fitting.of(allowed)
-    if not candidates:
-        raise fitting.refusal(allowed)
-    await asyncio.sleep(LOOK_AROUND_S)
-    return await _most_needed(session, fitting, manifest, candidates)
+    async def choose_smaller(self, error: OutOfMemory, failed: ModuleId, session: NetworkSession) -> Reasoned[ModuleId]:
+        """The most needed smaller module after one ran out of memory. Raises the same OutOfMemory without one."""
+        self._ran_out(failed)
+        asked = asked_modules(self._options, self._manifest)
+        allowed = [module for module in asked or self._manifest.modules() if module.stage > 0]
+        candidates = [] if self._options.link is None else self.of(allowed)
+        if not candidates:
+            raise error
+        chosen = await self._most_needed(session, candidates)
+        return Reasoned(chosen.value, f"module {failed} ran out of memory; of the smaller ones, {chosen.reason}")
 
+    def _only(self, module: ModuleId) -> ModuleId:
+        if not self.of([module]):
+            raise self._refusal([module])
+        return module
 
-async def choose_smaller(
-    error: OutOfMemory,
-    failed: ModuleId,
-    options: NodeOptions,
-    session: NetworkSession,
-    fitting: FittingModules,
-    manifest: Manifest,
-) -> Reasoned[ModuleId]:
-    """The most needed smaller module after one ran out of memory. Raises the same OutOfMemory without one."""
-    fitting.ran_out(failed)
-    asked = asked_modules(options, manifest)
-    allowed = [module for module in asked or manifest.modules() if module.stage > 0]
-    candidates = [] if options.link is None else fitting.of(allowed)
-    if not candidates:
-        raise error
-    chosen = await _most_needed(session, fitting, manifest, candidates)
-    return Reasoned(chosen.value, f"module {failed} ran out of memory; of the smaller ones, {chosen.reason}")
+    async def _most_needed(self, session: NetworkSession, candidates: list[ModuleId]) -> Reasoned[ModuleId]:
+        alive = await session.membership_sync.alive(self._manifest.modules())
+        return choose_module(session.own.peer, candidates, alive, workload_of(self._manifest), needs=self.needs)
 
 
 def asked_modules(options: NodeOptions, manifest: Manifest) -> list[ModuleId]:
@@ -158,46 +150,20 @@ def asked_modules(options: NodeOptions, manifest: Manifest) -> list[ModuleId]:
     return modules
 
 
-def _only(module: ModuleId, fitting: FittingModules) -> ModuleId:
-    if not fitting.of([module]):
-        raise fitting.refusal([module])
-    return module
-
-
-async def _most_needed(
-    session: NetworkSession, fitting: FittingModules, manifest: Manifest, candidates: list[ModuleId]
-) -> Reasoned[ModuleId]:
-    alive = await session.membership_sync.alive(manifest.modules())
-    return choose_module(session.own.peer, candidates, alive, workload_of(manifest), needs=fitting.needs)
-
-
 # ---- moving ----------------------------------------------------------------------------------------------------------
 
 STATE_BYTES_PER_PARAMETER = 8
 """Anchor and outer momentum, both float32."""
 UNMEASURED_BYTES_PER_S = 4e6
+LOOK_S = 30.0
+"""Interval between looks at the swarm, jittered by up to a fifth."""
+LOOK_FOR_EMPTY_S = 2.0
 SETTING_UP_S = 10.0
 """Time of a move besides the download, in seconds."""
 
 
-class Fitting(Protocol):
-    @property
-    def needs(self) -> Needs: ...
-
-    def of(self, modules: Iterable[ModuleId], held: ModuleId | None = None) -> list[ModuleId]: ...
-
-
 NextModule = Callable[[], Awaitable[Reasoned[ModuleId]]]
 """Returns when the node should move, with where to and why."""
-
-
-@dataclass(frozen=True, slots=True)
-class MovePeriods:
-    """Intervals between looks at the swarm, in seconds, each jittered by up to a fifth."""
-
-    ordinary_s: float = 30.0
-    empty_s: float = 2.0
-    """Between looks for modules without a peer."""
 
 
 def workload_of(manifest: Manifest) -> Workload:
@@ -215,32 +181,22 @@ async def stay_for_ever() -> Reasoned[ModuleId]:
 class Mover:
     """Decides when one node moves from its module, from when it is made."""
 
-    def __init__(
-        self,
-        session: NetworkSession,
-        manifest: Manifest,
-        proofs: Proofs,
-        fitting: Fitting,
-        rules: MoveRules,
-        periods: MovePeriods,
-        jitter: Callable[[], float] = random.random,
-    ) -> None:
+    def __init__(self, session: NetworkSession, manifest: Manifest, proofs: Proofs, fitting: FittingModules) -> None:
         self._session = session
         self._manifest = manifest
         self._proofs = proofs
         self._fitting = fitting
         self._clock = session.own.clock
-        self._periods = periods
-        self._jitter = jitter
-        self._watch = MoveWatch(workload_of(manifest), rules)
+        self._watch = MoveWatch(workload_of(manifest), MoveRules())
         self._since = self._clock.monotonic()
 
     async def next_module(self) -> Reasoned[ModuleId]:
         looked = self._clock.monotonic()
         while True:
-            await asyncio.sleep(self._periods.empty_s * (0.8 + 0.4 * self._jitter()))
+            jitter = random.uniform(0.8, 1.2)  # noqa: S311 - keeps nodes from looking at the same moment
+            await asyncio.sleep(LOOK_FOR_EMPTY_S * jitter)
             now = self._clock.monotonic()
-            due = now - looked >= self._periods.ordinary_s * (0.8 + 0.4 * self._jitter())
+            due = now - looked >= LOOK_S * jitter
             if not due and not self._some_module_is_empty(now):
                 continue
             looked = now if due else looked

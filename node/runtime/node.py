@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 
@@ -25,21 +25,12 @@ from node.model.device import choose_devices
 from node.network.peer_files import fetch_router, router_given, tokenizer_given
 from node.network.proofs import Proofs
 from node.network.session import NetworkSession, Whereabouts, present
-from node.observability.event_json import Both, Watched, open_event_log
+from node.observability.event_json import Tee, open_event_log
 from node.observability.events import Ended, EventSink, Note
 from node.reachability.monitor import reachable
 from node.runtime.leave_socket import leave_requests, sole_use
 from node.runtime.malloc import keep_freed_memory
-from node.runtime.module_choice import (
-    FittingModules,
-    MovePeriods,
-    Mover,
-    NextModule,
-    asked_modules,
-    choose,
-    choose_smaller,
-    stay_for_ever,
-)
+from node.runtime.module_choice import FittingModules, Mover, NextModule, asked_modules, stay_for_ever
 from node.runtime.resume import find_own
 from node.runtime.run_tokenizer import run_tokenizer
 from node.runtime.serving import Moving, serve_module
@@ -48,12 +39,11 @@ from protocol.dht.directory import DirectorySettings
 from protocol.identity.keys import Identity
 from protocol.interfaces.clock import SystemClock
 from protocol.interfaces.transport import Question, QuestionAbout
-from protocol.manifest.join_link import multiaddr_of
+from protocol.manifest.join_link import JoinLink, multiaddr_of
 from protocol.manifest.manifest import Manifest
 from protocol.manifest.signing import SignedManifest, read_signed_manifest
-from swarm.membership.rebalancing import MoveRules
 from swarm.vocabulary.errors import ConfigError, OutOfMemory, Rejected, StateError
-from swarm.vocabulary.types import PeerId, Reasoned, RunId
+from swarm.vocabulary.types import PeerId, Reasoned
 
 WITHDRAW_S = 2.0
 
@@ -78,14 +68,13 @@ async def run_node(
     clock = SystemClock()
     identity = Identity.load_or_create(options.identity_path)
     signed = _read_manifest(options)
-    run = signed.run if signed is not None else _run_of(options)
+    run = signed.run if signed is not None else cast(JoinLink, options.link).run  # there is a link or a manifest
     devices = choose_devices(options.device)
     device = devices.value[0]
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    initial = options.link.peers if options.link is not None else ()
     where = Whereabouts(options.listen, options.advertise, options.port, options.dht_port)
-    settings = _directory(where, initial, identity, signed, options.relay_bytes_per_hour)
+    settings = _directory(options, identity, signed)
     with _logged(options, identity.peer, events) as logged:
         async with (
             sole_use(options.identity_path),
@@ -104,14 +93,18 @@ async def run_node(
             router = await unless(stop, _router(options, session, signed.manifest))
             if router is None and signed.manifest.routing is not None:
                 return
-            own = signed.author == identity.peer
+            text_of_manifest, own = signed.text, signed.author == identity.peer
+
+            async def manifest(asker: PeerId, question: Question) -> bytes:
+                return text_of_manifest
+
             tokenizer = await unless(stop, run_tokenizer(options, session, signed.manifest.data, text, own=own))
             if tokenizer is None:
                 return
             text = tokenizer.text
             async with reachable(options.reach, options.advertise, session, logged):
                 with (
-                    _manifest_given(session, signed),
+                    session.dispatcher.registered(answers={QuestionAbout.MANIFEST: manifest}),
                     router_given(session, router),
                     tokenizer_given(session, tokenizer.content),
                     DeviceThreads(devices.value) as threads,
@@ -120,7 +113,7 @@ async def run_node(
                     session.membership_sync.watch(signed.manifest.modules())
                     resumed = await _find_own(options, session, signed, logged)
                     session.own.memory_bytes, session.own.device_bytes = fitting.announced()
-                    chosen = await choose(options, session, fitting, signed.manifest, resumed, text, logged)
+                    chosen = await fitting.choose(session, resumed, text, logged)
                     logged.emit(Note("info", f"module {chosen.value}: {chosen.reason}"))
                     given = ModuleContext(
                         options=options,
@@ -181,7 +174,7 @@ async def _serve(
         # Before the room for another module is measured: what was put off holds tensors of the last one.
         await given.compute.run(Priority.UPKEEP, given.compute.give_up_idle_work)
         if shortage is not None:
-            chosen = await choose_smaller(shortage, given.module, given.options, session, fitting, given.manifest)
+            chosen = await fitting.choose_smaller(shortage, given.module, session)
             session.own.memory_bytes, session.own.device_bytes = fitting.announced()
             given.events.emit(Note("warning", f"{shortage}; module {chosen.value}: {chosen.reason}"))
             module = chosen.value
@@ -201,27 +194,20 @@ async def _router(options: NodeOptions, session: NetworkSession, manifest: Manif
     return await fetch_router(session, manifest, options.patience_s)
 
 
-def _manifest_given(session: NetworkSession, signed: SignedManifest) -> AbstractContextManager[None]:
-    async def manifest(asker: PeerId, question: Question) -> bytes:
-        return signed.text
-
-    return session.dispatcher.registered(answers={QuestionAbout.MANIFEST: manifest})
-
-
 def readiness_to_move(fitting: FittingModules, given: ModuleContext) -> NextModule:
     if given.module.stage == 0 or not given.options.may_move:
         return stay_for_ever
-    return Mover(given.session, given.manifest, given.proofs, fitting, MoveRules(), MovePeriods()).next_module
+    return Mover(given.session, given.manifest, given.proofs, fitting).next_module
 
 
 @contextmanager
 def _logged(options: NodeOptions, peer: PeerId, stream: EventSink) -> Iterator[EventSink]:
     """Where the node's events go: the stream, and everything to the log if there is one."""
     if options.log_dir is None:
-        yield Watched(stream)
+        yield Tee(stream, None)
         return
     with open_event_log(options.log_dir, peer) as event_log:
-        yield Both(Watched(stream), event_log)
+        yield Tee(stream, event_log)
         event_log.emit(Ended(peer, int(SystemClock().wall() * 1000)))
 
 
@@ -249,23 +235,13 @@ def _read_manifest(options: NodeOptions) -> SignedManifest | None:
     return read_signed_manifest(text, None if options.link is None else options.link.run)
 
 
-def _run_of(options: NodeOptions) -> RunId:
-    assert options.link is not None, "NodeOptions has a link or a manifest"
-    return options.link.run
-
-
-def _directory(
-    where: Whereabouts,
-    initial: tuple[str, ...],
-    identity: Identity,
-    signed: SignedManifest | None,
-    relay_bytes_per_hour: int,
-) -> DirectorySettings:
-    others = tuple(address for address in initial if not address.endswith(f"/{identity.peer}"))
-    announce = (multiaddr_of(where.advertise, where.dht_port),) if where.advertise and where.dht_port else ()
+def _directory(options: NodeOptions, identity: Identity, signed: SignedManifest | None) -> DirectorySettings:
+    host, port, initial = options.advertise, options.dht_port, () if options.link is None else options.link.peers
     settings = DirectorySettings(
-        where.listen, where.dht_port, announce, others, relay_bytes_per_hour=relay_bytes_per_hour
+        options.listen,
+        port,
+        (multiaddr_of(host, port),) if host and port else (),
+        tuple(address for address in initial if not address.endswith(f"/{identity.peer}")),
+        relay_bytes_per_hour=options.relay_bytes_per_hour,
     )
-    if signed is None:
-        return settings
-    return replace(settings, experts=signed.manifest.stages.experts_of_each)
+    return settings if signed is None else replace(settings, experts=signed.manifest.stages.experts_of_each)

@@ -29,7 +29,7 @@ from node.runtime.stage_role import stage_role
 from protocol.dht.directory import RelayTunnels
 from protocol.interfaces.transport import Question, QuestionAbout
 from swarm.vocabulary.announcement import Announcement
-from swarm.vocabulary.types import ModuleId, PeerId, PeerState, Reasoned
+from swarm.vocabulary.types import ModuleId, PeerId, PeerState
 
 log = logging.getLogger(__name__)
 
@@ -96,6 +96,7 @@ async def _prepared(role: NodeRole) -> bool:
 
 async def _serve(role: NodeRole, given: ModuleContext, next_module: NextModule, stop: asyncio.Event) -> ModuleId | None:
     """Serves until it is time to stop or to move, and drains. Calls a move off that would leave the module empty."""
+    own, events = given.session.own, given.events
     while True:
         _become(PeerState.SERVING, given)
         role.runner.take_new_work(True)
@@ -103,15 +104,17 @@ async def _serve(role: NodeRole, given: ModuleContext, next_module: NextModule, 
         if goal is not None and not await others_serve(given):
             continue
         if goal is not None:
-            _tell_of_move(given, goal)
+            events.emit(Move(own.peer, str(given.module), str(goal.value), goal.reason))
         await _drain(role, given)
         if stop.is_set():
-            _tell_if_last(given)
+            if not _replicas(given):
+                folder = given.options.checkpoint_dir
+                events.emit(LastPeer(own.peer, str(given.module), None if folder is None else str(folder)))
             return None
         assert goal is not None, "without a stop there was a goal"
         if await others_serve(given):  # asked again: another replica may have begun to leave at the same moment
             return goal.value
-        given.events.emit(Note("info", f"stays in module {given.module}: nobody else serves it any more"))
+        events.emit(Note("info", f"stays in module {given.module}: nobody else serves it any more"))
 
 
 async def _drain(role: NodeRole, given: ModuleContext) -> None:
@@ -134,18 +137,6 @@ async def others_serve(given: ModuleContext) -> bool:
 def _replicas(given: ModuleContext) -> list[Announcement]:
     session = given.session
     return session.membership.replicas(given.module, session.own.clock.monotonic())
-
-
-def _tell_of_move(given: ModuleContext, goal: Reasoned[ModuleId]) -> None:
-    given.events.emit(Move(given.session.own.peer, str(given.module), str(goal.value), goal.reason))
-
-
-def _tell_if_last(given: ModuleContext) -> None:
-    if _replicas(given):
-        return
-    folder = given.options.checkpoint_dir
-    saved_in = None if folder is None else str(folder)
-    given.events.emit(LastPeer(given.session.own.peer, str(given.module), saved_in))
 
 
 def _become(state: PeerState, given: ModuleContext) -> None:
@@ -193,13 +184,7 @@ def _saver(
 
 def node_summary(own: LocalPeer, role: NodeRole, compute: ComputeThread) -> NodeSummary:
     account = role.account()
-    busy = BusySeconds(
-        compute=compute.busy_s,
-        codec=account.codec_s,
-        wire=role.runner.wire_s,
-        wait=compute.idle_s,
-        idle_work=compute.idle_work_s,
-    )
+    busy = BusySeconds(compute.busy_s, account.codec_s, role.runner.wire_s, compute.idle_s, compute.idle_work_s)
     return NodeSummary(
         peer=own.peer,
         module=str(own.module),

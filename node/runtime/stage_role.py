@@ -28,7 +28,6 @@ from node.runtime.role import link_codecs, microbatch_runner_for, moments_status
 from protocol.interfaces.clock import SystemClock
 from swarm.routing.measured_times import MeasuredTimes
 from swarm.routing.planner import Planner
-from swarm.vocabulary.types import Reasoned
 
 QUIET_S = 1.0
 LARGEST_DEFAULT_GRAPHS = 2 * 2**30
@@ -82,7 +81,8 @@ class StageRole:
         return Load(own.peer, str(self._module), custody.slots, custody.used_slots, self._rate.per_second())
 
     def account(self) -> Account:
-        worker, put_off = self._worker, self._worker.deferred
+        worker, put_off, chosen = self._worker, self._worker.deferred, self._worker.deferred.chosen
+        figures = put_off.visits, put_off.waiting, put_off.held_bytes, put_off.peak_bytes
         return Account(
             steps=worker.optimizer.steps,
             accumulated=worker.accumulated,
@@ -90,14 +90,7 @@ class StageRole:
             tokens=worker.accumulated_tokens,
             tokens_per_s=self._rate.per_second(),
             codec_s=worker.wire.codec_s,
-            weights=WeightsStatus(
-                put_off.chosen.value,
-                put_off.chosen.reason,
-                put_off.visits,
-                put_off.waiting,
-                put_off.held_bytes,
-                put_off.peak_bytes,
-            ),
+            weights=WeightsStatus(chosen.value, chosen.reason, *figures),
             moments=moments_status(worker.optimizer),
         )
 
@@ -126,7 +119,7 @@ async def stage_role(given: ModuleContext, first: Anchor | None) -> AsyncIterato
 
 def _graph_budget(given: ModuleContext) -> int:
     options = given.options
-    budget = default_graph_budget(given.device).value if options.graph_bytes is None else options.graph_bytes
+    budget = _default_graph_budget(given.device) if options.graph_bytes is None else options.graph_bytes
     limit = options.memory_limit_bytes
     if limit is None:
         return budget
@@ -134,12 +127,11 @@ def _graph_budget(given: ModuleContext) -> int:
     return min(budget, max(0, limit.value - (need.all if given.device.type == "cpu" else need.device)))
 
 
-def default_graph_budget(device: torch.device) -> Reasoned[int]:
-    """The default bytes that kept graphs may take: two fifths of a GPU's free memory, an eighth of the machine's."""
+def _default_graph_budget(device: torch.device) -> int:
+    """Two fifths of a GPU's free memory, else an eighth of the machine's, 2 GiB at most."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        return Reasoned(free * 2 // 5, "two fifths of the GPU's free memory")
+        return free * 2 // 5
     if not hasattr(os, "sysconf"):
-        return Reasoned(LARGEST_DEFAULT_GRAPHS // 2, "this system does not say how much memory it has")
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return Reasoned(min(LARGEST_DEFAULT_GRAPHS, memory // 8), "an eighth of this machine's memory, 2 GiB at most")
+        return LARGEST_DEFAULT_GRAPHS // 2
+    return min(LARGEST_DEFAULT_GRAPHS, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 8)

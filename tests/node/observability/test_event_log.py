@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from node.observability.event_json import Both, EventLog, Watched, event_from_json, open_event_log
+from node.observability.event_json import EventLog, Tee, event_from_json, open_event_log
 from node.observability.events import Abandoned, Ended, Event, Note, Started, Visit
 from swarm.vocabulary.errors import ConfigError
 from tests.test_project import ROOT
@@ -34,7 +34,7 @@ def events_in(path: Path) -> list[Event | None]:
 def test_everything_is_logged_and_what_nobody_watches_is_kept_from_the_stream(tmp_path: Path) -> None:
     stream, note = Kept(), Note("info", "hello")
     with open_event_log(tmp_path / "deep" / "er", "peer", lambda: 12.345) as event_log:
-        both = Both(Watched(stream), event_log)
+        both = Tee(stream, event_log)
         for event in (note, VISIT, Abandoned("aaaaaa#2", "lost"), Ended("peer", 1)):
             both.emit(event)
     logged = events_in(tmp_path / "deep" / "er" / "peer-12345.jsonl")
