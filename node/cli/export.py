@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from node.cli.options import PathChoice
-from node.cli.views.downloads import download_bar
-from node.cli.views.output import announce, print_json, run_loop
+from node.cli.views.output import announce, download_bar, print_json, run_loop
 from node.cli.views.text import count
 from node.context.options import TokenizerPlace
 

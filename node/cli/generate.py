@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from node.cli.options import PathChoice, StagesPerPath
-from node.cli.views.downloads import download_bar
-from node.cli.views.output import print_json, run_loop, tell
+from node.cli.views.output import download_bar, print_json, run_loop, tell
 from node.cli.views.text import count, harmless_lines, path_text
 from node.context.options import TokenizerPlace
 from swarm.experts.routes import name_of_route

@@ -108,16 +108,14 @@ def _expert(peer: PeerProgress) -> int:
 
 def _peer_row(peer: PeerProgress, now: float) -> tuple[RenderableType, ...]:
     state = peer.state if peer.exit_code in (None, 0) else f"{peer.state} ({peer.exit_code})"
-    return (
-        Text(str(peer.stage)),
-        Text(harmless(peer.module or "-")),
-        Text(peer_name(peer.peer)),
-        Text(harmless(state, 24), style=_STATE_STYLES.get(peer.state, "")),
-        Text(str(peer.inner_steps)),
-        Text("-" if peer.tokens_per_s is None else count(peer.tokens_per_s)),
-        Text("-" if peer.slots is None else f"{peer.busy_slots}/{peer.slots}"),
-        _round_cell(peer, now),
+    state_cell = Text(harmless(state, 24), style=_STATE_STYLES.get(peer.state, ""))
+    figures = (
+        str(peer.inner_steps),
+        "-" if peer.tokens_per_s is None else count(peer.tokens_per_s),
+        "-" if peer.slots is None else f"{peer.busy_slots}/{peer.slots}",
     )
+    names = str(peer.stage), harmless(peer.module or "-"), peer_name(peer.peer)
+    return *map(Text, names), state_cell, *map(Text, figures), _round_cell(peer, now)
 
 
 def _round_cell(peer: PeerProgress, now: float) -> RenderableType:

@@ -9,7 +9,8 @@ import logging
 import os
 import secrets
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
@@ -18,6 +19,7 @@ import typer
 from node.cli.views.text import count, duration, harmless, loss_text, megabytes, peer_name
 from node.observability import events
 from node.observability.event_json import JsonLinesSink
+from swarm.vocabulary.types import ModuleId
 
 
 class PlainSink:
@@ -172,3 +174,21 @@ def write_whole(path: Path, data: bytes) -> None:
     except OSError:
         partial.unlink()
         raise
+
+
+@contextmanager
+def download_bar(*, silent: bool) -> Iterator[Callable[[ModuleId, int, int], None]]:
+    """Shows a progress bar on a terminal; yields its callback: module, bytes here, bytes in all."""
+    from rich import progress
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    columns = (progress.TextColumn("module {task.description}"), progress.BarColumn(), progress.DownloadColumn())
+    times = progress.TransferSpeedColumn(), progress.TimeRemainingColumn()
+    with progress.Progress(*columns, *times, console=console, disable=silent or not console.is_terminal) as shown:
+        bar = shown.add_task("", visible=False)
+
+        def show(module: ModuleId, done: int, total: int) -> None:
+            shown.update(bar, description=str(module), completed=done, total=total, visible=True)
+
+        yield show

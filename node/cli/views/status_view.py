@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
@@ -13,7 +13,16 @@ from rich.text import Text
 
 from node.cli.views.live import download_bar
 from node.cli.views.text import count, harmless, loss_text, megabytes, peer_name, plain_table, round_text, sizes_text
-from node.observability.status import LaneStatus, PeerStatus, RoundStatus, ShareStatus, Status, SwarmStatus
+from node.observability.status import (
+    ComputeStatus,
+    LaneStatus,
+    PeerStatus,
+    RoundStatus,
+    RouteStatus,
+    ShareStatus,
+    Status,
+    SwarmStatus,
+)
 from swarm.compression.microbatch_codecs import NO_CHOICE
 from swarm.vocabulary.routing_messages import MAX_LANES
 
@@ -73,16 +82,10 @@ def status_table(status: SwarmStatus) -> Table:
 
 
 def _status_row(peer: PeerStatus) -> tuple[RenderableType, ...]:
-    return (
-        Text(harmless(peer.module or "-")),
-        Text(peer_name(peer.peer)),
-        Text(harmless("no answer" if peer.answered is None else peer.state)),
-        Text(count(peer.steps)),
-        Text(count(peer.tokens_per_s)),
-        Text(f"{peer.slots - peer.free_slots}/{peer.slots}"),
-        _round_cell(peer),
-        Text(_address_text(peer)),
-    )
+    names = harmless(peer.module or "-"), peer_name(peer.peer)
+    state = harmless("no answer" if peer.answered is None else peer.state)
+    figures = count(peer.steps), count(peer.tokens_per_s), f"{peer.slots - peer.free_slots}/{peer.slots}"
+    return *map(Text, (*names, state, *figures)), _round_cell(peer), Text(_address_text(peer))
 
 
 def _address_text(peer: PeerStatus) -> str:
@@ -129,21 +132,20 @@ def route_tables(status: SwarmStatus) -> Iterator[RenderableType]:
         return
     said = next((peer.said.paths.talk for peer in status.peers if peer.said.paths is not None and peer.hosts(0)), "")
     yield Text(f"\n{harmless(said, 160)}", style="dim")
-    table = plain_table("route", right=("share", "completed", "rerouted", "loss"))
-    for route in (status.routes or ())[:MOST_ROWS]:
-        path = " ".join(f"{stage}.{expert}" for stage, expert in enumerate(route.experts, start=1)) or "others"
-        figures = (f"{route.share:.0%}", count(route.visits), count(route.rerouted), loss_text(route.loss))
-        table.add_row(*map(Text, (path, *figures)))
-    yield table
-    visits, missed = dict.fromkeys(status.modules, 0), dict.fromkeys(status.modules, 0)
+    routes = (status.routes or ())[:MOST_ROWS]
+    yield plain_table("route", right=("share", "completed", "rerouted", "loss"), rows=map(_route_row, routes))
+    visits, missed = Counter[str](), Counter[str]()
     for peer in status.peers:
-        for total, each in ((visits, peer.said.module_visits), (missed, peer.said.rerouted)):
-            for module in total.keys() & (each or {}).keys():
-                total[module] += (each or {})[module]
-    table = plain_table("module", right=("visits", "rerouted"))
-    for module in status.modules[1 : MOST_ROWS + 1]:
-        table.add_row(*map(Text, (harmless(module), count(visits[module]), count(missed[module]))))
-    yield table
+        visits.update(peer.said.module_visits or {})
+        missed.update(peer.said.rerouted or {})
+    modules = status.modules[1 : MOST_ROWS + 1]
+    rows = ((harmless(module), count(visits[module]), count(missed[module])) for module in modules)
+    yield plain_table("module", right=("visits", "rerouted"), rows=rows)
+
+
+def _route_row(route: RouteStatus) -> tuple[str, ...]:
+    path = " ".join(f"{stage}.{expert}" for stage, expert in enumerate(route.experts, start=1)) or "others"
+    return path, f"{route.share:.0%}", count(route.visits), count(route.rerouted), loss_text(route.loss)
 
 
 # ---- paths -----------------------------------------------------------------------------------------------------------
@@ -212,16 +214,18 @@ def compute_tables(status: SwarmStatus) -> Iterator[RenderableType]:
     weights_of = [peer.said.weights for peer, _ in rows]
     reasons = dict.fromkeys(harmless(weights.reason, 120) for weights in weights_of if weights is not None)
     yield Text("\nshares of the time on the compute device", style="dim")
-    table = plain_table("module", "peer", right=("computing", "put-off work", "idle", "weights put off"))
-    for peer, said in rows[:MOST_ROWS]:
-        parts = (said.busy_s, said.idle_work_s, said.idle_s)
-        whole = sum(parts)
-        shares = [f"{part / whole:.0%}" if 0 <= part <= whole < math.inf and whole else "-" for part in parts]
-        weights = peer.said.weights
-        visits = "-" if weights is None or not weights.put_off else f"{count(weights.visits)} visits"
-        table.add_row(*map(Text, (harmless(peer.module or "-", 12), peer_name(peer.peer), *shares, visits)))
-    yield table
+    columns = ("computing", "put-off work", "idle", "weights put off")
+    yield plain_table("module", "peer", right=columns, rows=map(_compute_row, (peer for peer, _ in rows[:MOST_ROWS])))
     yield from (Text(f"weight gradients: {reason}", style="dim") for reason in list(reasons)[:MOST_REASONS])
+
+
+def _compute_row(peer: PeerStatus) -> tuple[str, ...]:
+    said, weights = peer.said.compute or ComputeStatus(), peer.said.weights
+    parts = (said.busy_s, said.idle_work_s, said.idle_s)
+    whole = sum(parts)
+    shares = [f"{part / whole:.0%}" if 0 <= part <= whole < math.inf and whole else "-" for part in parts]
+    visits = "-" if weights is None or not weights.put_off else f"{count(weights.visits)} visits"
+    return harmless(peer.module or "-", 12), peer_name(peer.peer), *shares, visits
 
 
 def moment_lines(status: SwarmStatus) -> Iterator[Text]:
@@ -258,12 +262,9 @@ def _codec_table(title: str, headings: Sequence[str], rows: Sequence[tuple[str, 
     if not rows:
         return
     yield Text(f"\n{title}", style="dim")
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for heading in headings:
-        table.add_column(heading, justify="right" if heading == "link" else "left", overflow="fold")
-    for row in rows[:MOST_ROWS]:
-        table.add_row(*map(Text, row))
-    yield table
+    yield plain_table(
+        *headings, right=[each for each in headings if each == "link"], rows=rows[:MOST_ROWS], overflow="fold"
+    )
     if len(rows) > MOST_ROWS:
         yield Text(f"and {len(rows) - MOST_ROWS} more", style="dim")
 

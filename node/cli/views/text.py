@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 import math
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
+from rich.console import OverflowMethod, RenderableType
 from rich.table import Table
+from rich.text import Text
 
 from swarm.vocabulary.types import PeerId, short
 from swarm.workload.microbatch_sizes import SizeSummary
@@ -24,11 +26,18 @@ def harmless(text: str, limit: int = MAX_FOREIGN_CHARACTERS) -> str:
     return clean if len(text) <= limit else clean[: limit - 1] + "…"
 
 
-def plain_table(*headings: str, right: Sequence[str] = ()) -> Table:
-    """A table without lines, its columns titled `headings` and then, with figures, `right`."""
+def plain_table(
+    *headings: str,
+    right: Sequence[str] = (),
+    rows: Iterable[Sequence[RenderableType]] = (),
+    overflow: OverflowMethod = "ellipsis",
+) -> Table:
+    """A table without lines, with columns for `headings` and `right`, which is right-justified. Cells are no markup."""
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for heading in (*headings, *right):
-        table.add_column(heading, justify="right" if heading in right else "left")
+    for heading in dict.fromkeys((*headings, *right)):
+        table.add_column(heading, justify="right" if heading in right else "left", overflow=overflow)
+    for row in rows:
+        table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
     return table
 
 
