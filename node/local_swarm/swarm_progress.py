@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import reduce
 
 from node.observability import events
 from node.observability.events import Event
@@ -137,22 +138,21 @@ def apply(state: SwarmProgress, index: int, event: Event, now: float) -> Progres
         case events.NodeStatus():
             stage = _stage_of(event.module, otherwise=peer.stage)
             peer = replace(peer, stage=stage, peer=event.peer, module=event.module, state=event.state)
-            return Progressed(_with_peer(state, index, peer), (event,))
         case events.InnerStep():
-            return Progressed(_with_peer(state, index, replace(peer, inner_steps=event.step)), (event,))
+            peer = replace(peer, inner_steps=event.step)
         case events.Load():
-            peer = replace(
-                peer, slots=event.slots, busy_slots=event.busy_slots, tokens_per_s=_finite(event.tokens_per_s)
-            )
-            return Progressed(_with_peer(state, index, peer), (event,))
-        case events.RoundCommitted() | events.CaughtUp() | events.CatchingUp() | events.Restored():
-            return Progressed(_with_peer(state, index, _with_round(peer, event, now)), (event,))
-        case events.LastPeer():
-            lost = state.lost | {event.module} if event.saved_in is None else state.lost
-            return Progressed(replace(state, lost=lost), (event,))
+            rate = _finite(event.tokens_per_s)
+            peer = replace(peer, slots=event.slots, busy_slots=event.busy_slots, tokens_per_s=rate)
+        case events.RoundCommitted():
+            peer = replace(peer, round=event.round, members=len(event.members), round_at=now, catching_up=None)
+        case events.CatchingUp():
+            peer = replace(peer, catching_up=event)
+        case events.CaughtUp() | events.Restored():
+            peer = replace(peer, round=event.round, catching_up=None)
         case events.NodeSummary():
             peer = replace(peer, summary=event, module=event.module, inner_steps=event.steps)
-            return Progressed(_with_peer(state, index, peer), (event,))
+        case events.LastPeer(saved_in=None):
+            state = replace(state, lost=state.lost | {event.module})
         case events.Waiting():
             news = () if event.module in state.waiting else (event,)
             return Progressed(replace(state, waiting={**state.waiting, event.module: event.reason}), news)
@@ -163,20 +163,7 @@ def apply(state: SwarmProgress, index: int, event: Event, now: float) -> Progres
             return noted(state, event)
         case events.Reach():
             return Progressed(state, ())  # all of them are on this machine
-        case _:
-            return Progressed(state, (event,))
-
-
-def _with_round(
-    peer: PeerProgress, event: events.RoundCommitted | events.CaughtUp | events.CatchingUp | events.Restored, now: float
-) -> PeerProgress:
-    match event:
-        case events.RoundCommitted():
-            return replace(peer, round=event.round, members=len(event.members), round_at=now, catching_up=None)
-        case events.CatchingUp():
-            return replace(peer, catching_up=event)
-        case _:
-            return replace(peer, round=event.round, catching_up=None)
+    return Progressed(_with_peer(state, index, peer), (event,))
 
 
 def _stage_of(module: str | None, otherwise: int) -> int:
@@ -195,17 +182,15 @@ def summarize(state: SwarmProgress) -> events.Summary:
     rate = state.tokens_per_s
     if last is not None and state.first is not None and last.at > state.first.at:
         rate = (last.tokens - state.first.tokens) / (last.at - state.first.at)
-    counts = events.MicrobatchCounts()
-    for peer in state.peers.values():
-        if peer.summary is not None:
-            counts = counts.plus(peer.summary.microbatches)
-    peers = tuple(_peer_summary(peer) for _, peer in sorted(state.peers.items()))
+    summaries = (peer.summary.microbatches for peer in state.peers.values() if peer.summary is not None)
+    counts = reduce(events.MicrobatchCounts.plus, summaries, events.MicrobatchCounts())
+    peers = tuple(
+        events.PeerSummary(
+            each.peer, each.module, each.inner_steps, each.summary.accumulated if each.summary else 0, each.exit_code
+        )
+        for _, each in sorted(state.peers.items())
+    )
     return events.Summary(state.step, state.loss_first, state.loss_last, state.tokens, rate, counts, peers)
-
-
-def _peer_summary(peer: PeerProgress) -> events.PeerSummary:
-    accumulated = 0 if peer.summary is None else peer.summary.accumulated
-    return events.PeerSummary(peer.peer, peer.module, peer.inner_steps, accumulated, peer.exit_code)
 
 
 def _step_reported(state: SwarmProgress, index: int, event: events.Step, now: float) -> Progressed:
@@ -214,18 +199,15 @@ def _step_reported(state: SwarmProgress, index: int, event: events.Step, now: fl
     came_after = _came_after(state, index, event.step)
     step = event.step + came_after
     share = Share(peer.peer, event.loss, tokens, event.tokens_per_s)
-    state = _with_peer(
-        state,
-        index,
-        replace(
-            peer,
-            reported_steps=max(peer.reported_steps, step),
-            came_after=came_after,
-            reported_tokens=max(peer.reported_tokens, event.tokens),
-            sizes=event.sizes or peer.sizes,
-            tokens_per_s=_finite(event.tokens_per_s),
-        ),
+    reported = replace(
+        peer,
+        reported_steps=max(peer.reported_steps, step),
+        came_after=came_after,
+        reported_tokens=max(peer.reported_tokens, event.tokens),
+        sizes=event.sizes or peer.sizes,
+        tokens_per_s=_finite(event.tokens_per_s),
     )
+    state = _with_peer(state, index, reported)
     if step <= state.step:
         return Progressed(replace(state, tokens=state.tokens + tokens), ())
     pending = {**state.pending, step: (*state.pending.get(step, ()), share)}
@@ -244,25 +226,17 @@ def _came_after(state: SwarmProgress, index: int, step: int) -> int:
 def _settle(state: SwarmProgress, now: float) -> Progressed:
     """Closes every step that no data node which keeps up still owes."""
     steps: list[Event] = []
-    while (step := _next_done(state)) is not None:
+    # After a gap the first pending step is not the next one.
+    while (step := min(state.pending, default=None)) is not None and _is_done(state, step):
         state, done = _close_step(state, step, now)
         steps.append(done)
     return Progressed(state, tuple(steps))
 
 
-def _next_done(state: SwarmProgress) -> int | None:
-    """The first pending step, if it is done. After a gap it is not step + 1."""
-    step = min(state.pending, default=None)
-    if step is None or any(peer.reported_steps < step for peer in _keeping_up(state)):
-        return None
-    return step
-
-
-def _keeping_up(state: SwarmProgress) -> Iterator[PeerProgress]:
+def _is_done(state: SwarmProgress, step: int) -> bool:
     foremost = max((peer.reported_steps for peer in state.peers.values()), default=0)
-    for peer in state.peers.values():
-        if peer.is_live_data_node and peer.reported_steps >= max(state.step, foremost - MAX_LAG):
-            yield peer
+    live = (peer.reported_steps for peer in state.peers.values() if peer.is_live_data_node)
+    return not any(max(state.step, foremost - MAX_LAG) <= reported < step for reported in live)
 
 
 def _close_step(state: SwarmProgress, step: int, now: float) -> tuple[SwarmProgress, events.Step]:

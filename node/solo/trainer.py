@@ -7,8 +7,8 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, Final, Literal, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Final, Protocol
 
 import torch
 from torch import nn
@@ -30,7 +30,7 @@ from node.checkpoint.snapshot import Header, read_state
 from node.checkpoint.state import Agreed, DataState, ReplicaState
 from node.data.documents import Documents
 from node.data.feed import TrainingFeed, open_documents
-from node.data.packing import Cursor, Microbatch
+from node.data.packing import Microbatch
 from node.experts.router import Router
 from node.model import passes as visit
 from node.model.device import device_errors, flushed_denormals
@@ -73,17 +73,32 @@ def train_solo(
         model = WholeModel(manifest, device, moments)
         model.begin(start)
         trainer = SoloTrainer(manifest, model, open_documents(manifest, router=router), moments=moments)
-        keeper = _Keeper(saves, trainer, on_event, monotonic)
-        keeper.resume()
-        progress = _Progress(trainer, monotonic)
-        while trainer.steps < steps:
-            loss = trainer.step(should_stop)
-            if loss is None:
-                break
-            on_event(progress.stepped(loss))
-            keeper.save_if_due()
-        keeper.save()
-    summary = progress.summary()
+        if saves is not None:
+            for problem in trainer.resume(saves.folder):
+                on_event(Note("warning", f"damaged snapshot passed over: {problem}"))
+            if trainer.steps:
+                on_event(Note("info", f"resumes at step {trainer.steps}, {trainer.tokens} tokens"))
+        began = last = saved_at = monotonic()
+        tokens_before = tokens = trainer.tokens
+        rate, losses = Ewma(), list[float]()
+        while trainer.steps < steps and (loss := trainer.step(should_stop)) is not None:
+            now = monotonic()
+            rate.add((trainer.tokens - tokens) / max(now - last, 1e-9))
+            last, tokens = now, trainer.tokens
+            losses = [*losses[:1], loss]  # the first and the last
+            on_event(Step(trainer.steps, loss, tokens, rate.mean, peer=""))
+            if saves is not None and now - saved_at >= saves.every_s:
+                saved_at = now
+                try:
+                    trainer.save(saves.folder)
+                except (StateError, ResourceExhausted) as error:  # training goes on
+                    on_event(Note("warning", f"{error}. {error.hint}"))
+        if saves is not None:
+            trainer.save(saves.folder)
+    counts = MicrobatchCounts(started=trainer.microbatches, completed=trainer.microbatches)
+    mean = (tokens - tokens_before) / max(last - began, 1e-9)
+    first_loss, last_loss = (losses[0], losses[-1]) if losses else (None, None)
+    summary = Summary(trainer.steps, first_loss, last_loss, trainer.tokens, mean, counts, peers=())
     on_event(summary)
     return summary
 
@@ -227,18 +242,39 @@ class SoloTrainer:
 
     def save(self, folder: CheckpointFolder) -> None:
         """Saves the model as of stage 0's last step. Unapplied gradients are not saved, as in a swarm."""
-        save_solo(folder, self._hosted, microbatches=self._completed, steps=self.steps, at=self._at)
+        done = self._completed
+        data = DataState(self._at, next_number=done, completed=done, abandoned=0, duplicated=0, steps=self.steps)
+        for each in self._hosted:
+            agreed, tokens = each.replica.agreed(), each.optimizer.tokens
+            state = capture_module(each.parts, each.optimizer, visits=each.visits, tokens=tokens, agreed=agreed)
+            write_snapshot(folder, solo_peer(each.module), each.module, replace(state, data=data))
+        for each in self._hosted:  # old ones last: a crash leaves a whole save
+            remove_older(folder, solo_peer(each.module))
 
     def resume(self, folder: CheckpointFolder) -> tuple[Problem, ...]:
-        """Resumes from the folder, if anything is there; returns the problems found. Errors as `load_solo`."""
-        position, problems = load_solo(folder, self._hosted)
-        if position is not None:
-            self.microbatches, self.tokens = position.completed, self._hosted[0].optimizer.tokens
-            self.steps = position.steps_done(self._manifest.microbatches_per_step)
-            self._completed = self.microbatches
-            self._feed = TrainingFeed(self._manifest, self._documents, SOLO, position.cursor)
-            self._at = position.cursor
-        return problems
+        """Restores the last whole save, if any; returns the problems found. Raises CorruptSnapshot, StateError."""
+        check_run(folder)
+        problems: list[Problem] = []
+        saved = [_by_position(whole_snapshots(folder, solo_peer(each.module), problems)) for each in self._hosted]
+        common = set(saved[0]).intersection(*saved)
+        if not common:
+            if problems or any(saved):
+                named = "; ".join(str(problem) for problem in problems) or "its modules were saved at different times"
+                raise CorruptSnapshot(f"{folder.path}: no save of the run is whole: {named}")
+            return ()
+        for each, headers in zip(self._hosted, saved, strict=True):
+            state = read_state(folder.of(solo_peer(each.module)), headers[max(common)])
+            restore_module(each.parts, each.optimizer, state)
+            each.replica.restore(state)
+            each.visits = state.counters.visits
+        position = saved[0][max(common)].data
+        assert position is not None, "`_by_position` has no others"
+        self.microbatches = self._completed = position.completed
+        self.tokens = self._hosted[0].optimizer.tokens
+        self.steps = position.steps_done(self._manifest.microbatches_per_step)
+        self._feed = TrainingFeed(self._manifest, self._documents, SOLO, position.cursor)
+        self._at = position.cursor
+        return tuple(problems)
 
     def step(self, should_stop: Callable[[], bool]) -> float | None:
         """Trains until stage 0 has stepped; returns its mean loss, or None when asked to stop. Raises StateError."""
@@ -283,73 +319,6 @@ class SoloTrainer:
         self.microbatches += 1
         self.tokens += microbatch.size
         return loss
-
-
-class _Progress:
-    def __init__(self, trainer: SoloTrainer, monotonic: Callable[[], float]) -> None:
-        self._trainer = trainer
-        self._monotonic = monotonic
-        self._began = self._last = monotonic()
-        self._tokens = self._tokens_before = trainer.tokens
-        self._rate = Ewma()
-        self._losses: list[float] = []  # the first and the last
-
-    def stepped(self, loss: float) -> Step:
-        now, tokens = self._monotonic(), self._trainer.tokens
-        self._rate.add((tokens - self._tokens) / max(now - self._last, 1e-9))
-        self._last, self._tokens = now, tokens
-        self._losses = [*self._losses[:1], loss]
-        return Step(self._trainer.steps, loss, tokens, self._rate.mean, peer="")
-
-    def summary(self) -> Summary:
-        """The rate is the mean since the start; losses are of the steps since then, None when there was none."""
-        first, last = (self._losses[0], self._losses[-1]) if self._losses else (None, None)
-        rate = (self._tokens - self._tokens_before) / max(self._last - self._began, 1e-9)
-        completed = self._trainer.microbatches
-        counts = MicrobatchCounts(started=completed, completed=completed)
-        return Summary(self._trainer.steps, first, last, self._trainer.tokens, rate, counts, peers=())
-
-
-class _Keeper:
-    """Saves a solo run now and then, and finds what an earlier one has saved. Does nothing without a folder."""
-
-    def __init__(
-        self,
-        plan: CheckpointPlan | None,
-        trainer: SoloTrainer,
-        on_event: Callable[[Event], None],
-        monotonic: Callable[[], float],
-    ) -> None:
-        self._plan = plan
-        self._trainer = trainer
-        self._on_event = on_event
-        self._monotonic = monotonic
-        self._saved_at = monotonic() if plan is not None else 0.0
-
-    def resume(self) -> None:
-        if self._plan is None:
-            return
-        for problem in self._trainer.resume(self._plan.folder):
-            self._note("warning", f"damaged snapshot passed over: {problem}")
-        if self._trainer.steps:
-            self._note("info", f"resumes at step {self._trainer.steps}, {self._trainer.tokens} tokens")
-
-    def save_if_due(self) -> None:
-        """A save that fails on the way is a warning, and training goes on."""
-        if self._plan is None or self._monotonic() - self._saved_at < self._plan.every_s:
-            return
-        self._saved_at = self._monotonic()
-        try:
-            self.save()
-        except (StateError, ResourceExhausted) as error:
-            self._note("warning", f"{error}. {error.hint}")
-
-    def save(self) -> None:
-        if self._plan is not None:
-            self._trainer.save(self._plan.folder)
-
-    def _note(self, level: Literal["info", "warning"], message: str) -> None:
-        self._on_event(Note(level, message))
 
 
 # ---- checkpoint ------------------------------------------------------------------------------------------------------
@@ -403,41 +372,6 @@ class Hosted:
 def solo_peer(module: ModuleId) -> PeerId:
     """The peer in whose folder a solo run's module is."""
     return PeerId(f"solo-{module}")
-
-
-def save_solo(folder: CheckpointFolder, hosted: Sequence[Hosted], *, microbatches: int, steps: int, at: Cursor) -> None:
-    """Saves the whole model after an inner step. Removes old snapshots after all new ones are written."""
-    data = DataState(at, next_number=microbatches, completed=microbatches, abandoned=0, duplicated=0, steps=steps)
-    for each in hosted:
-        agreed, tokens = each.replica.agreed(), each.optimizer.tokens
-        state = capture_module(each.parts, each.optimizer, visits=each.visits, tokens=tokens, agreed=agreed)
-        state = ReplicaState(state.local, state.inner, state.counters, state.anchor, data)
-        write_snapshot(folder, solo_peer(each.module), each.module, state)
-    for each in hosted:
-        remove_older(folder, solo_peer(each.module))
-
-
-def load_solo(folder: CheckpointFolder, hosted: Sequence[Hosted]) -> tuple[DataState | None, tuple[Problem, ...]]:
-    """Restores the last whole save, if any; returns the problems found. Raises CorruptSnapshot, StateError."""
-    check_run(folder)
-    problems: list[Problem] = []
-    saved = [
-        _by_position(whole_snapshots(folder, solo_peer(module), problems))
-        for module in (each.module for each in hosted)
-    ]
-    common = set(saved[0]).intersection(*saved)
-    if not common:
-        if problems or any(saved):
-            named = "; ".join(str(problem) for problem in problems) or "its modules were saved at different times"
-            raise CorruptSnapshot(f"{folder.path}: no save of the run is whole: {named}")
-        return None, ()
-    newest = max(common)
-    for each, headers in zip(hosted, saved, strict=True):
-        state = read_state(folder.of(solo_peer(each.module)), headers[newest])
-        restore_module(each.parts, each.optimizer, state)
-        each.replica.restore(state)
-        each.visits = state.counters.visits
-    return saved[0][newest].data, tuple(problems)
 
 
 def _by_position(newest_first: Iterable[Header]) -> dict[int, Header]:
