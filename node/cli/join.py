@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ import typer
 
 from node.cli.options import LinkFile, link_in, with_options
 from node.cli.views.interrupts import STOP_LIMIT_S, Interrupts, end_by, leave_at_once, stop_on_end_of_input
-from node.cli.views.output import announce, event_sink, print_json, run_loop, start_log
+from node.cli.views.output import announce, event_sink, print_json, run_loop
 from node.cli.views.text import count, harmless
 from node.concurrency.task_groups import aside
 from node.context.options import NodeOptions, setting, variable
@@ -160,7 +161,9 @@ def join(
     """
     if not settings["as_json"]:
         announce("skipstone join: starting a node", as_json=False)
-    start_log(settings["log_level"].value)
+    logging.basicConfig(
+        level=settings["log_level"].value.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
     link, manifest_path = _parse_target(target)
     given = {name: value for name, value in settings.items() if value is not None}
     raise typer.Exit(run_loop(_join(NodeOptions(link=link, manifest_path=manifest_path, **given))))

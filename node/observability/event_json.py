@@ -23,18 +23,22 @@ _MS_AT_END = re.compile(rb',"ms":(\d{1,15})}\s*$')
 _KINDS: dict[str, type[Any]] = {kind.NAME: kind for kind in typing.get_args(Event)}
 
 
-class JsonLinesSink:
-    """Writes and flushes each event as one line of JSON. A lost reader silences it and calls `on_closed` once."""
+class LineSink:
+    """Writes and flushes the line of each event that has one. A lost reader silences it and calls `on_closed` once."""
 
-    def __init__(self, stream: TextIO, on_closed: Callable[[], None]) -> None:
+    def __init__(
+        self, stream: TextIO, on_closed: Callable[[], None], line_of: Callable[[Event], str | None] | None = None
+    ) -> None:
         self._stream: TextIO | None = stream
         self._on_closed = on_closed
+        self._line_of = line_of or event_to_json
 
     def emit(self, event: Event) -> None:
-        if self._stream is None:
+        line = None if self._stream is None else self._line_of(event)
+        if self._stream is None or line is None:
             return
         try:
-            self._stream.write(event_to_json(event) + "\n")
+            self._stream.write(line + "\n")
             self._stream.flush()
         except (BrokenPipeError, ValueError):  # ValueError: the stream was closed under us
             self._stream = None

@@ -11,9 +11,8 @@ import os
 import secrets
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 from swarm.vocabulary.errors import ConfigError, IdentityError, ResourceExhausted, Stalled
 
@@ -41,17 +40,6 @@ def door_path(identity_path: Path) -> Path:
     return identity_path.with_name(identity_path.name + ".running")
 
 
-@dataclass(frozen=True, slots=True)
-class _Talks:
-    silent: dict[_Conversation, None] = field(default_factory=dict)
-    """Oldest first."""
-    accepted: set[_Conversation] = field(default_factory=set)
-
-    def end(self) -> None:
-        for talk in (*self.silent, *self.accepted):
-            talk.end()
-
-
 @asynccontextmanager
 async def sole_use(identity_path: Path) -> AsyncIterator[None]:
     """Locks the identity within the block. Raises IdentityError if another node of this machine uses it."""
@@ -70,12 +58,28 @@ async def sole_use(identity_path: Path) -> AsyncIterator[None]:
 async def leave_requests(identity_path: Path, ask: Callable[[], None]) -> AsyncIterator[None]:
     """Listens for `skipstone leave` within the block; each request calls `ask`. Raises ResourceExhausted."""
     secret = secrets.token_hex(SECRET_BYTES)
-    talks = _Talks()
     path = door_path(identity_path)
+    silent: dict[asyncio.StreamWriter, None] = {}  # the oldest first
+    accepted: list[asyncio.StreamWriter] = []
+
+    async def listen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        silent[writer] = None
+        if len(silent) > MAX_CONVERSATIONS:
+            next(iter(silent)).close()
+        heard = b""
+        with contextlib.suppress(OSError, TimeoutError, asyncio.IncompleteReadError):
+            async with asyncio.timeout(LISTEN_S):
+                heard = await reader.readexactly(len(secret))
+        silent.pop(writer)
+        if not hmac.compare_digest(heard, secret.encode()):
+            writer.close()
+            return
+        accepted.append(writer)
+        writer.write(ACCEPTED)
+        ask()
+
     try:
-        server = await asyncio.get_running_loop().create_server(
-            lambda: _Conversation(secret, ask, talks), LOOPBACK, 0, backlog=MAX_CONVERSATIONS
-        )
+        server = await asyncio.start_server(listen, LOOPBACK, 0, backlog=MAX_CONVERSATIONS)
         _write(path, _Door(server.sockets[0].getsockname()[1], secret, os.getpid()))
     except OSError as error:
         raise ResourceExhausted(
@@ -85,7 +89,8 @@ async def leave_requests(identity_path: Path, ask: Callable[[], None]) -> AsyncI
         yield
     finally:
         server.close()
-        talks.end()
+        for writer in (*silent, *accepted):
+            writer.close()
         _remove_own(path, secret)
 
 
@@ -112,46 +117,6 @@ async def ask_to_leave(identity_path: Path, patience_s: float) -> None:
         ) from None
     finally:
         writer.close()
-
-
-class _Conversation(asyncio.Protocol):
-    def __init__(self, secret: str, ask: Callable[[], None], talks: _Talks) -> None:
-        self._secret = secret.encode()
-        self._ask = ask
-        self._talks = talks
-        self._heard = b""
-        self._transport: asyncio.Transport | None = None
-        self._limit = asyncio.get_running_loop().call_later(LISTEN_S, self.end)
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's are of no class of asyncio's
-        silent = self._talks.silent
-        silent[self] = None
-        if len(silent) > MAX_CONVERSATIONS:
-            next(iter(silent)).end()
-
-    def data_received(self, data: bytes) -> None:
-        self._heard += data[: len(self._secret) + 1]
-        if len(self._heard) < len(self._secret):
-            return
-        if hmac.compare_digest(self._heard, self._secret) and self._transport is not None:
-            self._limit.cancel()
-            self._talks.silent.pop(self, None)
-            self._talks.accepted.add(self)
-            self._transport.write(ACCEPTED)
-            self._ask()
-        else:
-            self.end()
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self._limit.cancel()
-        self._talks.silent.pop(self, None)
-        self._talks.accepted.discard(self)
-
-    def end(self) -> None:
-        self._talks.silent.pop(self, None)
-        if self._transport is not None:
-            self._transport.close()
 
 
 async def _lock(descriptor: int, identity_path: Path) -> None:

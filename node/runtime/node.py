@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Protocol, cast
+from typing import cast
 
 import torch
 
@@ -48,12 +48,8 @@ from swarm.vocabulary.types import PeerId, Reasoned
 WITHDRAW_S = 2.0
 
 
-class Consent(Protocol):
-    """Describes the run to the person at this machine, and asks whether to join it."""
-
-    async def __call__(
-        self, signed: SignedManifest, text: Reasoned[Places | None], fits: Reasoned[tuple[int, ...]], own: bool
-    ) -> bool: ...
+Consent = Callable[[SignedManifest, Reasoned[Places | None], Reasoned[tuple[int, ...]], bool], Awaitable[bool]]
+"""Asks the person about a run: what may be read of its text, the stages that fit, whether the run is their own."""
 
 
 async def run_node(

@@ -5,38 +5,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import logging
 import os
 import secrets
 import sys
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import Any, TypeVar
 
 import typer
 
 from node.cli.views.text import count, duration, harmless, loss_text, megabytes, peer_name
 from node.observability import events
-from node.observability.event_json import JsonLinesSink
+from node.observability.event_json import LineSink
 from swarm.vocabulary.types import ModuleId
-
-
-class PlainSink:
-    """Writes a line for every event that has one. A reader that goes away silences it."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream: TextIO | None = stream
-
-    def emit(self, event: events.Event) -> None:
-        line = plain_line(event)
-        if line is None or self._stream is None:
-            return
-        try:
-            self._stream.write(line + "\n")
-            self._stream.flush()
-        except (BrokenPipeError, ValueError):
-            self._stream = None
 
 
 def plain_line(event: events.Event) -> str | None:
@@ -138,19 +120,12 @@ def tell(line: str) -> None:
 
 def event_sink(*, as_json: bool, on_closed: Callable[[], None]) -> events.EventSink:
     """The event sink of standard output, as JSON lines or as plain ones."""
-    return JsonLinesSink(sys.stdout, on_closed) if as_json else PlainSink(sys.stdout)
+    return LineSink(sys.stdout, on_closed) if as_json else LineSink(sys.stdout, lambda: None, plain_line)
 
 
 def print_json(value: dict[str, Any]) -> None:
     """Prints one JSON object on one line."""
     typer.echo(json.dumps(value, separators=(",", ":")))
-
-
-def start_log(level: str) -> None:
-    """Sends the log from `debug`, `info`, `warning` or `error` on to standard error."""
-    logging.basicConfig(
-        level=level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
 
 
 def run_loop(main: Coroutine[Any, Any, Result]) -> Result:
