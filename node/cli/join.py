@@ -173,9 +173,14 @@ async def _join(options: NodeOptions) -> int:
     """Runs the node; returns the exit code."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
+
+    def ask() -> None:
+        end_by(STOP_LIMIT_S)
+        loop.call_soon_threadsafe(stop.set)
+
     if options.stop_on_eof:
         stop_on_end_of_input(stop.set)
-    with Interrupts(lambda: _ask_politely(loop, stop), leave_at_once):
+    with Interrupts(ask, leave_at_once):
         from node.runtime.node import run_node
 
         events = event_sink(as_json=options.as_json, on_closed=stop.set)
@@ -183,11 +188,6 @@ async def _join(options: NodeOptions) -> int:
             events = LinkFile(options.link_file, events)
         await run_node(options, events, stop, consent=Consent(options))
         return 0
-
-
-def _ask_politely(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
-    end_by(STOP_LIMIT_S)
-    loop.call_soon_threadsafe(stop.set)
 
 
 def _parse_target(target: str) -> tuple[JoinLink | None, Path | None]:

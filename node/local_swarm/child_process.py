@@ -9,9 +9,9 @@ import signal
 import subprocess
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import IO, Protocol
+from typing import IO, Protocol, cast
 
 from swarm.vocabulary.errors import ResourceExhausted
 
@@ -61,10 +61,8 @@ class SpawnedProcess:
         except OSError as error:
             raise ResourceExhausted(f"cannot start {command[0]}: {error.strerror or error}") from error
         self.pid = self._process.pid
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        assert self._process.stderr is not None
-        self.stdin, self.stdout, self.stderr = self._process.stdin, self._process.stdout, self._process.stderr
+        pipes = self._process.stdin, self._process.stdout, self._process.stderr
+        self.stdin, self.stdout, self.stderr = (cast(IO[bytes], pipe) for pipe in pipes)
 
     def when_ended(self, then: Callable[[], None]) -> None:
         # asyncio's subprocesses also wait for pipes, which a grandchild can hold open.
@@ -110,14 +108,14 @@ class ChildProcess:
 
     async def follow(self, on_line: Callable[[bytes], None]) -> ChildEnd:
         """Passes each line of output to `on_line` until the child ends, then ends its group. Cancelling kills it."""
-        stderr: deque[str] = deque(maxlen=MAX_STDERR_LINES)
+        stderr: deque[bytes] = deque(maxlen=MAX_STDERR_LINES)
         ended = asyncio.Event()
         self._process.when_ended(ended.set)
         try:
             async with asyncio.TaskGroup() as tasks:
                 readers = (
                     tasks.create_task(_read(self._process.stdout, on_line)),
-                    tasks.create_task(_read(self._process.stderr, lambda line: stderr.append(_text(line)))),
+                    tasks.create_task(_read(self._process.stderr, stderr.append)),
                 )
                 await ended.wait()
                 self._end_group()
@@ -128,8 +126,8 @@ class ChildProcess:
             self._end_group()
             self.ask_to_stop()
         assert self._code is not None
-        code = self._code
-        return ChildEnd(128 - code if code < 0 else code, tuple(stderr))
+        last = tuple(line[:1000].decode(errors="replace").rstrip() for line in stderr)
+        return ChildEnd(128 - self._code if self._code < 0 else self._code, last)
 
     def _end_group(self) -> None:
         """Kills the rest of the group, then reaps the child: until then nobody else gets its group id."""
@@ -149,23 +147,14 @@ async def _read(pipe: IO[bytes], on_line: Callable[[bytes], None]) -> None:
     loop = asyncio.get_running_loop()
     transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
     try:
-        async for line in _lines(reader):
-            on_line(line)
+        while True:
+            try:
+                line = await reader.readline()
+            except ValueError:  # longer than the limit; what was read of it is dropped
+                on_line(b"")
+                continue
+            if not line:
+                return
+            on_line(line.rstrip(b"\n"))
     finally:
         transport.close()
-
-
-async def _lines(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
-    while True:
-        try:
-            line = await reader.readline()
-        except ValueError:  # longer than the limit; what was read of it is dropped
-            yield b""
-            continue
-        if not line:
-            return
-        yield line.rstrip(b"\n")
-
-
-def _text(line: bytes) -> str:
-    return line[:1000].decode(errors="replace").rstrip()

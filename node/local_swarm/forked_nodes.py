@@ -71,9 +71,7 @@ class _Server:
             life.close()
             self._become_a_node(streams)
             return True
-        with contextlib.suppress(
-            OSError
-        ):  # the node does the same: whoever is first, it leads a group when it is known
+        with contextlib.suppress(OSError):  # the node does the same: it leads a group before its id is known
             os.setpgid(pid, pid)
         for descriptor in streams:
             os.close(descriptor)

@@ -216,10 +216,9 @@ class Mover:
         goals = [m for m in self._manifest.modules() if m.stage > 0 and m != own.module]
         rates = (link.goodput_bytes_per_s for link in self._session.transport.figures().values())
         rate = max(rates, default=0.0) or UNMEASURED_BYTES_PER_S
+        of_block = STATE_BYTES_PER_PARAMETER * block_parameters(self._manifest.model)
         fitting = self._fitting.of(goals, held=own.module)
-        move_s = {module: SETTING_UP_S + self._state_bytes(module) / rate for module in fitting}
+        move_s = {
+            module: SETTING_UP_S + of_block * self._manifest.stages.blocks[module.stage] / rate for module in fitting
+        }
         return Standing(own.announcement(), others, now - self._since, move_s, self._proofs.proven, self._fitting.needs)
-
-    def _state_bytes(self, module: ModuleId) -> int:
-        blocks = self._manifest.stages.blocks[module.stage]
-        return STATE_BYTES_PER_PARAMETER * blocks * block_parameters(self._manifest.model)

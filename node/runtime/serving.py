@@ -105,7 +105,11 @@ async def _serve(role: NodeRole, given: ModuleContext, next_module: NextModule, 
             continue
         if goal is not None:
             events.emit(Move(own.peer, str(given.module), str(goal.value), goal.reason))
-        await _drain(role, given)
+        # Others hear of it first. Late work is refused if another replica can take it.
+        _become(PeerState.DRAINING, given)
+        crash_point("draining")
+        role.runner.take_new_work(not _replicas(given))
+        await role.drain(DRAIN_S)
         if stop.is_set():
             if not _replicas(given):
                 folder = given.options.checkpoint_dir
@@ -115,14 +119,6 @@ async def _serve(role: NodeRole, given: ModuleContext, next_module: NextModule, 
         if await others_serve(given):  # asked again: another replica may have begun to leave at the same moment
             return goal.value
         events.emit(Note("info", f"stays in module {given.module}: nobody else serves it any more"))
-
-
-async def _drain(role: NodeRole, given: ModuleContext) -> None:
-    """Announces first. Refuses late work if another replica can take it, else finishes it."""
-    _become(PeerState.DRAINING, given)
-    crash_point("draining")
-    role.runner.take_new_work(not _replicas(given))
-    await role.drain(DRAIN_S)
 
 
 async def others_serve(given: ModuleContext) -> bool:
@@ -147,13 +143,8 @@ def _become(state: PeerState, given: ModuleContext) -> None:
 @asynccontextmanager
 async def _at_work(role: NodeRole, given: ModuleContext, saver: Saver | None) -> AsyncIterator[None]:
     async with task_scope() as tasks:
-        running = [
-            tasks.create_task(role.runner.run()),
-            tasks.create_task(role.run()),
-            tasks.create_task(_report(role, given.events)),
-        ]
-        if saver is not None:
-            running.append(tasks.create_task(saver.run()))
+        work = [role.runner.run(), role.run(), _report(role, given.events), *([] if saver is None else [saver.run()])]
+        running = [tasks.create_task(each) for each in work]
         try:
             await asyncio.sleep(0)  # the runner takes work only when it runs
             with role.runner.receiving(given.session.dispatcher):
