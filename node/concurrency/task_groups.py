@@ -22,7 +22,8 @@ async def task_scope() -> AsyncIterator[asyncio.TaskGroup]:
         async with asyncio.TaskGroup() as tasks:
             yield tasks
     except BaseExceptionGroup as group:
-        raise _telling(group) from group
+        found = leaves(group)
+        raise next((each for each in found if isinstance(each, SkipstoneError)), found[0]) from group
 
 
 async def set_or_after(event: asyncio.Event, seconds: float) -> None:
@@ -51,14 +52,10 @@ async def unless(stop: asyncio.Event, wanted: Awaitable[Result]) -> Result | Non
     return work.result()
 
 
-def _telling(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    leaves = list(_leaves(group))
-    return next((leaf for leaf in leaves if isinstance(leaf, SkipstoneError)), leaves[0])
-
-
-def _leaves(error: BaseException) -> list[BaseException]:
+def leaves(error: BaseException) -> list[BaseException]:
+    """The errors in a group of groups, the first one first."""
     if isinstance(error, BaseExceptionGroup):
-        return [leaf for inner in error.exceptions for leaf in _leaves(inner)]
+        return [leaf for inner in error.exceptions for leaf in leaves(inner)]
     return [error]
 
 

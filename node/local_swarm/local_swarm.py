@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
 from typing import Self
 
-from node.local_swarm.child_process import ChildEnd, ChildProcess, SpawnedProcess, StartedProcess
+from node.local_swarm.child_process import ChildEnd, ChildProcess, SpawnedProcess
 from node.local_swarm.forked_nodes import ForkServer, may_fork
 from node.local_swarm.setup import LocalSetup, LocalSwarmOptions, Places, PlannedPeer, everywhere_here, node_command
 from node.local_swarm.swarm_progress import Progressed, SwarmProgress, apply, noted, peer_exited, peer_started
@@ -123,7 +123,8 @@ class LocalSwarm:
         if index in self._nodes or self._stopping.is_set():
             raise SkipstoneError(f"peer {index} cannot be started again: it runs, or the swarm is stopping")
         del self.ends[index]
-        self._setup.returns(index)
+        self._setup.ended.discard(index)
+        self._setup.returned.add(index)
         self._start(self._setup.peers[index])
 
     def kill(self, index: int, number: signal.Signals = signal.SIGKILL) -> None:
@@ -166,7 +167,11 @@ class LocalSwarm:
 
     async def _run(self, peer: PlannedPeer, command: Sequence[str] | None) -> None:
         try:
-            child = ChildProcess(await self._process(peer, command or peer.place.command))
+            own, arguments = command or peer.place.command, self._setup.arguments(peer)
+            forked = await self._forks.start(arguments) if self._forks is not None and own is None else None
+            child = ChildProcess(
+                forked or SpawnedProcess((*(own or self._command), *arguments), self._setup.environment())
+            )
         except ResourceExhausted as error:
             self._ended(peer, ChildEnd(error.exit_code, (str(error),)))
             return
@@ -179,19 +184,18 @@ class LocalSwarm:
             del self._children[peer.index]
         self._ended(peer, end)
 
-    async def _process(self, peer: PlannedPeer, command: Sequence[str] | None) -> StartedProcess:
-        arguments = self._setup.arguments(peer)
-        forked = await self._forks.start(arguments) if self._forks is not None and command is None else None
-        return forked or SpawnedProcess((*(command or self._command), *arguments), self._setup.environment())
-
     def _ended(self, peer: PlannedPeer, end: ChildEnd) -> None:
         self.ends[peer.index] = end
-        self._setup.ended(peer.index)
+        self._setup.ended.add(peer.index)
         self._take(peer_exited(self.progress, peer.index, end.exit_code))
-        if end.exit_code:
-            self._tell_of_failure(peer, end)
-        else:  # there may be nothing else to come that shows whoever watches that the run is over
+        if not end.exit_code:  # there may be nothing else to come that shows whoever watches that the run is over
             self._take(noted(self.progress, Note("info", f"{_name(peer)} ended in good order")))
+            return
+        for said in (
+            f" ended with exit code {end.exit_code}",
+            *map(": {}".format, end.stderr[-MAX_SHOWN_STDERR_LINES:]),
+        ):
+            self._take(noted(self.progress, Note("error", f"{_name(peer)}{said}")))
 
     def _heard(self, peer: PlannedPeer, line: bytes) -> None:
         try:
@@ -201,11 +205,6 @@ class LocalSwarm:
             return
         if event is not None:
             self._take(apply(self.progress, peer.index, event, self._clock()))
-
-    def _tell_of_failure(self, peer: PlannedPeer, end: ChildEnd) -> None:
-        self._take(noted(self.progress, Note("error", f"{_name(peer)} ended with exit code {end.exit_code}")))
-        for line in end.stderr[-MAX_SHOWN_STDERR_LINES:]:
-            self._take(noted(self.progress, Note("error", f"{_name(peer)}: {line}")))
 
     def _take(self, progressed: Progressed) -> None:
         self.progress = progressed.state

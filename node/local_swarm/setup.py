@@ -149,8 +149,8 @@ class LocalSetup:
         self._manifest = manifest
         self._places = places
         self._count = 0
-        self._ended: set[int] = set()
-        self._returned: set[int] = set()
+        self.ended: set[int] = set()
+        self.returned: set[int] = set()
         try:
             self._folder = Path(tempfile.mkdtemp(prefix="skipstone-"))
         except OSError as error:
@@ -176,15 +176,8 @@ class LocalSetup:
 
     @property
     def link(self) -> JoinLink:
-        living = [peer for peer in self.peers if peer.index not in self._ended] or self.peers
+        living = [peer for peer in self.peers if peer.index not in self.ended] or self.peers
         return JoinLink(self.run, tuple(peer.address for peer in living[:LINK_PEERS]))
-
-    def ended(self, index: int) -> None:
-        self._ended.add(index)
-
-    def returns(self, index: int) -> None:
-        self._ended.discard(index)
-        self._returned.add(index)
 
     def add(self, module: ModuleId) -> PlannedPeer:
         port, dht_port = _free_ports(2)
@@ -194,7 +187,7 @@ class LocalSetup:
 
     def arguments(self, peer: PlannedPeer) -> list[str]:
         """A peer's arguments after `skipstone`. The first peer brings the manifest, the others ask for it."""
-        begins = peer.index == 0 and peer.index not in self._returned
+        begins = peer.index == 0 and peer.index not in self.returned
         is_data_node = peer.stage == 0
         options = NodeOptions(
             link=None if begins else self.link,
