@@ -100,7 +100,6 @@ def main() -> None:
 
 
 def _only_error(group: ExceptionGroup[Exception]) -> SkipstoneError | None:
-    """The one error of ours that a group of tasks has failed with, when there is nothing else in it."""
     ours, others = group.split(SkipstoneError)
     first = None if ours is None or others is not None else leaves(ours)[0]
     return first if isinstance(first, SkipstoneError) else None

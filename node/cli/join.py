@@ -170,7 +170,6 @@ def join(
 
 
 async def _join(options: NodeOptions) -> int:
-    """Runs the node; returns the exit code."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
 

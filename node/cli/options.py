@@ -41,7 +41,6 @@ MomentsChoice: Final[Any] = typer.Option("--moments", help="Of AdamW: 8bit takes
 log = logging.getLogger(__name__)
 
 _LONGEST_BYTES: Final = 10_000
-"""Limit of a file that may hold a link."""
 
 
 def with_options(*tables: type) -> Callable[[Any], Any]:

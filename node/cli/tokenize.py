@@ -70,7 +70,6 @@ def _documents(source: Source | HubStream, tokenizer: Tokenizer) -> Iterator[Tok
 
 
 def _reads(source: Source | HubStream) -> Iterator[tuple[str, Callable[[], bytes]]]:
-    """The name and the reader of each document."""
     from node.data.sources import Source
 
     if isinstance(source, Source):

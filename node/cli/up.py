@@ -115,7 +115,6 @@ async def _up(manifest: Manifest, options: LocalSwarmOptions, *, as_json: bool) 
 
 
 async def _follow(swarm: LocalSwarm, emit: Callable[[Event], None]) -> None:
-    """Hands on every event until no node is left; asks the nodes to stop when the run is over."""
     async for event in swarm.events():
         emit(event)
         if swarm.progress.is_over:
@@ -145,5 +144,4 @@ def _kill(loop: asyncio.AbstractEventLoop, swarm: LocalSwarm) -> None:
 
 
 def _is_of_the_whole(event: Event) -> bool:
-    """Whether an event is about the swarm. Those of single nodes are for the JSON."""
     return not isinstance(event, InnerStep | LastPeer | NodeSummary | PeerChange)

@@ -38,10 +38,8 @@ class ComputeThread:
         self._stopping = False
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self.busy_s = 0.0
-        """Spent in jobs."""
         self.idle_work_s = 0.0
         self.idle_s = 0.0
-        """Spent waiting, since the first job."""
 
     @property
     def idle_waiting(self) -> int:
@@ -85,11 +83,11 @@ class ComputeThread:
         return self._queue.submit(chunks, name)
 
     def expect(self, jobs: tuple[float, ...]) -> None:
-        """Sets when jobs are expected, by `time.monotonic`: no idle work is begun that would last longer."""
+        """Sets when jobs are expected, by `time.monotonic`. Idle work that would last longer does not begin."""
         self._queue.expected = jobs
 
     def give_up_idle_work(self) -> None:
-        """Cancels what was submitted, because nobody will need it any more. To be called on the thread, in a job."""
+        """Cancels the submitted work. Runs on the thread, in a job."""
         self._queue.give_up_idle_work()
 
     def _check_running(self) -> None:

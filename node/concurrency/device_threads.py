@@ -44,13 +44,13 @@ class DeviceThreads:
             thread.join(timeout=60.0)
 
     def set_up(self) -> None:
-        """Prepares a thread that computes: the one that asks calls it itself."""
+        """Prepares the computing thread that calls it."""
         flush_denormals()
         if self.devices[0].type == "cpu":
             torch.set_num_threads(self._cores)
 
     def settle(self) -> None:
-        """Waits until the first device has computed everything that it was given by this thread."""
+        """Waits for everything that this thread gave to the first device."""
         kind = self.devices[0].type
         if kind == "cuda":
             torch.cuda.current_stream(self.devices[0]).synchronize()

@@ -64,7 +64,7 @@ class MachineRunner(ABC, Generic[Event, Action]):
         self._wake.set()
 
     def handle(self, event: Event) -> None:
-        """Gives the event to the machine and carries out what follows; events that this brings about come after it."""
+        """Gives the event to the machine and carries out its actions; events that these cause come after it."""
         if not self._tasks.are_running:
             return
         self._events.append(event)

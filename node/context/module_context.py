@@ -41,7 +41,6 @@ class ModuleContext:
     proofs: Proofs
     resumed: Resumed
     start: CutModel | None
-    """The model from which the run starts, if its folder is here."""
     router: Router | None
     text: Reasoned[Places | None]
     """The places that may be opened for the run's text; never None for a data node."""

@@ -51,7 +51,6 @@ SIZE = Check(lambda text: parse_size(text) >= 0, NOT_NEGATIVE.complaint)
 
 
 def variable(name: str) -> str:
-    """The name of the environment variable for `--name`."""
     return f"SKIPSTONE_{name.upper().replace('-', '_')}"
 
 
@@ -169,12 +168,11 @@ class NodeOptions:
 
     @property
     def may_move(self) -> bool:
-        """Whether the node may take another module: not if it was told its stage and nothing else was said."""
+        """By default a node moves unless it was told its stage."""
         return self.stage is None if self.moving is None else self.moving
 
     @property
     def told(self) -> ToldPlaces:
-        """The places that the person names for the run's text."""
         beside = None if self.model is None else self.model / "tokenizer.json"
         return ToldPlaces(text=self.text, tokenizer=self.tokenizer or beside, hub=self.allow_hub)
 
@@ -237,7 +235,7 @@ def memory_limit_of(text: str | None) -> Reasoned[int] | None:
 
 
 def own_peer() -> PeerId | None:
-    """The peer id of this machine's default key; None when it has none, or none that can be used."""
+    """The peer id of this machine's default key; None without a usable one."""
     try:
         return Identity.load(default_identity_path()).peer
     except IdentityError:

@@ -26,7 +26,6 @@ class ChildEnd:
     exit_code: int
     """128 + n if signal n ended it."""
     stderr: tuple[str, ...]
-    """The last lines."""
 
 
 class StartedProcess(Protocol):
@@ -47,8 +46,9 @@ class StartedProcess(Protocol):
 
 
 class SpawnedProcess:
+    """A child process of this one (`StartedProcess`)."""
+
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Raises ResourceExhausted."""
         try:
             self._process = subprocess.Popen(  # noqa: S603 - the command is our own, and no shell reads it
                 command,
@@ -96,13 +96,11 @@ class ChildProcess:
             self._process.stdin.close()
 
     def terminate(self) -> None:
-        """Sends SIGTERM to the child alone."""
         if self._code is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGTERM)
 
     def signal_group(self, number: signal.Signals) -> None:
-        """Signals the child and everything it has started."""
         if self._code is None:
             _signal_group(self.pid, number)
 

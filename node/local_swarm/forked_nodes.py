@@ -195,7 +195,6 @@ class ForkServer:
         return ForkedProcess(pid, life, *streams) if pid else None
 
     def _hand_over(self, arguments: Sequence[str], descriptors: Sequence[int]) -> None:
-        """Asks for a node. Closes our descriptors."""
         try:
             socket.send_fds(self._requests, [json.dumps(list(arguments)).encode()], descriptors)
         finally:
@@ -210,6 +209,8 @@ class ForkServer:
 
 
 class ForkedProcess:
+    """A node forked by the server (`node.local_swarm.child_process.StartedProcess`)."""
+
     def __init__(self, pid: int, life: socket.socket, stdin: IO[bytes], stdout: IO[bytes], stderr: IO[bytes]) -> None:
         self.pid = pid
         self.stdin = stdin
@@ -218,7 +219,6 @@ class ForkedProcess:
         self._life = life
 
     def when_ended(self, then: Callable[[], None]) -> None:
-        """Calls `then` once the node or the server has ended."""
         loop = asyncio.get_running_loop()
 
         def told() -> None:

@@ -128,17 +128,17 @@ class LocalSwarm:
         self._start(self._setup.peers[index])
 
     def kill(self, index: int, number: signal.Signals = signal.SIGKILL) -> None:
-        """Sends a signal to a node and all it has started, as if it happened to the whole machine it stands for."""
+        """Sends a signal to a node and its children, as if its machine failed."""
         if index in self._children:
             self._children[index].signal_group(number)
 
     def terminate(self, index: int) -> None:
-        """Sends SIGTERM to a node alone, as a service manager would; what it has started is its own to stop."""
+        """Sends SIGTERM to a node alone, as a service manager does."""
         if index in self._children:
             self._children[index].terminate()
 
     def request_stop(self) -> None:
-        """Asks every node to stop in good order; those that have not after the limit are killed. Returns at once."""
+        """Asks every node to stop; kills the others after the limit. Returns at once."""
         self._stopping.set()
 
     def kill_all(self) -> None:
@@ -221,7 +221,7 @@ class LocalSwarm:
         self.kill_all()
 
     async def _ask_to_stop(self, indices: set[int], deadline: float) -> None:
-        """Asks these nodes, and waits until they are gone or the time (of the event loop) has come."""
+        """Asks these nodes and waits for them until the deadline, in the event loop's time."""
         for index in indices & self._children.keys():
             self._children[index].ask_to_stop()
         tasks = [self._nodes[index] for index in indices if index in self._nodes]

@@ -85,6 +85,8 @@ class LocalSwarmOptions:
 
 @dataclass(frozen=True, slots=True)
 class PlannedPeer:
+    """A node to start, or one that was started."""
+
     index: int
     module: ModuleId
     peer: PeerId
@@ -143,7 +145,6 @@ class LocalSetup:
     """The folder of a local swarm, mode 0700: keys (unless in the checkpoint folder) and manifest. Call `remove`."""
 
     def __init__(self, manifest: Manifest, options: LocalSwarmOptions, places: Places = everywhere_here) -> None:
-        """Raises ConfigError for too few peers, ResourceExhausted without folder or ports."""
         modules = assign_modules(options.peers, manifest.stages.blocks, manifest.stages.experts_of_each)
         self._options = options
         self._manifest = manifest

@@ -21,6 +21,8 @@ SEVERAL = "swarm"
 
 @dataclass(frozen=True, slots=True)
 class PeerProgress:
+    """The progress of one node, by its events and its process."""
+
     stage: int
     peer: str
     module: str | None = None
@@ -39,7 +41,6 @@ class PeerProgress:
     round: int = 0
     members: int = 0
     round_at: float | None = None
-    """Monotonic seconds."""
     catching_up: events.CatchingUp | None = None
     exit_code: int | None = None
     summary: events.NodeSummary | None = None
@@ -93,9 +94,7 @@ class SwarmProgress:
     first: Moment | None = None
     recent: tuple[Moment, ...] = ()
     pending: Mapping[int, tuple[Share, ...]] = field(default_factory=dict)
-    """Reported parts of unfinished steps."""
     waiting: Mapping[str, str] = field(default_factory=dict)
-    """Reasons, by unserved module."""
     notes: tuple[events.Note, ...] = ()
     lost: frozenset[str] = frozenset()
     """Modules whose state is lost."""
@@ -124,7 +123,7 @@ def peer_started(state: SwarmProgress, index: int, stage: int, peer: str) -> Swa
 
 
 def peer_exited(state: SwarmProgress, index: int, exit_code: int) -> Progressed:
-    """Folds the end of a process. Steps that only waited for its report are done now."""
+    """Folds the end of a process, and the steps that only waited for its report."""
     ended = replace(state.peers[index], exit_code=exit_code, state="failed" if exit_code else "finished")
     return _settle(_with_peer(state, index, ended), state.recent[-1].at if state.recent else 0.0)
 
@@ -177,7 +176,7 @@ def noted(state: SwarmProgress, note: events.Note) -> Progressed:
 
 
 def summarize(state: SwarmProgress) -> events.Summary:
-    """The figures of a run. A node that was killed left no summary of its own, and is counted by what it reported."""
+    """The figures of a run. A node that was killed counts by its reports."""
     last = state.recent[-1] if state.recent else None
     rate = state.tokens_per_s
     if last is not None and state.first is not None and last.at > state.first.at:
@@ -224,7 +223,7 @@ def _came_after(state: SwarmProgress, index: int, step: int) -> int:
 
 
 def _settle(state: SwarmProgress, now: float) -> Progressed:
-    """Closes every step that no data node which keeps up still owes."""
+    """Closes every step that no data node within `MAX_LAG` owes."""
     steps: list[Event] = []
     # After a gap the first pending step is not the next one.
     while (step := min(state.pending, default=None)) is not None and _is_done(state, step):

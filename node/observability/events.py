@@ -93,8 +93,6 @@ class Reach:
 
 @dataclass(frozen=True, slots=True)
 class _OfModule:
-    """Fields of all events of one replica."""
-
     peer: str
     module: str
 

@@ -87,7 +87,6 @@ class CodecStatus:
     """By kind of traffic."""
     too_coarse: tuple[str, ...] = ()
     links: dict[str, LinkStatus] = field(default_factory=dict)
-    """By short peer name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +111,6 @@ class PathStatus:
     talk: str = ""
     lanes: tuple[LaneStatus, ...] = ()
     waiting_s: dict[str, float] = field(default_factory=dict)
-    """By peer."""
     shares: ShareStatus | None = field(default=None, metadata=LEFT_OUT)
 
 
@@ -167,6 +165,8 @@ class MomentsStatus:
 
 @dataclass(frozen=True, slots=True)
 class Account:
+    """The work account of a role, for summaries and status."""
+
     steps: int = 0
     accumulated: int = 0
     recomputed: int = 0
@@ -178,7 +178,6 @@ class Account:
     loss_last: float | None = None
     waiting_for: tuple[str, ...] = ()
     visits: dict[str, int] = field(default_factory=dict)
-    """By stage."""
     measured: tuple[str, ...] = ()
     """Peers whose visits this data node completed lately."""
     paths: PathStatus | None = None
@@ -195,6 +194,8 @@ class Account:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status(Account):
+    """The answer of a node about itself."""
+
     peer: str = ""
     module: str = ""
     state: str = ""

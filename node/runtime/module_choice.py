@@ -54,7 +54,6 @@ class FittingModules:
         return room
 
     def of(self, modules: Iterable[ModuleId], held: ModuleId | None = None) -> list[ModuleId]:
-        """The modules that fit."""
         most = self._too_large
         untried = [module for module in modules if most is None or self.needs[module].all < most.all]
         self._seen = self.room(held)
@@ -83,7 +82,6 @@ class FittingModules:
         self._too_large = min(known, key=lambda need: need.all)
 
     def _refusal(self, modules: list[ModuleId]) -> OutOfMemory:
-        """The error that says why none of the modules fits."""
         held = self._options.allowance
         return none_fits(self._manifest, modules, self._seen, held.slots, held.moments)
 

@@ -48,7 +48,6 @@ def capture_stage_zero(worker: DataWorker, training: Training, agreed: Agreed | 
 
 
 def restore_hop(worker: HopWorker, state: ReplicaState) -> None:
-    """Restores a stage peer's replica. Errors as `restore_module`."""
     restore_module((worker.part,), worker.optimizer, state)
     worker.accumulated, worker.accumulated_tokens = state.counters.visits, state.counters.tokens
 

@@ -108,7 +108,7 @@ class PlannedReplicas:
 def microbatch_runner_for(
     given: ModuleContext, worker: Worker, planner: Planner, codecs: LinkCodecs, rounds: ModuleRounds
 ) -> MicrobatchRunner:
-    """Makes the microbatch runner of the replica that the node hosts; repair asks the planner who stands in."""
+    """Makes the microbatch runner of the node's replica, whose repair asks the planner for substitutes."""
     session, clock = given.session, SystemClock()
     own = session.own
     replicas = PlannedReplicas(planner, session.membership, clock, session.transport.is_linked)

@@ -27,7 +27,6 @@ FOLDER: Final = "tokenizers"
 @dataclass(frozen=True, slots=True)
 class RunTokenizer:
     text: Reasoned[Places | None]
-    """The places of the run's text with the tokenizer's file."""
     content: bytes | None = None
 
 
@@ -58,7 +57,6 @@ async def run_tokenizer(
 
 
 def kept_file(identity: Path, sha256: str) -> Path:
-    """The place where a tokenizer's file that peers have given is kept, beside the node's key."""
     return identity.parent / FOLDER / f"{sha256}.json"
 
 

@@ -174,6 +174,7 @@ def _saver(
 
 
 def node_summary(own: LocalPeer, role: NodeRole, compute: ComputeThread) -> NodeSummary:
+    """The account of a node that leaves its module."""
     account = role.account()
     busy = BusySeconds(compute.busy_s, account.codec_s, role.runner.wire_s, compute.idle_s, compute.idle_work_s)
     return NodeSummary(
@@ -191,6 +192,7 @@ def node_summary(own: LocalPeer, role: NodeRole, compute: ComputeThread) -> Node
 
 
 def status_json(own: LocalPeer, role: NodeRole, compute: ComputeThread, tunnels: RelayTunnels) -> bytes:
+    """The status of the node as JSON."""
     account, custody, rounds = role.account(), role.runner.custody, role.rounds
     status = Status(
         **{field.name: getattr(account, field.name) for field in dataclasses.fields(account)},

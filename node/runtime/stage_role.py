@@ -34,6 +34,8 @@ LARGEST_DEFAULT_GRAPHS = 2 * 2**30
 
 
 class StageRole:
+    """The role of a peer of stage 1 or above."""
+
     def __init__(self, given: ModuleContext, worker: HopWorker, runner: MicrobatchRunner, rounds: ModuleRounds) -> None:
         self.runner = runner
         self.rounds = rounds

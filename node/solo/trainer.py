@@ -120,7 +120,6 @@ class WholeModel:
     """All parts of a run on one device."""
 
     def __init__(self, manifest: Manifest, device: torch.device, moments: MomentType = MomentType.FLOAT32) -> None:
-        """Raises OutOfMemory."""
         self.device = device
         self._manifest = manifest
         require_room(manifest, manifest.modules(), device, 1, moments)
@@ -370,7 +369,6 @@ class Hosted:
 
 
 def solo_peer(module: ModuleId) -> PeerId:
-    """The peer in whose folder a solo run's module is."""
     return PeerId(f"solo-{module}")
 
 

@@ -60,7 +60,7 @@ class Interrupts:
 
 
 def leave_at_once(number: int) -> None:
-    """Ends this process without any clean-up, and the processes it has started, if it leads its process group."""
+    """Ends this process without clean-up, and its process group if it leads one."""
     if os.getpgrp() == os.getpid():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         os.killpg(0, signal.SIGTERM)
@@ -68,7 +68,7 @@ def leave_at_once(number: int) -> None:
 
 
 def end_by(seconds: float) -> None:
-    """Ends this process without any clean-up when it is still there after so long, its event loop stuck or not."""
+    """Ends this process without clean-up after `seconds`, even if its event loop hangs."""
 
     def end() -> None:
         time.sleep(seconds)

@@ -76,7 +76,6 @@ def _loss_line(state: SwarmProgress) -> Text:
 
 
 def _sizes_lines(state: SwarmProgress) -> Iterator[Text]:
-    """What a microbatch is, of the first data node that packs documents."""
     packed = (peer.sizes for peer in state.peers.values() if peer.sizes is not None and peer.sizes.documents)
     for sizes in islice(packed, 1):
         yield Text(f"microbatch {sizes_text(sizes)}", style="dim")
@@ -126,7 +125,7 @@ def _round_cell(peer: PeerProgress, now: float) -> RenderableType:
 
 
 def download_bar(done: float, total: float) -> RenderableType:
-    """A download's progress for a cell of a table: the bar above its figures, so that the column stays narrow."""
+    """A progress bar for a table cell, above its figures."""
     rows = Table.grid()  # a bar alone does not end its line
     rows.add_row(ProgressBar(total=max(1.0, total), completed=done, width=_DOWNLOAD_WIDTH))
     rows.add_row(Text(f"{megabytes(done)} of {megabytes(total)}"))

@@ -124,7 +124,6 @@ def event_sink(*, as_json: bool, on_closed: Callable[[], None]) -> events.EventS
 
 
 def print_json(value: dict[str, Any]) -> None:
-    """Prints one JSON object on one line."""
     typer.echo(json.dumps(value, separators=(",", ":")))
 
 

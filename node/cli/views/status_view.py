@@ -35,7 +35,6 @@ _ROUND_WIDTH = len("3 peers")
 
 
 def status_views(status: SwarmStatus) -> Iterator[RenderableType]:
-    """All views of the status, from top to bottom."""
     yield status_headline(status)
     yield status_table(status)
     yield from accused_lines(status)
@@ -50,7 +49,7 @@ def status_views(status: SwarmStatus) -> Iterator[RenderableType]:
 
 
 def status_headline(status: SwarmStatus) -> Text:
-    """The run in a line or two."""
+    """The name, figures and shortages of the run."""
     line = Text(harmless(status.name), style="bold")
     line.append(f"  run {harmless(status.run)[:12]}", style="not bold dim")
     if status.step is not None:

@@ -50,7 +50,6 @@ def harmless_lines(text: str) -> str:
 
 
 def peer_name(peer: str) -> str:
-    """The short form of a peer id from another machine."""
     return harmless(short(PeerId(peer)))
 
 
@@ -71,7 +70,7 @@ def loss_text(loss: float | None) -> str:
 
 
 def sizes_text(sizes: SizeSummary) -> str:
-    """What a microbatch is, as in `8,190 tokens ±1.2% in 17 documents, cost 12,300 ±0.4%, 1.3% padding`."""
+    """A microbatch, as in `8,190 tokens ±1.2% in 17 documents, cost 12,300 ±0.4%, 1.3% padding`."""
     tokens, cost = (
         f"{count(mean)} ±{spread:.1%}"
         for mean, spread in ((sizes.tokens, sizes.tokens_spread), (sizes.cost, sizes.cost_spread))
