@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -32,25 +33,24 @@ if TYPE_CHECKING:
 _LONGEST_ANSWER: Final = 4096
 
 
-class Consent:
-    """A question at a terminal, unless --yes was given or the run is this machine's own. Services have no terminal."""
-
-    def __init__(self, options: NodeOptions) -> None:
-        self._options = options
-
-    async def __call__(
-        self, signed: SignedManifest, text: Reasoned[Places | None], fits: Reasoned[tuple[int, ...]], own: bool
-    ) -> bool:
-        stream = sys.stderr if self._options.as_json else sys.stdout  # standard output may be for a program
-        with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
-            for line in description(signed, self._options, text, fits, own=own):
-                typer.echo(line, file=stream)
-        # A node that stops when standard input ends cannot ask there: two would read it.
-        unasked = self._options.yes or self._options.stop_on_eof or own
-        if unasked or not (sys.stdin.isatty() and stream.isatty()):
-            return True
-        typer.echo("Join this run? [y/N] ", file=stream, nl=False)
-        return (await _line_typed()).strip().lower() in ("y", "yes")
+async def ask_consent(
+    options: NodeOptions,
+    signed: SignedManifest,
+    text: Reasoned[Places | None],
+    fits: Reasoned[tuple[int, ...]],
+    own: bool,
+) -> bool:
+    """Asks at a terminal, unless --yes was given or the run is this machine's own. Services have no terminal."""
+    stream = sys.stderr if options.as_json else sys.stdout  # standard output may be for a program
+    with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+        for line in description(signed, options, text, fits, own=own):
+            typer.echo(line, file=stream)
+    # A node that stops when standard input ends cannot ask there: two would read it.
+    unasked = options.yes or options.stop_on_eof or own
+    if unasked or not (sys.stdin.isatty() and stream.isatty()):
+        return True
+    typer.echo("Join this run? [y/N] ", file=stream, nl=False)
+    return (await aside(_line_typed, None)).strip().lower() in ("y", "yes")
 
 
 def description(
@@ -131,15 +131,10 @@ def _number(number: int, thing: str) -> str:
     return f"{count(number)} {thing}" if number == 1 else f"{count(number)} {thing}s"
 
 
-async def _line_typed() -> str:
-    """Reads a typed line on a daemon thread, because reading cannot be cancelled."""
-
-    def read() -> bytes:
-        with contextlib.suppress(OSError):
-            return os.read(sys.stdin.fileno(), _LONGEST_ANSWER)
-        return b""
-
-    return (await aside(read, None)).decode(errors="replace")
+def _line_typed() -> str:
+    with contextlib.suppress(OSError):
+        return os.read(sys.stdin.fileno(), _LONGEST_ANSWER).decode(errors="replace")
+    return ""
 
 
 @with_options(NodeOptions)
@@ -185,7 +180,7 @@ async def _join(options: NodeOptions) -> int:
         events = event_sink(as_json=options.as_json, on_closed=stop.set)
         if options.link_file is not None:
             events = LinkFile(options.link_file, events)
-        await run_node(options, events, stop, consent=Consent(options))
+        await run_node(options, events, stop, consent=partial(ask_consent, options))
         return 0
 
 

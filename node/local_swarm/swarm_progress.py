@@ -245,7 +245,9 @@ def _close_step(state: SwarmProgress, step: int, now: float) -> tuple[SwarmProgr
     loss = sum(share.loss * weight for share, weight in zip(shares, weights, strict=True)) / sum(weights)
     tokens = state.tokens + new_tokens
     recent = (*state.recent, Moment(now, tokens))[-RATE_WINDOW:]
-    rate = _rate(recent, fallback=sum(share.tokens_per_s for share in shares))
+    rate, seconds = sum(share.tokens_per_s for share in shares), now - recent[0].at
+    if seconds > 0:
+        rate = (tokens - recent[0].tokens) / seconds
     peer = shares[0].peer if len({share.peer for share in shares}) == 1 else SEVERAL
     state = replace(
         state,
@@ -260,11 +262,6 @@ def _close_step(state: SwarmProgress, step: int, now: float) -> tuple[SwarmProgr
         pending={later: parts for later, parts in state.pending.items() if later > step},
     )
     return state, events.Step(step, loss, tokens, rate, peer)
-
-
-def _rate(recent: tuple[Moment, ...], fallback: float) -> float:
-    seconds = recent[-1].at - recent[0].at
-    return (recent[-1].tokens - recent[0].tokens) / seconds if seconds > 0 else fallback
 
 
 def _finite(value: float) -> float | None:

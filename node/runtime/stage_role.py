@@ -40,14 +40,12 @@ class StageRole:
         self.runner = runner
         self.rounds = rounds
         self._given = given
-        self._session = given.session
-        self._module = given.module
         self._worker = worker
         self._rate = Rate(SystemClock())
         self._seen = worker.accumulated_tokens
 
     async def prepare(self) -> None:
-        own, passes, given = self._session.own, self._worker.passes, self._given
+        own, passes, given = self._given.session.own, self._worker.passes, self._given
         own.speed = await given.compute.run(
             Priority.UPKEEP, lambda: measure_speed(passes, given.manifest, given.device)
         )
@@ -59,7 +57,7 @@ class StageRole:
             self._rate.add(self._worker.accumulated_tokens - self._seen)
             self._seen = self._worker.accumulated_tokens
             if self._worker.speed.tokens_per_s:
-                self._session.own.speed = self._worker.speed
+                self._given.session.own.speed = self._worker.speed
 
     async def drain(self, patience_s: float) -> None:
         quiet_since = None
@@ -79,8 +77,8 @@ class StageRole:
         return capture_hop(self._worker, self.rounds.agreed(), post)
 
     def load(self) -> Load:
-        own, custody = self._session.own, self.runner.custody
-        return Load(own.peer, str(self._module), custody.slots, custody.used_slots, self._rate.per_second())
+        own, custody = self._given.session.own, self.runner.custody
+        return Load(own.peer, str(self._given.module), custody.slots, custody.used_slots, self._rate.per_second())
 
     def account(self) -> Account:
         worker, put_off, chosen = self._worker, self._worker.deferred, self._worker.deferred.chosen
