@@ -65,12 +65,14 @@ async def leave_requests(identity_path: Path, ask: Callable[[], None]) -> AsyncI
     async def listen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         silent[writer] = None
         if len(silent) > MAX_CONVERSATIONS:
-            next(iter(silent)).close()
+            oldest = next(iter(silent))
+            del silent[oldest]
+            oldest.close()
         heard = b""
         with contextlib.suppress(OSError, TimeoutError, asyncio.IncompleteReadError):
             async with asyncio.timeout(LISTEN_S):
                 heard = await reader.readexactly(len(secret))
-        silent.pop(writer)
+        silent.pop(writer, None)
         if not hmac.compare_digest(heard, secret.encode()):
             writer.close()
             return
