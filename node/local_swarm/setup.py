@@ -149,7 +149,7 @@ class LocalSetup:
         self._options = options
         self._manifest = manifest
         self._places = places
-        self._count = 0
+        self.peers: list[PlannedPeer] = []
         self.ended: set[int] = set()
         self.returned: set[int] = set()
         try:
@@ -161,10 +161,8 @@ class LocalSetup:
         try:
             ports = iter(_free_ports(2 * len(modules)))
             limits = match_limits(manifest, modules, options.memory_limits)
-            self.peers = [
+            for module, limit in zip(modules, limits, strict=True):
                 self._plan(module, next(ports), next(ports), limit)
-                for module, limit in zip(modules, limits, strict=True)
-            ]
             self.run: RunId = run_id_of(manifest)
             author = Identity.load_or_create(options.author_path or self.peers[0].identity_path)
             self._manifest_path = self._folder / "manifest.toml"
@@ -181,10 +179,7 @@ class LocalSetup:
         return JoinLink(self.run, tuple(peer.address for peer in living[:LINK_PEERS]))
 
     def add(self, module: ModuleId) -> PlannedPeer:
-        port, dht_port = _free_ports(2)
-        peer = self._plan(module, port, dht_port)
-        self.peers.append(peer)
-        return peer
+        return self._plan(module, *_free_ports(2))
 
     def arguments(self, peer: PlannedPeer) -> list[str]:
         """A peer's arguments after `skipstone`. The first peer brings the manifest, the others ask for it."""
@@ -193,7 +188,7 @@ class LocalSetup:
         options = NodeOptions(
             link=None if begins else self.link,
             manifest_path=self._manifest_path if begins else None,
-            stage=self._named(peer.module),
+            stage=str(peer.module if self._manifest.stages.experts_at(peer.stage) > 1 else peer.stage),
             moving=True if self._options.moving and not is_data_node else None,
             identity_path=peer.identity_path,
             listen=peer.place.host,
@@ -215,9 +210,6 @@ class LocalSetup:
         )
         return ["join", *(self._with_text(options) if is_data_node else options).arguments()]
 
-    def _named(self, module: ModuleId) -> str:
-        return str(module) if self._manifest.stages.experts_at(module.stage) > 1 else str(module.stage)
-
     def _with_text(self, options: NodeOptions) -> NodeOptions:
         """Lets data nodes open the run's text: the person who starts the swarm named it."""
         where = as_written(self._manifest.data)
@@ -238,11 +230,11 @@ class LocalSetup:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _plan(self, module: ModuleId, port: int, dht_port: int, memory_limit: int | None = None) -> PlannedPeer:
-        index = self._count
-        self._count += 1
+        index = len(self.peers)
         path = self._keys / f"peer-{index}.key"
         own = Identity.load_or_create(path).peer
-        return PlannedPeer(index, module, own, path, port, dht_port, self._places(index), memory_limit)
+        self.peers.append(PlannedPeer(index, module, own, path, port, dht_port, self._places(index), memory_limit))
+        return self.peers[-1]
 
 
 def node_command() -> tuple[str, ...]:
