@@ -143,22 +143,11 @@ class WholeModel:
     @torch.no_grad()
     def loss(self, microbatch: Microbatch, stages: Sequence[int] | None = None) -> float:
         """The mean loss in nats per predicted token, of a path through these stages (None for all)."""
-        hidden = self._hidden(microbatch, stages)
-        loss = float(self.head(hidden, microbatch.labels.to(self.device)).item())
-        return microbatch.per_label(loss)
-
-    @torch.no_grad()
-    def token_losses(self, microbatch: Microbatch) -> torch.Tensor:
-        """The loss of each token in nats, float32 [rows, tokens] on the CPU; 0 where none is predicted."""
-        logits, labels = self.head.logits(self._hidden(microbatch, None)), microbatch.labels.to(self.device)
-        return nn.functional.cross_entropy(logits.mT, labels, reduction="none").cpu()
-
-    def _hidden(self, microbatch: Microbatch, stages: Sequence[int] | None) -> torch.Tensor:
         documents = microbatch.documents
         hidden: torch.Tensor = self.embedding(microbatch.tokens.to(self.device), documents)
         for stack in self._path(microbatch, stages):
             hidden = stack(hidden, documents)
-        return hidden
+        return microbatch.per_label(float(self.head(hidden, microbatch.labels.to(self.device)).item()))
 
     def gradients(
         self, microbatch: Microbatch, stages: Sequence[int] | None = None

@@ -119,12 +119,12 @@ def _peer_row(peer: PeerProgress, now: float) -> tuple[RenderableType, ...]:
 
 def _round_cell(peer: PeerProgress, now: float) -> RenderableType:
     if peer.catching_up is not None and peer.exit_code is None:
-        return download_bar(peer.catching_up.bytes, peer.catching_up.total_bytes)
+        return download_cell(peer.catching_up.bytes, peer.catching_up.total_bytes)
     since = None if peer.round_at is None else now - peer.round_at
     return Text(round_text(peer.round, peer.members, since))
 
 
-def download_bar(done: float, total: float) -> RenderableType:
+def download_cell(done: float, total: float) -> RenderableType:
     """A progress bar for a table cell, above its figures."""
     rows = Table.grid()  # a bar alone does not end its line
     rows.add_row(ProgressBar(total=max(1.0, total), completed=done, width=_DOWNLOAD_WIDTH))

@@ -11,7 +11,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from node.cli.views.live import download_bar
+from node.cli.views.live import download_cell
 from node.cli.views.text import count, harmless, loss_text, megabytes, peer_name, plain_table, round_text, sizes_text
 from node.observability.status import (
     ComputeStatus,
@@ -99,7 +99,7 @@ def _address_text(peer: PeerStatus) -> str:
 def _round_cell(peer: PeerStatus) -> RenderableType:
     download, last = peer.said.catching_up, peer.said.last_round
     if download is not None:
-        return download_bar(download.bytes, download.total_bytes)
+        return download_cell(download.bytes, download.total_bytes)
     company, since = (0, None) if last is None else (last.members, last.seconds_ago)
     return Text(round_text(peer.round, company, since))
 

@@ -307,8 +307,6 @@ def test_a_microbatch_trains_the_experts_of_its_route(manifest: Manifest) -> Non
     assert texts.keys() == {(0, 0), (1, 0)}
     for route, expert in (((0, 0), first), ((1, 0), second)):
         assert model.gradients(texts[route])[1].keys() == {model.embedding, model.head, expert, shared}
-    losses = model.token_losses(texts[0, 0])
-    assert losses.mean().item() == pytest.approx(model.loss(texts[0, 0]), rel=1e-5)
 
 
 def test_all_experts_take_the_steps_of_stage_zero(manifest: Manifest) -> None:
