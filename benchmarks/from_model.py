@@ -33,8 +33,7 @@ from node.export.writer import export
 from node.local_swarm.local_swarm import LocalSwarm
 from node.local_swarm.setup import LocalSwarmOptions
 from node.observability.events import CatchingUp, Event, NodeStatus, Step
-from node.solo.solo_checkpoint import CheckpointPlan
-from node.solo.trainer import evaluate, train_solo
+from node.solo.trainer import CheckpointPlan, evaluate, train_solo
 from node.start.cut_model import open_start
 from protocol.identity.keys import Identity
 from protocol.manifest.manifest import Manifest

@@ -1,8 +1,4 @@
-"""The `skipstone` command: its group of commands, its errors and exit codes.
-
-Our errors become two lines on standard error and their exit code. Commands import heavy modules themselves, after
-their first line.
-"""
+"""The `skipstone` command: its subcommands, errors and exit codes."""
 
 from __future__ import annotations
 
@@ -25,6 +21,7 @@ from node.cli.status import evaluate, status
 from node.cli.tokenize import tokenize
 from node.cli.up import up
 from node.cli.views.text import harmless
+from node.concurrency.task_groups import leaves
 from node.observability.version import installed_version
 from swarm.vocabulary.errors import SkipstoneError
 from swarm.vocabulary.types import PROTOCOL_VERSIONS
@@ -37,7 +34,6 @@ class ErrorReportingGroup(TyperGroup):
     """Turns what a command raises into a message for people and an exit code."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Runs the command."""
         try:
             return super().invoke(ctx)
         except SkipstoneError as error:
@@ -77,16 +73,11 @@ def version() -> None:
     typer.echo(f"skipstone {installed_version()}, protocol {PROTOCOL_VERSIONS.lowest} to {PROTOCOL_VERSIONS.highest}")
 
 
-app.command()(new)
-app.command()(up)
-app.command()(join)
-app.command()(leave)
-app.command()(status)
-app.command()(solo)
+for command in (new, up, join, leave, status, solo):
+    app.command()(command)
 app.command("eval")(evaluate)
-app.command()(export)
-app.command()(generate)
-app.command()(tokenize)
+for command in (export, generate, tokenize):
+    app.command()(command)
 
 
 def main() -> None:
@@ -109,18 +100,12 @@ def main() -> None:
 
 
 def _only_error(group: ExceptionGroup[Exception]) -> SkipstoneError | None:
-    """The one error of ours that a group of tasks has failed with, when there is nothing else in it."""
     ours, others = group.split(SkipstoneError)
-    if ours is None or others is not None:
-        return None
-    first: BaseException = ours
-    while isinstance(first, BaseExceptionGroup):
-        first = first.exceptions[0]
+    first = None if ours is None or others is not None else leaves(ours)[0]
     return first if isinstance(first, SkipstoneError) else None
 
 
 def _reported(error: SkipstoneError, *, debug: bool) -> typer.Exit:
-    """Writes the error where people look for it; returns how to leave."""
     if debug:
         traceback.print_exception(error)
     typer.echo(f"error: {harmless(str(error), _MAX_MESSAGE_CHARACTERS)}\n  {error.hint}", err=True)

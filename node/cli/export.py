@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from node.cli.options import PathChoice
-from node.cli.views.downloads import download_bar
-from node.cli.views.output import announce, print_json, run_loop
+from node.cli.views.output import announce, download_bar, print_json, run_loop
 from node.cli.views.text import count
 from node.context.options import TokenizerPlace
 
@@ -55,7 +54,7 @@ async def _export(
     replace: bool,
     as_json: bool,
 ) -> Export:
-    """`chosen`: the path, and whether every module is written instead."""
+    """`chosen`: the path, and whether to write every module instead."""
     from node.data.places import ToldPlaces
     from node.export.open_model import open_model
     from node.export.source import parse_path

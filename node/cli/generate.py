@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from node.cli.options import PathChoice, StagesPerPath
-from node.cli.views.downloads import download_bar
-from node.cli.views.output import print_json, run_loop, tell
+from node.cli.views.output import download_bar, print_json, run_loop, tell
 from node.cli.views.text import count, harmless_lines, path_text
 from node.context.options import TokenizerPlace
 from swarm.experts.routes import name_of_route
@@ -62,10 +61,7 @@ def generate(
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """What is to be generated, and how."""
-
     prompt: bytes
-    """That were typed, whatever the locale makes of them."""
     limit: int
     sampling: Sampling
     device: str
@@ -128,7 +124,6 @@ class _Output:
         self._pieces: list[str] = []
 
     def push(self, token: int) -> None:
-        """Takes one token."""
         self._chosen.append(token)
         piece = self._stream.push(token) if token != self._end else ""
         self._pieces.append(piece)
@@ -136,7 +131,6 @@ class _Output:
             typer.echo(harmless_lines(piece), nl=False)
 
     def finish(self, prompt_tokens: int, seed: int, stages: Sequence[int], routes: Sequence[str]) -> None:
-        """Writes what is left, and the figures."""
         self._pieces.append(self._stream.finish())
         ended = self._chosen[-1] == self._end
         if not self._silent:

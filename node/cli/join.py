@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import sys
-import threading
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -14,8 +15,9 @@ import typer
 
 from node.cli.options import LinkFile, link_in, with_options
 from node.cli.views.interrupts import STOP_LIMIT_S, Interrupts, end_by, leave_at_once, stop_on_end_of_input
-from node.cli.views.output import announce, event_sink, print_json, run_loop, start_log
+from node.cli.views.output import announce, event_sink, print_json, run_loop
 from node.cli.views.text import count, harmless
+from node.concurrency.task_groups import aside
 from node.context.options import NodeOptions, setting, variable
 from swarm.vocabulary.errors import ConfigError
 
@@ -31,30 +33,24 @@ if TYPE_CHECKING:
 _LONGEST_ANSWER: Final = 4096
 
 
-class Consent:
-    """The question at a terminal, unless --yes was given or the run is this machine's own.
-
-    Services and scripts have no terminal and go on: their owner chose the run, and reading of this machine needs an
-    option of its own (`node.data.places`).
-    """
-
-    def __init__(self, options: NodeOptions) -> None:
-        self._options = options
-
-    async def __call__(
-        self, signed: SignedManifest, text: Reasoned[Places | None], fits: Reasoned[tuple[int, ...]], own: bool
-    ) -> bool:
-        """Says it, and returns whether to join."""
-        stream = sys.stderr if self._options.as_json else sys.stdout  # standard output may be for a program
-        with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
-            for line in description(signed, self._options, text, fits, own=own):
-                typer.echo(line, file=stream)
-        # A node that stops when standard input ends cannot ask there: two would read it.
-        unasked = self._options.yes or self._options.stop_on_eof or own
-        if unasked or not (sys.stdin.isatty() and stream.isatty()):
-            return True
-        typer.echo("Join this run? [y/N] ", file=stream, nl=False)
-        return (await _line_typed()).strip().lower() in ("y", "yes")
+async def ask_consent(
+    options: NodeOptions,
+    signed: SignedManifest,
+    text: Reasoned[Places | None],
+    fits: Reasoned[tuple[int, ...]],
+    own: bool,
+) -> bool:
+    """Asks at a terminal, unless --yes was given or the run is this machine's own. Services have no terminal."""
+    stream = sys.stderr if options.as_json else sys.stdout  # standard output may be for a program
+    with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+        for line in description(signed, options, text, fits, own=own):
+            typer.echo(line, file=stream)
+    # A node that stops when standard input ends cannot ask there: two would read it.
+    unasked = options.yes or options.stop_on_eof or own
+    if unasked or not (sys.stdin.isatty() and stream.isatty()):
+        return True
+    typer.echo("Join this run? [y/N] ", file=stream, nl=False)
+    return (await aside(_line_typed, None)).strip().lower() in ("y", "yes")
 
 
 def description(
@@ -90,7 +86,7 @@ def _experts(stages: StagesSection) -> str:
 
 
 def _parameters(manifest: Manifest) -> int:
-    """Of all modules together; in figures, because a manifest may describe a model that nobody could build."""
+    """The parameters of all modules, computed: a manifest may describe a model that is too large to build."""
     from protocol.manifest.manifest import block_parameters
 
     model, blocks = manifest.model, manifest.stages.blocks
@@ -135,24 +131,10 @@ def _number(number: int, thing: str) -> str:
     return f"{count(number)} {thing}" if number == 1 else f"{count(number)} {thing}s"
 
 
-async def _line_typed() -> str:
-    """Reads a typed line on a daemon thread, because reading cannot be cancelled."""
-    loop = asyncio.get_running_loop()
-    typed: asyncio.Future[str] = loop.create_future()
-
-    def settle(line: str) -> None:
-        if not typed.done():
-            typed.set_result(line)
-
-    def read() -> None:
-        line = b""
-        with contextlib.suppress(OSError):
-            line = os.read(sys.stdin.fileno(), _LONGEST_ANSWER)
-        with contextlib.suppress(RuntimeError):  # the loop has closed: somebody has interrupted the question
-            loop.call_soon_threadsafe(settle, line.decode(errors="replace"))
-
-    threading.Thread(target=read, name="answer", daemon=True).start()
-    return await typed
+def _line_typed() -> str:
+    with contextlib.suppress(OSError):
+        return os.read(sys.stdin.fileno(), _LONGEST_ANSWER).decode(errors="replace")
+    return ""
 
 
 @with_options(NodeOptions)
@@ -174,31 +156,32 @@ def join(
     """
     if not settings["as_json"]:
         announce("skipstone join: starting a node", as_json=False)
-    start_log(settings["log_level"].value)
+    logging.basicConfig(
+        level=settings["log_level"].value.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
     link, manifest_path = _parse_target(target)
     given = {name: value for name, value in settings.items() if value is not None}
     raise typer.Exit(run_loop(_join(NodeOptions(link=link, manifest_path=manifest_path, **given))))
 
 
 async def _join(options: NodeOptions) -> int:
-    """Runs the node and returns the exit code: leaving in good order is how a node ends, whoever asked for it."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
+
+    def ask() -> None:
+        end_by(STOP_LIMIT_S)
+        loop.call_soon_threadsafe(stop.set)
+
     if options.stop_on_eof:
         stop_on_end_of_input(stop.set)
-    with Interrupts(lambda: _ask_politely(loop, stop), leave_at_once):
+    with Interrupts(ask, leave_at_once):
         from node.runtime.node import run_node
 
         events = event_sink(as_json=options.as_json, on_closed=stop.set)
         if options.link_file is not None:
             events = LinkFile(options.link_file, events)
-        await run_node(options, events, stop, consent=Consent(options))
+        await run_node(options, events, stop, consent=partial(ask_consent, options))
         return 0
-
-
-def _ask_politely(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
-    end_by(STOP_LIMIT_S)
-    loop.call_soon_threadsafe(stop.set)
 
 
 def _parse_target(target: str) -> tuple[JoinLink | None, Path | None]:

@@ -20,9 +20,7 @@ if TYPE_CHECKING:
     from protocol.manifest.manifest import Manifest
 
 FINE_TUNING_ROWS: Final = 16
-"""Rows of an inner step that fine-tunes an existing model."""
 FINE_TUNING_RATE: Final = 3e-5
-"""Learning rate that pre-trained models are commonly fine-tuned with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,16 +110,7 @@ def changed_manifest(base: Manifest, changes: ManifestChanges) -> Manifest:
 
 
 def starting_from(path: Path, base: Manifest, *, is_default: bool, keeps_blocks: bool) -> Manifest:
-    """The manifest `base` with the model, tokenizer and weights of a folder.
-
-    Args:
-        is_default: Replace the base's training by one for fine-tuning.
-        keeps_blocks: Keep the blocks of the base's stages.
-
-    Raises:
-        ConfigError: The folder is not a model to start from, or has other blocks than the stages.
-        ManifestError: The result is not a valid manifest.
-    """
+    """The manifest `base` with the model, tokenizer and weights of a folder. Raises ConfigError, ManifestError."""
     from node.data.tokenizers import tokenizer_keys
     from node.dial.cut import spread
     from node.start.cut_model import CutModel

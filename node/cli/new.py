@@ -4,20 +4,131 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from node.cli.dial import DialOptions, told, turned_by
 from node.cli.manifests import ManifestChanges, changed_manifest, chosen_manifest, router_of, starting_from
 from node.cli.options import with_options
 from node.cli.views.output import write_whole
 from node.cli.views.text import count
+from node.context.options import parse_size
 from swarm.vocabulary.errors import ConfigError
+from swarm.vocabulary.types import Reasoned
 
 if TYPE_CHECKING:
+    from node.dial.cut import Peers
+    from node.dial.dial import Turned
     from protocol.manifest.manifest import Manifest
+
+
+_UNITS: Final = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
+_NAME_WIDTH: Final = len("feed-forward")
+_VALUE_WIDTH: Final = 34
+_HOURS_TOLD: Final = 48
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DialOptions:
+    """The options of `skipstone new` that choose a run by its size."""
+
+    size: Annotated[
+        str | None, typer.Option(help="Choose everything for so many parameters, such as 160m or 7b, and say why.")
+    ] = None
+    card: Annotated[str | None, typer.Option(help="With --size: memory of each peer's card [default: 12GB]")] = None
+    peers: Annotated[int | None, typer.Option(help="With --size: how many there are; a stage for each.")] = None
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="With --size: a tokenizer.json [default: the bytes themselves]")
+    ] = None
+
+    def __post_init__(self) -> None:
+        if self.size is None:
+            for option in ("card", "peers", "tokenizer"):
+                if getattr(self, option) is not None:
+                    raise ConfigError(
+                        f"--{option} goes with --size", hint="Say how large the model should be: --size 160m."
+                    )
+
+
+def turned_by(dial: DialOptions, changes: ManifestChanges, name: str) -> Turned:
+    """The run that the dial chooses. Raises ConfigError, ManifestError."""
+    from node.dial.dial import BYTES, Wish, turn
+    from node.dial.dial import Turned as Made
+
+    if changes.total_tokens is not None and changes.total_tokens < 1:
+        raise ConfigError(f"--total-tokens must be at least 1, not {changes.total_tokens}")
+    tokenizer = None if dial.tokenizer is None else _tokenizer(dial.tokenizer)
+    wish = Wish(
+        parameters=parse_parameters(dial.size or ""),
+        peers=_peers(dial),
+        tokens=BYTES if tokenizer is None else tokenizer[0],
+        total_tokens=changes.total_tokens,
+        inner=changes.inner or "adamw",
+    )
+    turned = turn(wish, name)
+    if tokenizer is None:
+        return turned
+    from protocol.manifest.manifest import manifest_from_table
+
+    table = turned.manifest.model_dump()
+    return Made(manifest_from_table(table | {"data": table["data"] | tokenizer[1]}), turned.choices)
+
+
+def told(dial: DialOptions, turned: Turned, manifest: Manifest) -> Iterator[str]:
+    """Lines with each choice, its reason, and the forecast for the manifest."""
+    from node.dial.cut import COMMON_CARD
+    from node.dial.dial import LARGE_CARD, LINKS_MBIT_S, forecast
+    from swarm.membership.room import size_text
+
+    for name, choice in turned.choices:
+        value = count(choice.value) if isinstance(choice.value, int) else str(choice.value)
+        yield f"  {name:<{_NAME_WIDTH}}  {value:<{_VALUE_WIDTH}}  {choice.reason}"
+    card = _peers(dial).card or COMMON_CARD
+    seen = forecast(manifest, card)
+    kind = "an RTX 3090" if card >= LARGE_CARD else "an RTX 3060"
+    yield "Expected, with one peer a stage (estimated, not measured):"
+    for who, need in (("data node", seen.data_node), ("stage peer", seen.stage)):
+        card_and_machine = f"{size_text(need.device)} of its card, {size_text(need.memory)} of the machine's memory"
+        yield f"  {who:<{_NAME_WIDTH}}  {card_and_machine}"
+    if seen.stage_8bit.device < seen.stage.device:
+        yield f"  {'':<{_NAME_WIDTH}}  {size_text(seen.stage_8bit.device)} of its card with `join --moments 8bit`"
+    yield f"  {'a token':<{_NAME_WIDTH}}  each peer sends {count(seen.token_bytes)} bytes, and receives as many"
+    yield f"  {'a round':<{_NAME_WIDTH}}  a replica sends {size_text(seen.round_bytes)} at most, and receives as much"
+    yield f"  {'computing':<{_NAME_WIDTH}}  {count(seen.computed_per_s)} tokens/s at the slowest stage, on {kind}"
+    for mbit in LINKS_MBIT_S:
+        speed = f"{count(seen.tokens_per_s[mbit])} tokens/s"
+        yield f"  {f'{mbit} Mbit/s':<{_NAME_WIDTH}}  {speed}: {_time(seen.seconds(mbit))} for all tokens"
+    yield "  Each further peer of every stage adds as much."
+
+
+def _time(seconds: float) -> str:
+    hours = seconds / 3600
+    return f"{hours:.1f} hours" if hours < _HOURS_TOLD else f"{count(hours / 24)} days"
+
+
+def parse_parameters(text: str) -> int:
+    """The number of parameters in `10m`, `160m`, `1.5b` or `7B`. Raises ConfigError."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmb]?)", text.strip().lower())
+    if match is None:
+        raise ConfigError(f"--size {text!r} is no number of parameters", hint="Write it as 10m, 160m, 1.5b or 7b.")
+    return round(float(match[1]) * _UNITS[match[2]])
+
+
+def _peers(dial: DialOptions) -> Peers:
+    from node.dial.cut import Peers
+
+    return Peers(None if dial.card is None else parse_size(dial.card), dial.peers)
+
+
+def _tokenizer(path: Path) -> tuple[Reasoned[int], dict[str, Any]]:
+    from node.data.tokenizers import FileTokenizer, tokenizer_keys
+
+    data = tokenizer_keys(path)
+    size = FileTokenizer(path, data["tokenizer_sha256"]).size
+    return Reasoned(size, f"the {size:,} tokens of {path.name}"), data
 
 
 @with_options(DialOptions, ManifestChanges)
@@ -92,7 +203,6 @@ def new(
 
 
 def _largest_need(manifest: Manifest) -> str:
-    """The memory that the stages take, in a clause."""
     from node.model.memory_need import needs_of
     from swarm.membership.room import size_text
     from swarm.pipeline.custody import DEFAULT_SLOTS

@@ -41,7 +41,6 @@ MomentsChoice: Final[Any] = typer.Option("--moments", help="Of AdamW: 8bit takes
 log = logging.getLogger(__name__)
 
 _LONGEST_BYTES: Final = 10_000
-"""Of a file that may hold a link: the longest link and some white space."""
 
 
 def with_options(*tables: type) -> Callable[[Any], Any]:
@@ -78,10 +77,7 @@ def link_in(text: str) -> JoinLink | None:
 
 
 class LinkFile:
-    """`EventSink` that keeps the newest join link in a file, and passes events on.
-
-    The file is replaced whole. One that cannot be written is a warning: nodes that have joined do not need it.
-    """
+    """`EventSink` that keeps the newest join link in a file, and passes events on."""
 
     def __init__(self, path: Path, behind: EventSink) -> None:
         self._path = path
@@ -89,7 +85,6 @@ class LinkFile:
         self._written: str | None = None
 
     def emit(self, event: Event) -> None:
-        """Hands it on; writes the link if this event tells a new one."""
         self._behind.emit(event)
         if isinstance(event, NodeStatus) and event.link != self._written:
             self._written = event.link

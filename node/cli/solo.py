@@ -43,8 +43,7 @@ def solo(
         import torch
 
         from node.model.device import choose_device
-        from node.solo.solo_checkpoint import CheckpointPlan
-        from node.solo.trainer import train_solo
+        from node.solo.trainer import CheckpointPlan, train_solo
         from node.start.cut_model import open_start
 
         if threads is not None:

@@ -56,7 +56,7 @@ def tokenize(
 
 
 def _documents(source: Source | HubStream, tokenizer: Tokenizer) -> Iterator[Tokens]:
-    """Each with its end, as Megatron-LM's `--append-eod`; without those that are empty or cannot be read."""
+    """Tokens of each readable, non-empty document with its end, as Megatron-LM's `--append-eod`."""
     from node.data.labels import whole_text
 
     for name, read in _reads(source):
@@ -70,7 +70,6 @@ def _documents(source: Source | HubStream, tokenizer: Tokenizer) -> Iterator[Tok
 
 
 def _reads(source: Source | HubStream) -> Iterator[tuple[str, Callable[[], bytes]]]:
-    """Each document's name, and what reads it; files of a data set one after the other."""
     from node.data.sources import Source
 
     if isinstance(source, Source):

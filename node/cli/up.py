@@ -60,14 +60,12 @@ def up(
         from node.data.places import as_written
         from node.data.sources import open_source
 
-        open_source(
-            chosen.data, as_written(chosen.data).text
-        )  # a missing folder is said once, not by every node that was started for nothing
+        # A missing folder is reported once, not by every node.
+        open_source(chosen.data, as_written(chosen.data).text)
     from node.context.options import default_identity_path, parse_size
     from node.local_swarm.setup import LocalSwarmOptions
 
     router = router_of(manifest, chosen)
-
     options = LocalSwarmOptions(
         peers=len(chosen.modules()) if peers is None else peers,
         steps=steps or chosen.training.scheduled_steps,
@@ -85,12 +83,6 @@ def up(
     raise typer.Exit(run_loop(_up(chosen, options, as_json=json)))
 
 
-def stages_text(manifest: Manifest) -> str:
-    """The stages, and the modules where some have several."""
-    modules = f" of {len(manifest.modules())} modules" if manifest.stages.has_experts else ""
-    return f"{manifest.stages.count} stages{modules}"
-
-
 async def _up(manifest: Manifest, options: LocalSwarmOptions, *, as_json: bool) -> int:
     """Runs the swarm to its end and returns the exit code: the signal's, else that of the first node that failed."""
     from node.local_swarm.local_swarm import LocalSwarm
@@ -100,7 +92,9 @@ async def _up(manifest: Manifest, options: LocalSwarmOptions, *, as_json: bool) 
         loop = asyncio.get_running_loop()
         sink = event_sink(as_json=as_json, on_closed=swarm.request_stop)
         if not as_json:
-            typer.echo(f"run {manifest.name}: {options.peers} nodes, {stages_text(manifest)}. Join it with\n")
+            modules = f" of {len(manifest.modules())} modules" if manifest.stages.has_experts else ""
+            stages = f"{manifest.stages.count} stages{modules}"
+            typer.echo(f"run {manifest.name}: {options.peers} nodes, {stages}. Join it with\n")
             typer.echo(f"  skipstone join {swarm.link}\n")
             if options.checkpoint_dir is not None:
                 typer.echo(f"Its state is saved in {options.checkpoint_dir}; the same command goes on from there.\n")
@@ -121,7 +115,6 @@ async def _up(manifest: Manifest, options: LocalSwarmOptions, *, as_json: bool) 
 
 
 async def _follow(swarm: LocalSwarm, emit: Callable[[Event], None]) -> None:
-    """Hands on every event until no node is left; asks the nodes to stop when the run is over."""
     async for event in swarm.events():
         emit(event)
         if swarm.progress.is_over:
@@ -129,7 +122,6 @@ async def _follow(swarm: LocalSwarm, emit: Callable[[Event], None]) -> None:
 
 
 async def _show(swarm: LocalSwarm, title: str) -> None:
-    """Draws the live view until no node is left."""
     from rich.console import Console
 
     from node.cli.views.live import draw, render
@@ -152,5 +144,4 @@ def _kill(loop: asyncio.AbstractEventLoop, swarm: LocalSwarm) -> None:
 
 
 def _is_of_the_whole(event: Event) -> bool:
-    """Whether an event is about the swarm; what single nodes tell of themselves is for the JSON."""
     return not isinstance(event, InnerStep | LastPeer | NodeSummary | PeerChange)

@@ -1,6 +1,4 @@
-"""The one thread that owns the compute device. (Rounds have such a thread for their arithmetic, too.) What it does next
-is decided by `swarm.pipeline.compute_queue`.
-"""
+"""The thread that owns the compute device. `swarm.pipeline.compute_queue` decides what it runs next."""
 
 from __future__ import annotations
 
@@ -9,9 +7,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from functools import partial
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
 
+from node.concurrency.task_groups import settle
 from node.model.device import device_errors, flush_denormals
 from swarm.pipeline.compute_queue import GIVEN_WAY, ComputeQueue, IdleWork, Priority
 from swarm.vocabulary.errors import StateError
@@ -22,16 +22,7 @@ Result = TypeVar("Result")
 
 
 class ComputeThread:
-    """Runs jobs one at a time, the most urgent first, away from the event loop; where none waits, a chunk of the work
-    that was submitted for such moments. Denormal numbers are zero there.
-
-    Args:
-        limit: jobs waiting at most; the callers' own bounds keep well below it.
-        set_up: called first on the thread (to choose a device, say).
-        settle: waits on the thread until the device has computed what it was given. Called after each chunk of idle
-            work: a device that works asynchronously would else be given all of them before the next job.
-        name: of the thread, for those who look at the process.
-    """
+    """Runs jobs one at a time by priority, and chunks of idle work in between. Denormal numbers are zero there."""
 
     def __init__(
         self,
@@ -43,21 +34,15 @@ class ComputeThread:
         self._set_up = set_up
         self._settle = settle
         self._queue = ComputeQueue(limit)
-        """Jobs come and go under the lock; idle work is only touched on the thread; what is expected is replaced as a
-        whole."""
         self._wake = threading.Condition()
         self._stopping = False
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self.busy_s = 0.0
-        """Seconds spent in jobs."""
         self.idle_work_s = 0.0
-        """Seconds spent in chunks of idle work."""
         self.idle_s = 0.0
-        """Seconds spent waiting with nothing to do, since the first job."""
 
     @property
     def idle_waiting(self) -> int:
-        """The pieces of idle work that are not done."""
         return self._queue.idle_waiting
 
     def __enter__(self) -> Self:
@@ -75,78 +60,34 @@ class ComputeThread:
             tell_its_caller()
 
     async def run(self, priority: Priority, job: Callable[[], Result]) -> Result:
-        """Queues a job and waits for its result; whatever it raises is raised here.
+        """Queues a job; returns its result. Raises its error, ResourceExhausted, StateError if the thread stopped."""
+        return await asyncio.wrap_future(self.post(priority, job))
 
-        A caller that is cancelled does not stop a job that has begun.
+    def post(self, priority: Priority, job: Callable[[], Result]) -> Future[Result]:
+        """Queues a job from any thread but this one. Errors as `run`."""
+        future: Future[Result] = Future()
 
-        Raises:
-            ResourceExhausted: too many jobs wait already, or the device has no memory for this one.
-            StateError: the thread has been stopped, before or while the job waited.
-        """
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[Result] = loop.create_future()
-
-        def settle(outcome: Callable[[Any], None], value: object) -> None:
-            if not future.done():
-                outcome(value)
-
-        def work() -> None:
-            if future.cancelled():
-                return
-            try:
-                self._check_running()
-                with device_errors():
-                    result = job()
-            except Exception as error:  # handed to whoever waits
-                loop.call_soon_threadsafe(settle, future.set_exception, error)
-            else:
-                loop.call_soon_threadsafe(settle, future.set_result, result)
+        def work() -> Result:
+            self._check_running()
+            with device_errors():
+                return job()
 
         with self._wake:
             self._check_running()
-            self._queue.put(priority, work)
-            self._wake.notify()
-        return await future
-
-    def post(self, priority: Priority, job: Callable[[], None]) -> Future[None]:
-        """Queues a job, from any thread that is neither this one nor an event loop's: for who waits without one.
-
-        Raises:
-            ResourceExhausted, StateError: as `run`; the latter may come with the result, too.
-        """
-        future: Future[None] = Future()
-
-        def work() -> None:
-            try:
-                self._check_running()
-                with device_errors():
-                    job()
-            except Exception as error:  # handed to whoever waits
-                future.set_exception(error)
-            else:
-                future.set_result(None)
-
-        with self._wake:
-            self._check_running()
-            self._queue.put(priority, work)
+            self._queue.put(priority, partial(settle, future, work))
             self._wake.notify()
         return future
 
     def submit(self, chunks: Iterator[None], name: str) -> IdleWork:
-        """Takes work for idle time (`node.model.optimizers.inner_rule.Submit`). To be called on the thread, in a job,
-        as what it returns: finishing and giving up.
-
-        Raises:
-            ResourceExhausted: too much waits already.
-        """
+        """Takes chunks of work for idle time. Runs on the thread, as what it returns. Raises ResourceExhausted."""
         return self._queue.submit(chunks, name)
 
     def expect(self, jobs: tuple[float, ...]) -> None:
-        """Sets when jobs are expected, by `time.monotonic`: no idle work is begun that would last longer."""
+        """Sets when jobs are expected, by `time.monotonic`. Idle work that would last longer does not begin."""
         self._queue.expected = jobs
 
     def give_up_idle_work(self) -> None:
-        """Cancels what was submitted, because nobody will need it any more. To be called on the thread, in a job."""
+        """Cancels the submitted work. Runs on the thread, in a job."""
         self._queue.give_up_idle_work()
 
     def _check_running(self) -> None:
@@ -171,7 +112,6 @@ class ComputeThread:
                 self.busy_s += ended - begun
 
     def _next_turn(self) -> Callable[[], None] | IdleWork | None:
-        """Waits until there is something to do; None when the thread is to stop."""
         with self._wake:
             while not self._stopping:
                 now = time.monotonic()

@@ -1,5 +1,4 @@
-"""The compute devices of one node, each with a thread of its own: the first one's is the compute thread, which gives
-the others their jobs."""
+"""The compute devices of one node. The first one's thread is the compute thread and gives the others their jobs."""
 
 from __future__ import annotations
 
@@ -13,17 +12,14 @@ from typing import Self, TypeVar
 
 import torch
 
+from node.concurrency.task_groups import settle
 from node.model.device import flush_denormals
 
 Result = TypeVar("Result")
 
 
 class DeviceThreads:
-    """The devices of one node but the first, each with its thread.
-
-    Args:
-        devices: all of them. Several on processor cores share these evenly.
-    """
+    """The devices of one node but the first, each with its thread. Several devices of kind cpu share the cores."""
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self.devices = tuple(devices)
@@ -48,13 +44,13 @@ class DeviceThreads:
             thread.join(timeout=60.0)
 
     def set_up(self) -> None:
-        """Prepares a thread that computes: the one that asks calls it itself."""
+        """Prepares the computing thread that calls it."""
         flush_denormals()
         if self.devices[0].type == "cpu":
             torch.set_num_threads(self._cores)
 
     def settle(self) -> None:
-        """Waits until the first device has computed everything that it was given by this thread."""
+        """Waits for everything that this thread gave to the first device."""
         kind = self.devices[0].type
         if kind == "cuda":
             torch.cuda.current_stream(self.devices[0]).synchronize()
@@ -62,15 +58,11 @@ class DeviceThreads:
             torch.mps.synchronize()
 
     def at_once(self, jobs: Sequence[Callable[[], Result]]) -> list[Result]:
-        """Runs one job for each device, the first in this thread, and returns their results when all have ended.
-
-        Raises:
-            Exception: the first failure that is not the consequence of another one.
-        """
+        """Runs one job for each device, the first in this thread. Raises the first failure that no other one caused."""
         futures: list[Future[Result]] = [Future() for _ in jobs]
         for queue, job, future in zip(self._queues, jobs[1:], futures[1:], strict=True):
-            queue.put(partial(_settle, future, job))
-        _settle(futures[0], jobs[0])
+            queue.put(partial(settle, future, job))
+        settle(futures[0], jobs[0])
         failures = [error for future in futures if (error := future.exception()) is not None]
         for error in sorted(failures, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
             raise error
@@ -80,10 +72,3 @@ class DeviceThreads:
         self.set_up()
         while (job := queue.get()) is not None:
             job()
-
-
-def _settle(future: Future[Result], job: Callable[[], Result]) -> None:
-    try:
-        future.set_result(job())
-    except BaseException as error:  # handed to whoever waits
-        future.set_exception(error)

@@ -1,9 +1,4 @@
-"""The runner of a pure state machine: feeds it with events and with time, and has what it decides carried out.
-
-Custody, rounds, lanes and downloads decide without IO (`swarm`); each has a runner in `node` that says what its actions
-mean. What all runners share is here: one event after the other, ticks, tasks, and small messages that are sent with a
-limit.
-"""
+"""The runner of a pure state machine: feeds it with events and ticks, and carries out its actions."""
 
 from __future__ import annotations
 
@@ -14,8 +9,7 @@ from collections import Counter, deque
 from collections.abc import Coroutine, Iterable
 from typing import Any, Final, Generic, Protocol, TypeVar
 
-from node.concurrency.task_groups import set_or_after
-from node.concurrency.task_tracker import TaskTracker
+from node.concurrency.task_groups import TaskTracker, set_or_after
 from protocol.interfaces.clock import Clock
 from protocol.interfaces.transport import Transport
 from swarm.vocabulary.errors import PeerError
@@ -33,19 +27,11 @@ TICK_S: Final = 0.1
 
 
 class Machine(Protocol[EventOf, ActionOf]):
-    """A pure state machine. Times are monotonic seconds."""
-
     def handle(self, event: EventOf, now: float) -> Iterable[ActionOf]: ...
 
 
 class MachineRunner(ABC, Generic[Event, Action]):
-    """Runs one machine, from `run` until that is cancelled or `stop` is called; what comes before or after is left out.
-
-    Args:
-        tick: the machine's event for time that has passed.
-        most_waiting: small messages on the way to one peer. A link makes whoever sends wait while its peer does not
-            read; one that asks and never reads would so fill our memory.
-    """
+    """Runs one machine until `run` is cancelled or `stop` is called. Drops events before and after."""
 
     def __init__(
         self, machine: Machine[Event, Action], tick: Event, transport: Transport, clock: Clock, most_waiting: int
@@ -57,14 +43,12 @@ class MachineRunner(ABC, Generic[Event, Action]):
         self._tasks = TaskTracker()
         self._most_waiting = most_waiting
         self._waiting: Counter[PeerId] = Counter()
-        """Messages on the way to each peer."""
         self._events: deque[Event] = deque()
         self._is_handling = False
         self._is_stopped = False
         self._wake = asyncio.Event()
 
     async def run(self) -> None:
-        """Ticks the machine until cancelled or stopped; then no task of it is left."""
         async with self._tasks.running():
             while not self._is_stopped:
                 self._look_around()
@@ -73,16 +57,14 @@ class MachineRunner(ABC, Generic[Event, Action]):
             self._tasks.cancel()
 
     def stop(self) -> None:
-        """Ends `run` in good order."""
         self._is_stopped = True
         self.wake()
 
     def wake(self) -> None:
-        """Makes the next tick come now."""
         self._wake.set()
 
     def handle(self, event: Event) -> None:
-        """Gives the event to the machine and carries out what follows; events that this brings about come after it."""
+        """Gives the event to the machine and carries out its actions; events that these cause come after it."""
         if not self._tasks.are_running:
             return
         self._events.append(event)
@@ -101,8 +83,7 @@ class MachineRunner(ABC, Generic[Event, Action]):
         return self._tasks.begin(work)
 
     def send(self, to: PeerId, message: ControlMessage) -> bool:
-        """Sends a small message in a task of its own. False when too many are on the way to the peer: then it is not
-        sent."""
+        """Sends a small message in its own task. False if too many are unsent to the peer."""
         if not self._tasks.are_running:
             return True
         if self._waiting[to] >= self._most_waiting:
@@ -129,10 +110,9 @@ class MachineRunner(ABC, Generic[Event, Action]):
     def _carry_out(self, action: Action) -> None: ...
 
     def _look_around(self) -> None:
-        """Before each tick: what the machine is to be given besides."""
+        """Gives the machine what it needs besides, before each tick."""
 
     def _pause_s(self) -> float:
-        """Until the next tick, unless something wakes the runner before."""
         return TICK_S
 
     def _not_sent(self, to: PeerId, error: PeerError) -> None:

@@ -1,33 +1,33 @@
-"""Task groups that raise their first error itself, and waiting with a limit."""
+"""Task groups that raise their first error itself, tasks that others wait for, waiting with a limit, threads."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable
+import contextlib
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from swarm.vocabulary.errors import SkipstoneError
 
-Wanted = TypeVar("Wanted")
+Result = TypeVar("Result")
 
 
 @asynccontextmanager
 async def task_scope() -> AsyncIterator[asyncio.TaskGroup]:
-    """An `asyncio.TaskGroup` that raises what went wrong first instead of a group of everything that went wrong.
-
-    Whoever calls can then catch a SkipstoneError wherever it came from: the block, one of its tasks, or a task's task.
-    The other errors of the group stay visible as its context.
-    """
+    """An `asyncio.TaskGroup` that raises its first SkipstoneError, else its first error, instead of the group."""
     try:
         async with asyncio.TaskGroup() as tasks:
             yield tasks
     except BaseExceptionGroup as group:
-        raise _telling(group) from group
+        found = leaves(group)
+        raise next((each for each in found if isinstance(each, SkipstoneError)), found[0]) from group
 
 
 async def set_or_after(event: asyncio.Event, seconds: float) -> None:
-    """Waits until the event is set, which is taken back, or the time is over."""
+    """Waits until the event is set, and clears it, or until the time is over."""
     try:
         async with asyncio.timeout(seconds):
             await event.wait()
@@ -36,10 +36,10 @@ async def set_or_after(event: asyncio.Event, seconds: float) -> None:
     event.clear()
 
 
-async def unless(stop: asyncio.Event, wanted: Awaitable[Wanted]) -> Wanted | None:
+async def unless(stop: asyncio.Event, wanted: Awaitable[Result]) -> Result | None:
     """The result of `wanted`, or None when `stop` is set first; then the work on it is cancelled."""
 
-    async def getting() -> Wanted:
+    async def getting() -> Result:
         return await wanted
 
     async with task_scope() as tasks:
@@ -52,13 +52,87 @@ async def unless(stop: asyncio.Event, wanted: Awaitable[Wanted]) -> Wanted | Non
     return work.result()
 
 
-def _telling(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The first expected error in the group, else the first of all."""
-    leaves = list(_leaves(group))
-    return next((leaf for leaf in leaves if isinstance(leaf, SkipstoneError)), leaves[0])
-
-
-def _leaves(error: BaseException) -> list[BaseException]:
+def leaves(error: BaseException) -> list[BaseException]:
+    """The errors in a group of groups, the first one first."""
     if isinstance(error, BaseExceptionGroup):
-        return [leaf for inner in error.exceptions for leaf in _leaves(inner)]
+        return [leaf for inner in error.exceptions for leaf in leaves(inner)]
     return [error]
+
+
+class TaskTracker:
+    """Tasks that live inside `running`. What is begun outside of it is left undone."""
+
+    def __init__(self) -> None:
+        self._tasks: asyncio.TaskGroup | None = None
+        self._begun: set[asyncio.Task[None]] = set()
+        self._owed = 0
+        self._paid = asyncio.Event()
+
+    @property
+    def are_running(self) -> bool:
+        return self._tasks is not None
+
+    @property
+    def owed(self) -> int:
+        return self._owed
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Runs the tasks within the block, which ends with the error of a failed task."""
+        async with task_scope() as tasks:
+            self._tasks = tasks
+            try:
+                yield
+            finally:
+                self._tasks = None
+
+    def begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None] | None:
+        """Starts a task; None outside of `running`."""
+        if self._tasks is None:
+            work.close()
+            return None
+        task = self._tasks.create_task(work)
+        self._begun.add(task)
+        task.add_done_callback(self._begun.discard)
+        return task
+
+    def cancel(self) -> None:
+        self._tasks = None
+        for task in self._begun:
+            task.cancel()
+
+    def owe(self, work: Coroutine[Any, Any, None]) -> None:
+        """Starts a task that others wait for. Counted from now on: the task may begin later."""
+        task = self.begin(work)
+        if task is not None:
+            self._owed += 1
+            task.add_done_callback(self._pay)
+
+    def _pay(self, _task: asyncio.Task[None]) -> None:
+        self._owed -= 1
+        self._paid.set()
+
+    async def nothing_owed(self, patience_s: float) -> None:
+        """Waits until all that is owed has been done, or so many seconds have passed."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(patience_s):
+                while self._owed:
+                    self._paid.clear()
+                    await self._paid.wait()
+
+
+def settle(future: Future[Result], job: Callable[[], Result]) -> None:
+    """Runs the job for its future, unless that was cancelled."""
+    if future.set_running_or_notify_cancel():
+        try:
+            future.set_result(job())
+        except BaseException as error:  # handed to the caller
+            future.set_exception(error)
+
+
+async def aside(work: Callable[[], Result], limit_s: float | None) -> Result:
+    """Runs `work` in a daemon thread, which neither the loop nor the process waits for. Raises TimeoutError."""
+    future: Future[Result] = Future()
+    threading.Thread(target=settle, args=(future, work), name="aside", daemon=True).start()
+    async with asyncio.timeout(limit_s):
+        return await asyncio.wrap_future(future)

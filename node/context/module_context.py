@@ -31,19 +31,16 @@ class ModuleContext:
     manifest: Manifest
     module: ModuleId
     device: torch.device
-    """The first of the node's devices, which holds the module's state."""
+    """The node's first device, which holds the module's state."""
     threads: DeviceThreads
-    """Of all devices, the first one's being the compute thread."""
     compute: ComputeThread
     events: EventSink
     finished: Callable[[], None]
-    """To be called when a data node has done the steps it was asked for."""
+    """Called when a data node has done its steps."""
     saves: SaveRequests
     proofs: Proofs
     resumed: Resumed
     start: CutModel | None
-    """The existing model from which the run starts, if it does and its folder is here."""
     router: Router | None
-    """That which the manifest names, if it names one."""
     text: Reasoned[Places | None]
-    """What of this machine may be opened for the run's text; never None for a data node."""
+    """The places that may be opened for the run's text; never None for a data node."""

@@ -1,8 +1,4 @@
-"""The options of a node: one table of annotated fields gives command line, environment and arguments.
-
-`--dht-port` is `SKIPSTONE_DHT_PORT` in the environment. The command line wins; an empty variable counts as none,
-because compose files pass variables on whether they are set or not.
-"""
+"""The options of a node: one table of annotated fields gives command line, environment and arguments."""
 
 from __future__ import annotations
 
@@ -32,8 +28,6 @@ _MEGABYTE = 10**6
 
 
 class LogLevel(enum.Enum):
-    """The detail of the log on standard error."""
-
     DEBUG = "debug"
     INFO = "info"
     WARNING = "warning"
@@ -42,8 +36,6 @@ class LogLevel(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A condition that a value must meet, and the sentence about one that does not."""
-
     holds: Callable[[Any], bool]
     complaint: str
 
@@ -59,7 +51,6 @@ SIZE = Check(lambda text: parse_size(text) >= 0, NOT_NEGATIVE.complaint)
 
 
 def variable(name: str) -> str:
-    """The name of the environment variable for `--name`."""
     return f"SKIPSTONE_{name.upper().replace('-', '_')}"
 
 
@@ -87,14 +78,10 @@ def default_identity_path() -> Path:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeOptions:
-    """One node's settings, checked as far as possible without the manifest.
-
-    With a link alone the manifest comes from peers; with a manifest alone the node is the first of its run.
-    """
+    """One node's settings. Without a link the node is the first of its run, without a manifest it asks peers for it."""
 
     link: JoinLink | None
     manifest_path: Path | None
-    """A signed manifest."""
     stage: Annotated[
         str | None,
         setting(
@@ -122,7 +109,7 @@ class NodeOptions:
     # A node exists to be reached from other machines; TLS decides who may speak.
     listen: Annotated[str, setting("listen", "Local address to bind to.")] = "0.0.0.0"  # noqa: S104
     advertise: Annotated[str | None, setting("advertise", "Host that others reach this node at.")] = None
-    """None for the one that this machine uses to reach them."""
+    """None: the address that this machine uses to reach others."""
     port: Annotated[int, setting("port", "Port of the node; 0 for any."), PORT] = 0
     dht_port: Annotated[int, setting("dht-port", "Port of its DHT; 0 for any."), PORT] = 0
     reach: Annotated[ReachMode, setting("reach", "auto asks the router for a port if need be.")] = ReachMode.AUTO
@@ -139,7 +126,6 @@ class NodeOptions:
     ] = 0
     device: Annotated[str, setting("device", "cpu, cuda, cuda:N, mps or auto; or several, as cuda:0,cuda:1.")] = "auto"
     threads: Annotated[int | None, setting("threads", "CPU threads for computing."), SOME] = None
-    """None leaves it to torch."""
     slots: Annotated[int | None, setting("slots", "Microbatches held at a time."), SOME] = None
     window: Annotated[int | None, setting("window", "Microbatches a data node has under way."), SOME] = None
     memory: Annotated[str | None, setting("memory", "For kept graphs, such as 512MiB; 0 recomputes always."), SIZE] = (
@@ -165,49 +151,41 @@ class NodeOptions:
 
     @property
     def slots_held(self) -> int:
-        """The number of microbatches that it holds at a time."""
         return self.slots or DEFAULT_SLOTS
 
     @property
     def allowance(self) -> Allowance:
-        """What its module may take."""
         return Allowance(self.slots_held, self.moments)
 
     @property
     def asked_stage(self) -> int | None:
-        """The stage that it was told to host."""
         return None if self.stage is None else int(self.stage.partition(".")[0])
 
     @property
     def asked_expert(self) -> int | None:
-        """The expert of it; None for any."""
         _, _, expert = (self.stage or "").partition(".")
         return int(expert) if expert else None
 
     @property
     def may_move(self) -> bool:
-        """Whether the node may take another module: not if it was told its stage and nothing else was said."""
+        """By default a node moves unless it was told its stage."""
         return self.stage is None if self.moving is None else self.moving
 
     @property
     def told(self) -> ToldPlaces:
-        """The places that the person names for the run's text; it decides too whether the node may choose stage 0."""
         beside = None if self.model is None else self.model / "tokenizer.json"
         return ToldPlaces(text=self.text, tokenizer=self.tokenizer or beside, hub=self.allow_hub)
 
     @property
     def relay_bytes_per_hour(self) -> int:
-        """The bytes that it carries in any hour for peers that cannot dial each other; 0: it does not."""
         return self.relay_megabytes_per_hour * _MEGABYTE
 
     @property
     def graph_bytes(self) -> int | None:
-        """The bytes that kept autograd graphs may take; None for the node's default."""
         return None if self.memory is None else parse_size(self.memory)
 
     @property
     def memory_limit_bytes(self) -> Reasoned[int] | None:
-        """The bytes of its compute device's memory that its module may take; None for all that are free."""
         return memory_limit_of(self.memory_limit)
 
     def __post_init__(self) -> None:
@@ -239,9 +217,8 @@ SETTINGS: Final[Mapping[str, tuple[Any, ...]]] = {
     for name, hint in typing.get_type_hints(NodeOptions, include_extras=True).items()
     if typing.get_origin(hint) is Annotated
 }
-"""The rows of the table: by the field's name its option and its check, if it has one."""
+"""The option of each field, and its check if it has one."""
 VARIABLES: Final = frozenset([variable("link"), *(option.envvar for option, *_ in SETTINGS.values() if option.envvar)])
-"""All that say something to a node."""
 
 
 def parse_size(text: str) -> int:
@@ -258,7 +235,7 @@ def memory_limit_of(text: str | None) -> Reasoned[int] | None:
 
 
 def own_peer() -> PeerId | None:
-    """The peer id of this machine's default key; None when it has none, or none that can be used."""
+    """The peer id of this machine's default key; None without a usable one."""
     try:
         return Identity.load(default_identity_path()).peer
     except IdentityError:
@@ -266,5 +243,5 @@ def own_peer() -> PeerId | None:
 
 
 def without_settings(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment without this process's settings, for nodes that are told everything on their command lines."""
+    """The environment without this process's settings."""
     return {name: value for name, value in environment.items() if name not in VARIABLES}

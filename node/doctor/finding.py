@@ -7,7 +7,7 @@ import enum
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from node.concurrency.daemon_thread import aside
+from node.concurrency.task_groups import aside
 from swarm.vocabulary.errors import SkipstoneError
 
 

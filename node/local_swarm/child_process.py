@@ -1,8 +1,4 @@
-"""One node as a child process that cannot outlive its parent.
-
-The child stops in good order when its standard input closes, which the kernel does when the parent dies. It leads a
-process group, so that Ctrl-C reaches the parent alone and its own children end with it.
-"""
+"""A node as a child process. It stops when its standard input closes, so it cannot outlive its parent."""
 
 from __future__ import annotations
 
@@ -13,26 +9,23 @@ import signal
 import subprocess
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import IO, Protocol
+from typing import IO, Protocol, cast
 
 from swarm.vocabulary.errors import ResourceExhausted
 
 MAX_STDERR_LINES = 40
 _LINE_LIMIT_BYTES = 64 * 1024
 _LAST_OUTPUT_S = 5.0
-"""How long output may still come after the child and its group have ended."""
+"""Limit for output after the end of the child and its group, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChildEnd:
-    """The end of a child."""
-
     exit_code: int
-    """As a shell counts: 128 + n when signal n ended it."""
+    """128 + n if signal n ended it."""
     stderr: tuple[str, ...]
-    """The last lines it wrote there."""
 
 
 class StartedProcess(Protocol):
@@ -53,10 +46,9 @@ class StartedProcess(Protocol):
 
 
 class SpawnedProcess:
-    """A process that this one has started itself (`StartedProcess`)."""
+    """A child process of this one (`StartedProcess`)."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Starts the process. Raises ResourceExhausted: the operating system could not start a process."""
         try:
             self._process = subprocess.Popen(  # noqa: S603 - the command is our own, and no shell reads it
                 command,
@@ -69,13 +61,10 @@ class SpawnedProcess:
         except OSError as error:
             raise ResourceExhausted(f"cannot start {command[0]}: {error.strerror or error}") from error
         self.pid = self._process.pid
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        assert self._process.stderr is not None
-        self.stdin, self.stdout, self.stderr = self._process.stdin, self._process.stdout, self._process.stderr
+        pipes = self._process.stdin, self._process.stdout, self._process.stderr
+        self.stdin, self.stdout, self.stderr = (cast(IO[bytes], pipe) for pipe in pipes)
 
     def when_ended(self, then: Callable[[], None]) -> None:
-        """Calls `then` at the end of the process."""
         # asyncio's subprocesses also wait for pipes, which a grandchild can hold open.
         loop = asyncio.get_running_loop()
 
@@ -88,7 +77,6 @@ class SpawnedProcess:
         threading.Thread(target=wait, name=f"wait-{self.pid}", daemon=True).start()
 
     def reap(self) -> int:
-        """As `StartedProcess` says."""
         return self._process.wait()
 
 
@@ -98,40 +86,34 @@ class ChildProcess:
     def __init__(self, process: StartedProcess) -> None:
         self._process = process
         self._code: int | None = None
-        """Set once it is gone."""
 
     @property
     def pid(self) -> int:
-        """The process id, and that of its process group."""
         return self._process.pid
 
     def ask_to_stop(self) -> None:
-        """Closes the child's standard input. Asking again changes nothing."""
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
 
     def terminate(self) -> None:
-        """Sends SIGTERM to the child alone. Nothing happens when it is gone."""
         if self._code is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGTERM)
 
     def signal_group(self, number: signal.Signals) -> None:
-        """Signals the child and everything it has started. Nothing happens when it is gone."""
         if self._code is None:
             _signal_group(self.pid, number)
 
     async def follow(self, on_line: Callable[[bytes], None]) -> ChildEnd:
-        """Passes every line of output to `on_line` until the child ends, then ends its group. Cancelling kills it
-        first."""
-        stderr: deque[str] = deque(maxlen=MAX_STDERR_LINES)
+        """Passes each line of output to `on_line` until the child ends, then ends its group. Cancelling kills it."""
+        stderr: deque[bytes] = deque(maxlen=MAX_STDERR_LINES)
         ended = asyncio.Event()
         self._process.when_ended(ended.set)
         try:
             async with asyncio.TaskGroup() as tasks:
                 readers = (
                     tasks.create_task(_read(self._process.stdout, on_line)),
-                    tasks.create_task(_read(self._process.stderr, lambda line: stderr.append(_text(line)))),
+                    tasks.create_task(_read(self._process.stderr, stderr.append)),
                 )
                 await ended.wait()
                 self._end_group()
@@ -142,8 +124,8 @@ class ChildProcess:
             self._end_group()
             self.ask_to_stop()
         assert self._code is not None
-        code = self._code
-        return ChildEnd(128 - code if code < 0 else code, tuple(stderr))
+        last = tuple(line[:1000].decode(errors="replace").rstrip() for line in stderr)
+        return ChildEnd(128 - self._code if self._code < 0 else self._code, last)
 
     def _end_group(self) -> None:
         """Kills the rest of the group, then reaps the child: until then nobody else gets its group id."""
@@ -163,23 +145,14 @@ async def _read(pipe: IO[bytes], on_line: Callable[[bytes], None]) -> None:
     loop = asyncio.get_running_loop()
     transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
     try:
-        async for line in _lines(reader):
-            on_line(line)
+        while True:
+            try:
+                line = await reader.readline()
+            except ValueError:  # longer than the limit; what was read of it is dropped
+                on_line(b"")
+                continue
+            if not line:
+                return
+            on_line(line.rstrip(b"\n"))
     finally:
         transport.close()
-
-
-async def _lines(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
-    while True:
-        try:
-            line = await reader.readline()
-        except ValueError:  # longer than the limit; what was read of it is dropped
-            yield b""
-            continue
-        if not line:
-            return
-        yield line.rstrip(b"\n")
-
-
-def _text(line: bytes) -> str:
-    return line[:1000].decode(errors="replace").rstrip()

@@ -6,13 +6,7 @@ from protocol.manifest.manifest import Manifest, manifest_from_table
 
 
 def default_manifest(seed: int, name: str = "stdlib-demo") -> Manifest:
-    """The manifest of the default run: a byte-level model of Python's standard library in five stages.
-
-    Found by trying with `solo`: the loss falls from 5.6 nats per byte to under 3 in 20 steps, 2.5 in 100, 2.0 in 300.
-    Staleness is 0, so a swarm computes what `solo` does. A round takes the plain mean: a lone replica stays as it is,
-    and
-    in a short run momentum overshoots. Longer runs want the manifest's defaults.
-    """
+    """A byte-level model of Python's standard library in five stages. The loss falls from 5.6 to 2.5 in 100 steps."""
     return manifest_from_table(
         {
             "protocol": 2,

@@ -1,9 +1,4 @@
-"""Nodes of a local swarm that are forked from one process that has imported everything.
-
-A node spends seconds of CPU on imports. The server (`python -m node.local_swarm.forked_nodes DESCRIPTOR`) does them
-once and forks a node for each request: the message is its arguments, with the descriptors of its standard streams and
-of a socket on which the server tells its process id and, later, how it ended.
-"""
+"""A server that imports everything once and forks nodes for a local swarm."""
 
 from __future__ import annotations
 
@@ -35,13 +30,10 @@ NUMBER_BYTES: Final = 8
 class _Child:
     pid: int
     life: socket.socket | None
-    """None once nobody asks after it any more."""
     ended: bool = False
 
 
 class _Server:
-    """The children that were forked, and what is to be told of them."""
-
     def __init__(self, requests: socket.socket) -> None:
         self._requests = requests
         self._children: list[_Child] = []
@@ -79,9 +71,7 @@ class _Server:
             life.close()
             self._become_a_node(streams)
             return True
-        with contextlib.suppress(
-            OSError
-        ):  # the node does the same: whoever is first, it leads a group when it is known
+        with contextlib.suppress(OSError):  # the node does the same: it leads a group before its id is known
             os.setpgid(pid, pid)
         for descriptor in streams:
             os.close(descriptor)
@@ -115,7 +105,6 @@ class _Server:
         self._reap()
 
     def _let_go(self, child: _Child) -> None:
-        """Nobody asks after a node any more: it may be reaped."""
         assert child.life is not None
         self._selector.unregister(child.life)
         child.life.close()
@@ -135,7 +124,7 @@ class _Server:
 
 
 def _status(pid: int) -> int:
-    """How an ended child did so, as `subprocess` has it: its exit code, or minus the signal that ended it."""
+    """The exit code of an ended child, or minus its signal."""
     end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     assert end is not None
     return end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
@@ -155,7 +144,6 @@ def main() -> None:
 
 
 REAP_S: Final = 5.0
-"""For the server to tell how a node that has been killed ended."""
 
 
 def may_fork(command: Sequence[str]) -> bool:
@@ -207,7 +195,6 @@ class ForkServer:
         return ForkedProcess(pid, life, *streams) if pid else None
 
     def _hand_over(self, arguments: Sequence[str], descriptors: Sequence[int]) -> None:
-        """Asks for a node. The descriptors are the server's then."""
         try:
             socket.send_fds(self._requests, [json.dumps(list(arguments)).encode()], descriptors)
         finally:
@@ -215,14 +202,14 @@ class ForkServer:
                 os.close(descriptor)
 
     def close(self) -> None:
-        """Ends the server. Nodes that still run are nobody's children then."""
+        """Ends the server. Nodes that still run are orphans then."""
         self._requests.close()
         self._process.kill()
         self._process.wait()
 
 
 class ForkedProcess:
-    """A node that was forked (`node.local_swarm.child_process.StartedProcess`)."""
+    """A node forked by the server (`node.local_swarm.child_process.StartedProcess`)."""
 
     def __init__(self, pid: int, life: socket.socket, stdin: IO[bytes], stdout: IO[bytes], stderr: IO[bytes]) -> None:
         self.pid = pid
@@ -232,7 +219,6 @@ class ForkedProcess:
         self._life = life
 
     def when_ended(self, then: Callable[[], None]) -> None:
-        """Calls `then` once the node, or the server, has ended. Until `reap` it keeps its process id."""
         loop = asyncio.get_running_loop()
 
         def told() -> None:
@@ -242,7 +228,6 @@ class ForkedProcess:
         loop.add_reader(self._life, told)
 
     def reap(self) -> int:
-        """Waits for the end of a node that has been killed. Returns its exit code, or minus the signal."""
         asyncio.get_running_loop().remove_reader(self._life)
         self._life.settimeout(REAP_S)
         try:

@@ -1,7 +1,4 @@
-"""A swarm of real node processes on this machine, for `skipstone up`, benchmarks and tests.
-
-Nodes share only the folder with their keys, which is removed at the end (but not after a SIGKILL of the owner).
-"""
+"""A swarm of node processes on this machine, for `skipstone up`, benchmarks and tests."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
 from typing import Self
 
-from node.local_swarm.child_process import ChildEnd, ChildProcess, SpawnedProcess, StartedProcess
+from node.local_swarm.child_process import ChildEnd, ChildProcess, SpawnedProcess
 from node.local_swarm.forked_nodes import ForkServer, may_fork
 from node.local_swarm.setup import LocalSetup, LocalSwarmOptions, Places, PlannedPeer, everywhere_here, node_command
 from node.local_swarm.swarm_progress import Progressed, SwarmProgress, apply, noted, peer_exited, peer_started
@@ -25,16 +22,13 @@ from swarm.vocabulary.errors import ConfigError, ProtocolViolation, ResourceExha
 from swarm.vocabulary.types import ModuleId, short
 
 STOP_LIMIT_S = 20.0
-"""How long nodes may take to stop in good order before they are killed."""
+"""Limit of a stop in good order, in seconds."""
 MAX_UNREAD_EVENTS = 10_000
 MAX_SHOWN_STDERR_LINES = 5
 
 
 class LocalSwarm:
-    """A local swarm, whose nodes run within `async with`; an exception kills them.
-
-    `progress` is always up to date. `events()` is for one reader; unread events are dropped, oldest first.
-    """
+    """A local swarm, whose nodes run within `async with`. `events()` is for one reader and drops the oldest."""
 
     def __init__(
         self,
@@ -64,7 +58,6 @@ class LocalSwarm:
         modules = tuple(map(str, manifest.modules())) if manifest.stages.has_experts else ()
         self.progress = SwarmProgress(stages=manifest.stages.count, target=options.steps, modules=modules)
         self.ends: dict[int, ChildEnd] = {}
-        """How each node that has ended did so, by index."""
 
     async def __aenter__(self) -> Self:
         """Starts the nodes. Raises ConfigError for too few peers, ResourceExhausted."""
@@ -94,16 +87,13 @@ class LocalSwarm:
 
     @property
     def link(self) -> JoinLink:
-        """The join link for a further node."""
         return self._setup.link
 
     @property
     def peers(self) -> tuple[PlannedPeer, ...]:
-        """The nodes that were started, in order of index."""
         return tuple(self._setup.peers)
 
     def processes(self) -> dict[int, int]:
-        """The process ids of the nodes that run, by index."""
         return {index: child.pid for index, child in self._children.items()}
 
     async def events(self) -> AsyncIterator[Event]:
@@ -133,25 +123,25 @@ class LocalSwarm:
         if index in self._nodes or self._stopping.is_set():
             raise SkipstoneError(f"peer {index} cannot be started again: it runs, or the swarm is stopping")
         del self.ends[index]
-        self._setup.returns(index)
+        self._setup.ended.discard(index)
+        self._setup.returned.add(index)
         self._start(self._setup.peers[index])
 
     def kill(self, index: int, number: signal.Signals = signal.SIGKILL) -> None:
-        """Sends a signal to a node and all it has started, as if it happened to the whole machine it stands for."""
+        """Sends a signal to a node and its children, as if its machine failed."""
         if index in self._children:
             self._children[index].signal_group(number)
 
     def terminate(self, index: int) -> None:
-        """Sends SIGTERM to a node alone, as a service manager would; what it has started is its own to stop."""
+        """Sends SIGTERM to a node alone, as a service manager does."""
         if index in self._children:
             self._children[index].terminate()
 
     def request_stop(self) -> None:
-        """Asks every node to stop in good order; those that have not after the limit are killed. Returns at once."""
+        """Asks every node to stop; kills the others after the limit. Returns at once."""
         self._stopping.set()
 
     def kill_all(self) -> None:
-        """Kills every node now."""
         self._stopping.set()
         self.signal_all(signal.SIGKILL)
 
@@ -161,7 +151,6 @@ class LocalSwarm:
             child.signal_group(number)
 
     async def stop(self) -> None:
-        """Stops every node (see `request_stop`) and waits until all are gone."""
         self.request_stop()
         while self._nodes:
             await asyncio.wait(self._nodes.values())
@@ -177,9 +166,12 @@ class LocalSwarm:
         self._news.set()
 
     async def _run(self, peer: PlannedPeer, command: Sequence[str] | None) -> None:
-        """Starts a node and follows it to its end."""
         try:
-            child = ChildProcess(await self._process(peer, command or peer.place.command))
+            own, arguments = command or peer.place.command, self._setup.arguments(peer)
+            forked = await self._forks.start(arguments) if self._forks is not None and own is None else None
+            child = ChildProcess(
+                forked or SpawnedProcess((*(own or self._command), *arguments), self._setup.environment())
+            )
         except ResourceExhausted as error:
             self._ended(peer, ChildEnd(error.exit_code, (str(error),)))
             return
@@ -192,20 +184,18 @@ class LocalSwarm:
             del self._children[peer.index]
         self._ended(peer, end)
 
-    async def _process(self, peer: PlannedPeer, command: Sequence[str] | None) -> StartedProcess:
-        """Starts the process of a node, by a command of its own if it has one."""
-        arguments = self._setup.arguments(peer)
-        forked = await self._forks.start(arguments) if self._forks is not None and command is None else None
-        return forked or SpawnedProcess((*(command or self._command), *arguments), self._setup.environment())
-
     def _ended(self, peer: PlannedPeer, end: ChildEnd) -> None:
         self.ends[peer.index] = end
-        self._setup.ended(peer.index)
+        self._setup.ended.add(peer.index)
         self._take(peer_exited(self.progress, peer.index, end.exit_code))
-        if end.exit_code:
-            self._tell_of_failure(peer, end)
-        else:  # there may be nothing else to come that shows whoever watches that the run is over
+        if not end.exit_code:  # there may be nothing else to come that shows whoever watches that the run is over
             self._take(noted(self.progress, Note("info", f"{_name(peer)} ended in good order")))
+            return
+        for said in (
+            f" ended with exit code {end.exit_code}",
+            *map(": {}".format, end.stderr[-MAX_SHOWN_STDERR_LINES:]),
+        ):
+            self._take(noted(self.progress, Note("error", f"{_name(peer)}{said}")))
 
     def _heard(self, peer: PlannedPeer, line: bytes) -> None:
         try:
@@ -215,11 +205,6 @@ class LocalSwarm:
             return
         if event is not None:
             self._take(apply(self.progress, peer.index, event, self._clock()))
-
-    def _tell_of_failure(self, peer: PlannedPeer, end: ChildEnd) -> None:
-        self._take(noted(self.progress, Note("error", f"{_name(peer)} ended with exit code {end.exit_code}")))
-        for line in end.stderr[-MAX_SHOWN_STDERR_LINES:]:
-            self._take(noted(self.progress, Note("error", f"{_name(peer)}: {line}")))
 
     def _take(self, progressed: Progressed) -> None:
         self.progress = progressed.state
@@ -236,7 +221,7 @@ class LocalSwarm:
         self.kill_all()
 
     async def _ask_to_stop(self, indices: set[int], deadline: float) -> None:
-        """Asks these nodes, and waits until they are gone or the time (of the event loop) has come."""
+        """Asks these nodes and waits for them until the deadline, in the event loop's time."""
         for index in indices & self._children.keys():
             self._children[index].ask_to_stop()
         tasks = [self._nodes[index] for index in indices if index in self._nodes]

@@ -28,38 +28,31 @@ from swarm.vocabulary.types import ModuleId, PeerId, RunId
 
 HOST = "127.0.0.1"
 PORTS = range(10_000, 32_000)
-"""Below what Linux, macOS and Windows give to outgoing connections by themselves."""
+"""Below the range of outgoing connections on Linux, macOS and Windows."""
 LINK_PEERS = 2
-"""So many of the first peers are named in the link, so that one of them may die."""
+"""Peers named in the link, so that one of them may die."""
 
 
 IDENTITIES = "identities"
-"""Folder in a checkpoint with the keys of a local swarm's nodes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """The place where a node runs, and as what. Tests put some into networks and programs of their own."""
-
     host: str = HOST
-    """It listens there."""
     advertise: str | None = None
-    """The others are told to reach it there, at the same ports; None: where it listens."""
+    """None: `host`."""
     command: tuple[str, ...] | None = None
-    """What it is started with, in front of its arguments; None for the same as the others."""
+    """None: the same as the others."""
 
     @property
     def told_host(self) -> str:
-        """The host where the others reach it."""
         return self.advertise or self.host
 
 
 Places = Callable[[int], Place]
-"""By the node's index."""
 
 
 def everywhere_here(index: int) -> Place:
-    """The place of nodes that are all on the loopback of this machine."""
     return Place()
 
 
@@ -69,27 +62,21 @@ class LocalSwarmOptions:
 
     peers: int
     steps: int | None = None
-    """Steps of each data node; None for an open end."""
     threads: int | None = None
-    """CPU threads of each node; None shares this machine's cores among them."""
+    """None: a share of this machine's cores."""
     checkpoint_dir: Path | None = None
-    """Folder that every node saves its state to; the nodes' keys are kept there too, so that a second start goes on."""
+    """The nodes' keys are kept there too, so that a second start resumes."""
     checkpoint_every_s: float = 300.0
     memory_limits: tuple[int, ...] = ()
-    """Memory limits of the nodes in bytes, matched to needs; one number is every node's, empty is no limit."""
+    """In bytes: one for all or one for each, the largest for the largest need."""
     moments: MomentType = MomentType.FLOAT32
-    """The form of AdamW's, at every node."""
     moving: bool = False
-    """Whether peers of the stages after 0 may change their stage when the swarm needs it."""
     log_dir: Path | None = None
-    """Folder that gets every node's event log."""
     log_level: str = "warning"
     model: Path | None = None
-    """Folder of the model that the run starts from. Only the first peer reads it."""
     router: bytes = b""
-    """That the manifest names, if it names one."""
     author_path: Path | None = None
-    """The key that signs the manifest; None for the first peer's."""
+    """The key that signs the manifest. None: the first peer's."""
 
     @property
     def threads_per_node(self) -> int:
@@ -98,7 +85,7 @@ class LocalSwarmOptions:
 
 @dataclass(frozen=True, slots=True)
 class PlannedPeer:
-    """A node that is to be started, or has been."""
+    """A node to start, or one that was started."""
 
     index: int
     module: ModuleId
@@ -108,7 +95,6 @@ class PlannedPeer:
     dht_port: int
     place: Place
     memory_limit: int | None = None
-    """Bytes; None for what is free."""
 
     @property
     def stage(self) -> int:
@@ -116,7 +102,6 @@ class PlannedPeer:
 
     @property
     def address(self) -> str:
-        """The multiaddr of its DHT."""
         return f"/ip4/{self.place.told_host}/tcp/{self.dht_port}/p2p/{self.peer}"
 
 
@@ -160,14 +145,13 @@ class LocalSetup:
     """The folder of a local swarm, mode 0700: keys (unless in the checkpoint folder) and manifest. Call `remove`."""
 
     def __init__(self, manifest: Manifest, options: LocalSwarmOptions, places: Places = everywhere_here) -> None:
-        """Raises ConfigError for too few peers, ResourceExhausted without folder or ports."""
         modules = assign_modules(options.peers, manifest.stages.blocks, manifest.stages.experts_of_each)
         self._options = options
         self._manifest = manifest
         self._places = places
-        self._count = 0
-        self._ended: set[int] = set()
-        self._returned: set[int] = set()
+        self.peers: list[PlannedPeer] = []
+        self.ended: set[int] = set()
+        self.returned: set[int] = set()
         try:
             self._folder = Path(tempfile.mkdtemp(prefix="skipstone-"))
         except OSError as error:
@@ -177,10 +161,8 @@ class LocalSetup:
         try:
             ports = iter(_free_ports(2 * len(modules)))
             limits = match_limits(manifest, modules, options.memory_limits)
-            self.peers = [
+            for module, limit in zip(modules, limits, strict=True):
                 self._plan(module, next(ports), next(ports), limit)
-                for module, limit in zip(modules, limits, strict=True)
-            ]
             self.run: RunId = run_id_of(manifest)
             author = Identity.load_or_create(options.author_path or self.peers[0].identity_path)
             self._manifest_path = self._folder / "manifest.toml"
@@ -193,34 +175,20 @@ class LocalSetup:
 
     @property
     def link(self) -> JoinLink:
-        """The join link of a further node: the first peers that have not ended."""
-        living = [peer for peer in self.peers if peer.index not in self._ended] or self.peers
+        living = [peer for peer in self.peers if peer.index not in self.ended] or self.peers
         return JoinLink(self.run, tuple(peer.address for peer in living[:LINK_PEERS]))
 
-    def ended(self, index: int) -> None:
-        """Notes that the peer is gone: nobody can join through it any more."""
-        self._ended.add(index)
-
-    def returns(self, index: int) -> None:
-        """Notes that the peer is started again, and joins what is there."""
-        self._ended.discard(index)
-        self._returned.add(index)
-
     def add(self, module: ModuleId) -> PlannedPeer:
-        """Plans one more peer."""
-        port, dht_port = _free_ports(2)
-        peer = self._plan(module, port, dht_port)
-        self.peers.append(peer)
-        return peer
+        return self._plan(module, *_free_ports(2))
 
     def arguments(self, peer: PlannedPeer) -> list[str]:
         """A peer's arguments after `skipstone`. The first peer brings the manifest, the others ask for it."""
-        begins = peer.index == 0 and peer.index not in self._returned
+        begins = peer.index == 0 and peer.index not in self.returned
         is_data_node = peer.stage == 0
         options = NodeOptions(
             link=None if begins else self.link,
             manifest_path=self._manifest_path if begins else None,
-            stage=self._named(peer.module),
+            stage=str(peer.module if self._manifest.stages.experts_at(peer.stage) > 1 else peer.stage),
             moving=True if self._options.moving and not is_data_node else None,
             identity_path=peer.identity_path,
             listen=peer.place.host,
@@ -242,11 +210,8 @@ class LocalSetup:
         )
         return ["join", *(self._with_text(options) if is_data_node else options).arguments()]
 
-    def _named(self, module: ModuleId) -> str:
-        return str(module) if self._manifest.stages.experts_at(module.stage) > 1 else str(module.stage)
-
     def _with_text(self, options: NodeOptions) -> NodeOptions:
-        """Lets nodes that read the text open it: the person who starts a swarm has named it."""
+        """Lets data nodes open the run's text: the person who starts the swarm named it."""
         where = as_written(self._manifest.data)
         return replace(
             options,
@@ -262,15 +227,14 @@ class LocalSetup:
         return with_packages(without_settings(os.environ), packages, OMP_NUM_THREADS=threads)
 
     def remove(self) -> None:
-        """Removes the folder, with the keys that are in it."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _plan(self, module: ModuleId, port: int, dht_port: int, memory_limit: int | None = None) -> PlannedPeer:
-        index = self._count
-        self._count += 1
+        index = len(self.peers)
         path = self._keys / f"peer-{index}.key"
         own = Identity.load_or_create(path).peer
-        return PlannedPeer(index, module, own, path, port, dht_port, self._places(index), memory_limit)
+        self.peers.append(PlannedPeer(index, module, own, path, port, dht_port, self._places(index), memory_limit))
+        return self.peers[-1]
 
 
 def node_command() -> tuple[str, ...]:

@@ -1,77 +1,49 @@
-"""The progress of a swarm, folded from its nodes' events. Pure.
-
-Step n is done when every data node that keeps up has reported its n-th; its loss is their mean by tokens. A data node
-that is gone, came late, or is more than `MAX_LAG` steps behind does not hold up the others.
-"""
+"""The progress of a swarm, folded from its nodes' events. A step is done when no data node within `MAX_LAG` owes it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import reduce
 
-from node.observability.events import (
-    CatchingUp,
-    CaughtUp,
-    Event,
-    InnerStep,
-    LastPeer,
-    Load,
-    MicrobatchCounts,
-    NodeStatus,
-    NodeSummary,
-    Note,
-    PeerSummary,
-    Reach,
-    Restored,
-    Resumed,
-    RoundCommitted,
-    Step,
-    Summary,
-    Waiting,
-)
+from node.observability import events
+from node.observability.events import Event
 from swarm.workload.microbatch_sizes import SizeSummary
 
 MAX_LAG = 8
 MAX_CURVE = 512
-"""Points of the loss curve; when it is full, every second one is dropped."""
+"""Beyond this, every second point is dropped."""
 MAX_NOTES = 8
 RATE_WINDOW = 16
-"""The rate shown with a step is that of so many last steps."""
 SEVERAL = "swarm"
 
 
 @dataclass(frozen=True, slots=True)
 class PeerProgress:
-    """The progress of one node, as its own events and its process tell."""
+    """The progress of one node, by its events and its process."""
 
     stage: int
-    """The stage it hosts, or was started for."""
     peer: str
     module: str | None = None
     state: str = "starting"
-    """What the node says of itself; after its end `finished`, or `failed` when the exit code is not 0."""
+    """The node's own word; after its end `finished` or `failed`."""
     inner_steps: int = 0
     tokens_per_s: float | None = None
     slots: int | None = None
     busy_slots: int | None = None
     reported_steps: int = 0
-    """Of a data node: the last step of the swarm that it has reported."""
+    """The last step of the swarm that this data node reported."""
     came_after: int = 0
-    """Steps of the swarm that were done without it: what its own count of steps lacks."""
+    """Steps of the swarm before this data node's first: the offset of its own count."""
     reported_tokens: int = 0
     sizes: SizeSummary | None = None
-    """Of a data node's latest microbatches."""
     round: int = 0
-    """That made the anchor on which it stands; 0 for the initial weights."""
     members: int = 0
-    """Of the last round in which it had a part."""
     round_at: float | None = None
-    """When (monotonic seconds) that was."""
-    catching_up: CatchingUp | None = None
-    """The download under way."""
+    catching_up: events.CatchingUp | None = None
     exit_code: int | None = None
-    summary: NodeSummary | None = None
+    summary: events.NodeSummary | None = None
 
     @property
     def is_live_data_node(self) -> bool:
@@ -80,8 +52,6 @@ class PeerProgress:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """One data node's share of a step."""
-
     peer: str
     loss: float
     tokens: int
@@ -94,10 +64,8 @@ class Curve:
 
     points: tuple[float, ...] = ()
     stride: int = 1
-    """Every how many steps a point is kept."""
 
     def with_point(self, step: int, loss: float) -> Curve:
-        """The curve with the loss of `step`, if a point is due there."""
         if step % self.stride or not math.isfinite(loss):
             return self
         points = (*self.points, loss)
@@ -106,8 +74,6 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """The time (monotonic seconds) at which a step was done, and how many tokens the swarm had trained by then."""
-
     at: float
     tokens: int
 
@@ -118,7 +84,6 @@ class SwarmProgress:
 
     stages: int
     target: int | None = None
-    """Steps after which the run is over; None for an open end."""
     peers: Mapping[int, PeerProgress] = field(default_factory=dict)
     step: int = 0
     tokens: int = 0
@@ -129,18 +94,14 @@ class SwarmProgress:
     first: Moment | None = None
     recent: tuple[Moment, ...] = ()
     pending: Mapping[int, tuple[Share, ...]] = field(default_factory=dict)
-    """Reported parts of steps that are not done; bounded by `MAX_LAG` and the number of data nodes."""
     waiting: Mapping[str, str] = field(default_factory=dict)
-    """Modules that no peer serves, with the reason."""
-    notes: tuple[Note, ...] = ()
+    notes: tuple[events.Note, ...] = ()
     lost: frozenset[str] = frozenset()
-    """Modules whose last peer has stopped without having saved their state."""
+    """Modules whose state is lost."""
     modules: tuple[str, ...] = ()
-    """All of a run with experts."""
 
     @property
     def is_over(self) -> bool:
-        """Whether the target is reached, or nobody is left who could take another step."""
         if self.target is not None and self.step >= self.target:
             return True
         return bool(self.peers) and not any(peer.is_live_data_node for peer in self.peers.values())
@@ -148,8 +109,6 @@ class SwarmProgress:
 
 @dataclass(frozen=True, slots=True)
 class Progressed:
-    """The new state, and the events that those who watch the swarm are told."""
-
     state: SwarmProgress
     events: tuple[Event, ...]
 
@@ -164,7 +123,7 @@ def peer_started(state: SwarmProgress, index: int, stage: int, peer: str) -> Swa
 
 
 def peer_exited(state: SwarmProgress, index: int, exit_code: int) -> Progressed:
-    """Folds the end of a process. Steps that only waited for its report are done now."""
+    """Folds the end of a process, and the steps that only waited for its report."""
     ended = replace(state.peers[index], exit_code=exit_code, state="failed" if exit_code else "finished")
     return _settle(_with_peer(state, index, ended), state.recent[-1].at if state.recent else 0.0)
 
@@ -173,51 +132,37 @@ def apply(state: SwarmProgress, index: int, event: Event, now: float) -> Progres
     """Folds what peer `index` reported at `now` (monotonic seconds)."""
     peer = state.peers[index]
     match event:
-        case Step():
+        case events.Step():
             return _step_reported(state, index, event, now)
-        case NodeStatus():
+        case events.NodeStatus():
             stage = _stage_of(event.module, otherwise=peer.stage)
             peer = replace(peer, stage=stage, peer=event.peer, module=event.module, state=event.state)
-            return Progressed(_with_peer(state, index, peer), (event,))
-        case InnerStep():
-            return Progressed(_with_peer(state, index, replace(peer, inner_steps=event.step)), (event,))
-        case Load():
-            peer = replace(
-                peer, slots=event.slots, busy_slots=event.busy_slots, tokens_per_s=_finite(event.tokens_per_s)
-            )
-            return Progressed(_with_peer(state, index, peer), (event,))
-        case RoundCommitted() | CaughtUp() | CatchingUp() | Restored():
-            return Progressed(_with_peer(state, index, _with_round(peer, event, now)), (event,))
-        case LastPeer():
-            lost = state.lost | {event.module} if event.saved_in is None else state.lost
-            return Progressed(replace(state, lost=lost), (event,))
-        case NodeSummary():
+        case events.InnerStep():
+            peer = replace(peer, inner_steps=event.step)
+        case events.Load():
+            rate = _finite(event.tokens_per_s)
+            peer = replace(peer, slots=event.slots, busy_slots=event.busy_slots, tokens_per_s=rate)
+        case events.RoundCommitted():
+            peer = replace(peer, round=event.round, members=len(event.members), round_at=now, catching_up=None)
+        case events.CatchingUp():
+            peer = replace(peer, catching_up=event)
+        case events.CaughtUp() | events.Restored():
+            peer = replace(peer, round=event.round, catching_up=None)
+        case events.NodeSummary():
             peer = replace(peer, summary=event, module=event.module, inner_steps=event.steps)
-            return Progressed(_with_peer(state, index, peer), (event,))
-        case Waiting():
+        case events.LastPeer(saved_in=None):
+            state = replace(state, lost=state.lost | {event.module})
+        case events.Waiting():
             news = () if event.module in state.waiting else (event,)
             return Progressed(replace(state, waiting={**state.waiting, event.module: event.reason}), news)
-        case Resumed():
+        case events.Resumed():
             waiting = {module: why for module, why in state.waiting.items() if module != event.module}
             return Progressed(replace(state, waiting=waiting), (event,) if event.module in state.waiting else ())
-        case Note():
+        case events.Note():
             return noted(state, event)
-        case Reach():
+        case events.Reach():
             return Progressed(state, ())  # all of them are on this machine
-        case _:
-            return Progressed(state, (event,))
-
-
-def _with_round(
-    peer: PeerProgress, event: RoundCommitted | CaughtUp | CatchingUp | Restored, now: float
-) -> PeerProgress:
-    match event:
-        case RoundCommitted():
-            return replace(peer, round=event.round, members=len(event.members), round_at=now, catching_up=None)
-        case CatchingUp():
-            return replace(peer, catching_up=event)
-        case _:
-            return replace(peer, round=event.round, catching_up=None)
+    return Progressed(_with_peer(state, index, peer), (event,))
 
 
 def _stage_of(module: str | None, otherwise: int) -> int:
@@ -225,48 +170,43 @@ def _stage_of(module: str | None, otherwise: int) -> int:
     return int(stage) if stage.isdecimal() else otherwise
 
 
-def noted(state: SwarmProgress, note: Note) -> Progressed:
+def noted(state: SwarmProgress, note: events.Note) -> Progressed:
     """Folds something a person should read, from a node or from whoever runs the swarm."""
     return Progressed(replace(state, notes=(*state.notes, note)[-MAX_NOTES:]), (note,))
 
 
-def summarize(state: SwarmProgress) -> Summary:
-    """The figures of a run. A node that was killed left no summary of its own, and is counted by what it reported."""
+def summarize(state: SwarmProgress) -> events.Summary:
+    """The figures of a run. A node that was killed counts by its reports."""
     last = state.recent[-1] if state.recent else None
     rate = state.tokens_per_s
     if last is not None and state.first is not None and last.at > state.first.at:
         rate = (last.tokens - state.first.tokens) / (last.at - state.first.at)
-    counts = MicrobatchCounts()
-    for peer in state.peers.values():
-        if peer.summary is not None:
-            counts = counts.plus(peer.summary.microbatches)
-    peers = tuple(_peer_summary(peer) for _, peer in sorted(state.peers.items()))
-    return Summary(state.step, state.loss_first, state.loss_last, state.tokens, rate, counts, peers)
+    summaries = (peer.summary.microbatches for peer in state.peers.values() if peer.summary is not None)
+    counts = reduce(events.MicrobatchCounts.plus, summaries, events.MicrobatchCounts())
+    peers = tuple(
+        events.PeerSummary(
+            each.peer, each.module, each.inner_steps, each.summary.accumulated if each.summary else 0, each.exit_code
+        )
+        for _, each in sorted(state.peers.items())
+    )
+    return events.Summary(state.step, state.loss_first, state.loss_last, state.tokens, rate, counts, peers)
 
 
-def _peer_summary(peer: PeerProgress) -> PeerSummary:
-    accumulated = 0 if peer.summary is None else peer.summary.accumulated
-    return PeerSummary(peer.peer, peer.module, peer.inner_steps, accumulated, peer.exit_code)
-
-
-def _step_reported(state: SwarmProgress, index: int, event: Step, now: float) -> Progressed:
+def _step_reported(state: SwarmProgress, index: int, event: events.Step, now: float) -> Progressed:
     peer = state.peers[index]
     tokens = max(0, event.tokens - peer.reported_tokens)
     came_after = _came_after(state, index, event.step)
     step = event.step + came_after
     share = Share(peer.peer, event.loss, tokens, event.tokens_per_s)
-    state = _with_peer(
-        state,
-        index,
-        replace(
-            peer,
-            reported_steps=max(peer.reported_steps, step),
-            came_after=came_after,
-            reported_tokens=max(peer.reported_tokens, event.tokens),
-            sizes=event.sizes or peer.sizes,
-            tokens_per_s=_finite(event.tokens_per_s),
-        ),
+    reported = replace(
+        peer,
+        reported_steps=max(peer.reported_steps, step),
+        came_after=came_after,
+        reported_tokens=max(peer.reported_tokens, event.tokens),
+        sizes=event.sizes or peer.sizes,
+        tokens_per_s=_finite(event.tokens_per_s),
     )
+    state = _with_peer(state, index, reported)
     if step <= state.step:
         return Progressed(replace(state, tokens=state.tokens + tokens), ())
     pending = {**state.pending, step: (*state.pending.get(step, ()), share)}
@@ -283,37 +223,31 @@ def _came_after(state: SwarmProgress, index: int, step: int) -> int:
 
 
 def _settle(state: SwarmProgress, now: float) -> Progressed:
-    """Closes every step that no data node which keeps up still owes."""
+    """Closes every step that no data node within `MAX_LAG` owes."""
     steps: list[Event] = []
-    while (step := _next_done(state)) is not None:
+    # After a gap the first pending step is not the next one.
+    while (step := min(state.pending, default=None)) is not None and _is_done(state, step):
         state, done = _close_step(state, step, now)
         steps.append(done)
     return Progressed(state, tuple(steps))
 
 
-def _next_done(state: SwarmProgress) -> int | None:
-    """The first pending step, if it is done. After a gap it is not step + 1."""
-    step = min(state.pending, default=None)
-    if step is None or any(peer.reported_steps < step for peer in _keeping_up(state)):
-        return None
-    return step
-
-
-def _keeping_up(state: SwarmProgress) -> Iterator[PeerProgress]:
+def _is_done(state: SwarmProgress, step: int) -> bool:
     foremost = max((peer.reported_steps for peer in state.peers.values()), default=0)
-    for peer in state.peers.values():
-        if peer.is_live_data_node and peer.reported_steps >= max(state.step, foremost - MAX_LAG):
-            yield peer
+    live = (peer.reported_steps for peer in state.peers.values() if peer.is_live_data_node)
+    return not any(max(state.step, foremost - MAX_LAG) <= reported < step for reported in live)
 
 
-def _close_step(state: SwarmProgress, step: int, now: float) -> tuple[SwarmProgress, Step]:
+def _close_step(state: SwarmProgress, step: int, now: float) -> tuple[SwarmProgress, events.Step]:
     shares = state.pending[step]
     new_tokens = sum(share.tokens for share in shares)
     weights = [share.tokens or 1 for share in shares]
     loss = sum(share.loss * weight for share, weight in zip(shares, weights, strict=True)) / sum(weights)
     tokens = state.tokens + new_tokens
     recent = (*state.recent, Moment(now, tokens))[-RATE_WINDOW:]
-    rate = _rate(recent, fallback=sum(share.tokens_per_s for share in shares))
+    rate, seconds = sum(share.tokens_per_s for share in shares), now - recent[0].at
+    if seconds > 0:
+        rate = (tokens - recent[0].tokens) / seconds
     peer = shares[0].peer if len({share.peer for share in shares}) == 1 else SEVERAL
     state = replace(
         state,
@@ -327,13 +261,7 @@ def _close_step(state: SwarmProgress, step: int, now: float) -> tuple[SwarmProgr
         recent=recent,
         pending={later: parts for later, parts in state.pending.items() if later > step},
     )
-    return state, Step(step, loss, tokens, rate, peer)
-
-
-def _rate(recent: tuple[Moment, ...], fallback: float) -> float:
-    """Tokens per second over the window; `fallback` while it has no length."""
-    seconds = recent[-1].at - recent[0].at
-    return (recent[-1].tokens - recent[0].tokens) / seconds if seconds > 0 else fallback
+    return state, events.Step(step, loss, tokens, rate, peer)
 
 
 def _finite(value: float) -> float | None:

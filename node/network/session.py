@@ -12,8 +12,7 @@ from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanag
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from node.concurrency.task_groups import set_or_after, task_scope
-from node.concurrency.task_tracker import TaskTracker
+from node.concurrency.task_groups import TaskTracker, set_or_after, task_scope
 from node.network.dispatcher import Dispatcher
 from node.network.local_peer import LocalPeer, OwnRecord
 from node.observability.events import Event, EventSink, PeerChange

@@ -3,35 +3,42 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
 import re
+import time
 import typing
 from collections.abc import Callable
-from typing import Any, TextIO
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TextIO
 
-from node.observability.events import Event
+from node.observability.events import Event, EventSink, LogEvent, Started
 from node.observability.typed_json import from_json, to_json
-from swarm.vocabulary.errors import ProtocolViolation
+from swarm.vocabulary.errors import ConfigError, ProtocolViolation
 
 MAX_LINE_BYTES = 64 * 1024
-"""Longer lines are not events; a reader refuses them before it parses them."""
 
 _MS_AT_END = re.compile(rb',"ms":(\d{1,15})}\s*$')
 _KINDS: dict[str, type[Any]] = {kind.NAME: kind for kind in typing.get_args(Event)}
 
 
-class JsonLinesSink:
-    """Writes and flushes each event as one line of JSON. A lost reader silences it and calls `on_closed` once."""
+class LineSink:
+    """Writes and flushes the line of each event that has one. A lost reader silences it and calls `on_closed` once."""
 
-    def __init__(self, stream: TextIO, on_closed: Callable[[], None]) -> None:
+    def __init__(
+        self, stream: TextIO, on_closed: Callable[[], None], line_of: Callable[[Event], str | None] | None = None
+    ) -> None:
         self._stream: TextIO | None = stream
         self._on_closed = on_closed
+        self._line_of = line_of or event_to_json
 
     def emit(self, event: Event) -> None:
-        """Writes one line, unless the reader has gone."""
-        if self._stream is None:
+        line = None if self._stream is None else self._line_of(event)
+        if self._stream is None or line is None:
             return
         try:
-            self._stream.write(event_to_json(event) + "\n")
+            self._stream.write(line + "\n")
             self._stream.flush()
         except (BrokenPipeError, ValueError):  # ValueError: the stream was closed under us
             self._stream = None
@@ -64,3 +71,99 @@ def event_from_json(line: str | bytes) -> Event | None:
         raise ProtocolViolation(f"event: not an object with an `event` key: {line[:80]!r}")
     kind = _KINDS.get(table["event"])
     return None if kind is None else typing.cast(Event, from_json(kind, table, f"event: {kind.NAME}"))
+
+
+# ---- log files -------------------------------------------------------------------------------------------------------
+
+log = logging.getLogger(__name__)
+
+MAX_BYTES = 256 * 2**20
+
+
+class EventLog:
+    """`EventSink` that appends to a file within `with`, and beyond `max_bytes` to further ones (`.2`, `.3`)."""
+
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        peer: str,
+        unix_ms: int,
+        max_bytes: int = MAX_BYTES,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._folder = folder
+        self._name = name
+        self._peer = peer
+        self._unix_ms = unix_ms
+        self._max_bytes = max_bytes
+        self._monotonic = monotonic
+        self._began = monotonic()
+        self._part = 0
+        self._written = 0
+        self._file: int | None = None
+
+    def __enter__(self) -> Self:
+        """Raises ConfigError when the folder cannot be made or written."""
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._next_part()
+        except OSError as error:
+            raise ConfigError(
+                f"the event log cannot be written in {self._folder}: {error.strerror or error}",
+                hint="Name a folder that can be written with --log-dir, or leave it out.",
+            ) from None
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._close()
+
+    def emit(self, event: Event) -> None:
+        try:
+            if self._file is not None and self._written >= self._max_bytes:
+                self._next_part()
+            self._append(event)
+        except OSError as error:
+            log.warning("the event log ends here: %s", error)
+            self._close()
+
+    def _next_part(self) -> None:
+        self._close()
+        self._part += 1
+        end = ".jsonl" if self._part == 1 else f".{self._part}.jsonl"
+        path = self._folder / f"{self._name}{end}"
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self._written = 0
+        self._append(Started(self._peer, self._unix_ms, self._part))
+
+    def _append(self, event: Event) -> None:
+        if self._file is not None:
+            ms = round((self._monotonic() - self._began) * 1000)
+            line = event_to_json(event, ms).encode() + b"\n"
+            self._written += os.write(self._file, line)
+
+    def _close(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+
+def open_event_log(folder: Path, peer: str, wall: Callable[[], float] = time.time) -> EventLog:
+    """The log of a node that starts now: FOLDER/<peer>-<start in Unix milliseconds>.jsonl."""
+    unix_ms = int(wall() * 1000)
+    return EventLog(folder, f"{peer}-{unix_ms}", peer, unix_ms)
+
+
+class Tee:
+    """Passes every event to the log, if there is one, and those for people to the stream."""
+
+    def __init__(self, stream: EventSink, event_log: EventSink | None) -> None:
+        self._stream, self._log = stream, event_log
+
+    def emit(self, event: Event) -> None:
+        if not isinstance(event, LogEvent):
+            self._stream.emit(event)
+        if self._log is not None:
+            self._log.emit(event)

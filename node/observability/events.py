@@ -16,7 +16,7 @@ data node's peer id and its number there, as in `abandoned`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import ClassVar, Literal, Protocol
 
 from node.observability.typed_json import LEFT_OUT
@@ -25,7 +25,7 @@ from swarm.workload.microbatch_sizes import SizeSummary
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchCounts:
-    """The counts of what became of the microbatches of one data node, or of all of them together."""
+    """The fates of the microbatches of one data node, or of all."""
 
     started: int = 0
     completed: int = 0
@@ -33,13 +33,7 @@ class MicrobatchCounts:
     duplicated: int = 0
 
     def plus(self, other: MicrobatchCounts) -> MicrobatchCounts:
-        """The sum, field by field."""
-        return MicrobatchCounts(
-            self.started + other.started,
-            self.completed + other.completed,
-            self.abandoned + other.abandoned,
-            self.duplicated + other.duplicated,
-        )
+        return MicrobatchCounts(*map(sum, zip(astuple(self), astuple(other), strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +45,7 @@ class BusySeconds:
     wire: float = 0.0
     wait: float = 0.0
     idle_work: float = 0.0
-    """Computed when nobody waited for anything."""
+    """Computed when no job waited."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +55,11 @@ class Step:
     NAME: ClassVar[str] = "step"
     step: int
     loss: float
-    """Mean over the step's tokens."""
     tokens: int
     tokens_per_s: float
     peer: str
-    """The data node; `swarm` when the step is that of several, empty for a solo run."""
+    """The data node; `swarm` for several, empty for a solo run."""
     sizes: SizeSummary | None = field(default=None, metadata=LEFT_OUT)
-    """Of the data node's latest microbatches, where they are whole documents."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +69,7 @@ class NodeStatus:
     NAME: ClassVar[str] = "node"
     peer: str
     module: str | None
-    """`stage.expert`, or None for a node that hosts nothing yet."""
+    """`stage.expert`; null before the node hosts one."""
     state: str
     """A `PeerState` in lower case, or `stopped`."""
     address: str
@@ -91,18 +83,16 @@ class Reach:
     NAME: ClassVar[str] = "reach"
     peer: str
     step: str
-    """`direct`, `mapped`, `reverse`, `unreachable` or `unknown`; more words may come."""
+    """`direct`, `mapped`, `reverse`, `unreachable` or `unknown`; more may come."""
     address: str
-    """That it announces now; empty when it cannot be dialled."""
+    """Empty when it cannot be dialled."""
     reason: str
     fix: str
-    """What a person can do to reach a better step; empty when there is none."""
+    """What a person can do; empty when there is nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class _OfModule:
-    """Fields of all events of one replica."""
-
     peer: str
     module: str
 
@@ -166,8 +156,7 @@ class PeerChange:
 
 @dataclass(frozen=True, slots=True)
 class Abandoned:
-    """A microbatch will not be completed. Stages that its gradient had already passed on the way back have learnt from
-    it."""
+    """A microbatch will not be completed."""
 
     NAME: ClassVar[str] = "abandoned"
     microbatch: str
@@ -176,10 +165,7 @@ class Abandoned:
 
 @dataclass(frozen=True, slots=True)
 class Visit(_OfModule):
-    """A replica's gradient of a microbatch counts: the data node has completed it on a path that names this replica.
-
-    A data node's own two ends count together, when the microbatch completes.
-    """
+    """A replica's gradient of a microbatch counts: its data node completed it on a path that names this replica."""
 
     NAME: ClassVar[str] = "visit"
     microbatch: str
@@ -187,8 +173,7 @@ class Visit(_OfModule):
 
 @dataclass(frozen=True, slots=True)
 class Retracted(_OfModule):
-    """A replica has taken a gradient back that it had added: another replica's counts in its place, or nobody said that
-    it does."""
+    """A replica removed a gradient that it had added."""
 
     NAME: ClassVar[str] = "retracted"
     microbatch: str
@@ -202,27 +187,23 @@ class Completed:
     peer: str
     microbatch: str
     hops: tuple[str, ...]
-    """The path it really took, repairs included: `module@peer` each, stage 0 left out."""
+    """`module@peer` each, repairs included, stage 0 left out."""
     tokens: int | None = field(default=None, metadata=LEFT_OUT)
-    """Of it. Logs of older versions do not say: their microbatches are all alike."""
+    """Null in older logs."""
     route: tuple[int, ...] | None = field(default=None, metadata=LEFT_OUT)
-    """Of its documents, in a run with experts: `hops` has other experts where these were not served."""
+    """The experts of its documents; `hops` differs where these were not served."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoundProgress(_OfModule):
-    """A replica exchanges pseudo-gradients: said at the beginning of an attempt and with each further tenth. That all
-    is in is no commit yet."""
+    """A replica exchanges pseudo-gradients: at the start of an attempt and at each further tenth."""
 
     NAME: ClassVar[str] = "round_progress"
     round: int
     attempt: int
-    """From 0."""
     convener: str
     chunks: int
-    """That this replica reduces."""
     percent: int
-    """Of the pieces that it takes in: contributions to its chunks, and results."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,47 +213,39 @@ class RoundCommitted(_OfModule):
     NAME: ClassVar[str] = "round"
     round: int
     digest: str
-    """Of the new anchor, hexadecimal."""
     members: tuple[str, ...]
-    """The peers that agreed on it."""
     contributors: tuple[str, ...]
-    """Those of them whose pseudo-gradients are in it: the others had done no work yet."""
+    """Members with a pseudo-gradient."""
     tokens: int
-    """Trained by all members since the last round."""
     attempts: int
     seconds: float
     sent_bytes: int
     received_bytes: int
     codec: str = "none"
-    """Of the contributions."""
     audit_sent_bytes: int = 0
-    """For audits of other pieces since the last round; not in `sent_bytes`. 0 in logs of older versions."""
+    """Traffic of audits since the last round, not in `sent_bytes`."""
     audit_received_bytes: int = 0
-    """Likewise."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaAccused(_OfModule):
-    """Another replica of the module sent what cannot be honest, as this one has seen for itself. It is left out of
-    rounds here."""
+    """This replica saw another one send what cannot be honest, and excludes it from rounds."""
 
     NAME: ClassVar[str] = "accused"
     accused: str
     round: int
     why: str
     proof: str = ""
-    """BLAKE3 over the signed hashes that an audit stands on, hexadecimal; empty when only we can know it."""
+    """BLAKE3 of the signed hashes, hexadecimal; empty without proof."""
 
 
 @dataclass(frozen=True, slots=True)
 class CatchingUp(_OfModule):
-    """A replica is fetching the anchor of a round in which it had no part; sent when it begins, and about once a
-    second."""
+    """A replica downloads the anchor of a round that it missed; sent once a second."""
 
     NAME: ClassVar[str] = "catching_up"
     round: int
     bytes: int
-    """That are here."""
     total_bytes: int
 
 
@@ -287,7 +260,7 @@ class CaughtUp(_OfModule):
     seconds: float
     donors: tuple[str, ...]
     donor_bytes: tuple[int, ...] = ()
-    """Good chunks from each of `donors`, in the same order. Missing in logs of older versions."""
+    """Good bytes from each of `donors`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,7 +280,7 @@ class Started:
     peer: str
     unix_ms: int
     part: int
-    """1 for the first file of a process, one more after each rotation."""
+    """Counts the files of a process from 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,7 +307,7 @@ class LastPeer(_OfModule):
 
     NAME: ClassVar[str] = "last_peer"
     saved_in: str | None
-    """The folder that keeps the module's state; None when it is lost."""
+    """The folder with the module's state; null when it is lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,8 +321,7 @@ class Note:
 
 @dataclass(frozen=True, slots=True)
 class NodeSummary:
-    """The account of a module, when its node leaves it for another or, as the last event, stops in good order. Losses
-    are None for a node that is not a data node."""
+    """The account of a module when its node leaves it or stops. Losses are null except for data nodes."""
 
     NAME: ClassVar[str] = "node_summary"
     peer: str
@@ -361,7 +333,6 @@ class NodeSummary:
     tokens_per_s: float
     microbatches: MicrobatchCounts
     accumulated: int
-    """Microbatches whose gradient this replica has added, each once."""
     busy_s: BusySeconds
 
 
@@ -390,39 +361,14 @@ class Summary:
     peers: tuple[PeerSummary, ...]
 
 
-Event = (
-    Step
-    | NodeStatus
-    | Reach
-    | Move
-    | InnerStep
-    | Load
-    | Waiting
-    | Resumed
-    | PeerChange
-    | Abandoned
-    | Visit
-    | Retracted
-    | Completed
-    | RoundProgress
-    | RoundCommitted
-    | ReplicaAccused
-    | CatchingUp
-    | CaughtUp
-    | Restored
-    | Started
-    | Continued
-    | Ended
-    | LastPeer
-    | Note
-    | NodeSummary
-    | Summary
-)  # fmt: skip
+LogEvent = Visit | Retracted | Completed | RoundProgress | Started | Continued | Ended
+"""Too many for a stream that a person watches, or about the log itself."""
+RoundEvent = RoundCommitted | ReplicaAccused | CatchingUp | CaughtUp | Restored
+NodeEvent = NodeStatus | Reach | Move | Load | Waiting | Resumed | PeerChange | LastPeer | NodeSummary
+Event = LogEvent | RoundEvent | NodeEvent | Step | InnerStep | Abandoned | Note | Summary
 
 
 class EventSink(Protocol):
     """The receiver of events. `emit` is called on the event loop: it returns at once and never raises."""
 
-    def emit(self, event: Event) -> None:
-        """Takes one event."""
-        ...
+    def emit(self, event: Event) -> None: ...

@@ -1,7 +1,4 @@
-"""Failpoints: places at which a node can be made to die as if by SIGKILL.
-
-With SKIPSTONE_CRASH_AT=NAME:N in the environment the process kills itself at the N-th visit of the point NAME.
-"""
+"""Failpoints: with SKIPSTONE_CRASH_AT=NAME:N the process kills itself at the N-th visit of the point NAME."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The status that a node answers with, and that of a swarm whose peers were asked.
-
-The node writes `Status`; clients, views and the laboratory read it. docs/PROTOCOL.md has the meaning of each key of its
-JSON. Keys are never renamed or removed; new ones may come with a default, so that versions mix.
-"""
+"""The status that a node answers with, and that of a swarm. Keys are never renamed or removed."""
 
 from __future__ import annotations
 
@@ -20,22 +16,17 @@ from swarm.vocabulary.types import MAX_COUNT
 from swarm.workload.microbatch_sizes import SizeSummary
 
 MOST_NATS = 1e6
-"""Of a loss that is believed: what is larger would drown all others."""
+"""Largest loss that is believed: a larger one would dominate the mean."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReachStatus:
-    """The way in which others reach the node."""
-
     step: str = "unknown"
-    """One of docs/REACHABILITY.md, or a word of a later version."""
     reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class RelayStatus:
-    """The traffic that the node carries for peers that cannot dial each other."""
-
     at: str = ""
     carried_bytes: int = 0
     left_bytes: int = 0
@@ -48,8 +39,6 @@ class RelayStatus:
 
 @dataclass(frozen=True, slots=True)
 class AttachmentStatus:
-    """The attachment to one relay that the node wants to be attached to."""
-
     relay: str
     standing: bool = False
     reason: str = ""
@@ -57,19 +46,14 @@ class AttachmentStatus:
 
 @dataclass(frozen=True, slots=True)
 class RoundStatus:
-    """The last round in which a replica had a part."""
-
     members: int = 0
     seconds_ago: float = 0.0
     codec: str = ""
-    """Of the contributions."""
     codec_reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Accusation:
-    """A replica that is left out of rounds for what it did."""
-
     peer: str
     round: int = 0
     why: str = ""
@@ -77,8 +61,6 @@ class Accusation:
 
 @dataclass(frozen=True, slots=True)
 class DownloadStatus:
-    """The anchor that a replica is fetching."""
-
     round: int = 0
     bytes: int = 0
     total_bytes: int = 0
@@ -86,8 +68,6 @@ class DownloadStatus:
 
 @dataclass(frozen=True, slots=True)
 class CodecChoice:
-    """The codec of one kind of traffic on one link."""
-
     codec: str = ""
     why: str = ""
 
@@ -103,13 +83,10 @@ class LinkStatus:
 
 @dataclass(frozen=True, slots=True)
 class CodecStatus:
-    """The codecs with which a replica encodes microbatches."""
-
     allowed: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """By kind of traffic."""
     too_coarse: tuple[str, ...] = ()
     links: dict[str, LinkStatus] = field(default_factory=dict)
-    """By the short name of the peer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +94,6 @@ class StagePrice:
     """A stage as a data node's planner sees it."""
 
     launched: int = 0
-    """Visits of this data node's microbatches."""
     share: float = 0.0
     """Share of the microbatches that should visit the stage."""
     ahead: float = 0.0
@@ -128,8 +104,6 @@ class StagePrice:
 
 @dataclass(frozen=True, slots=True)
 class PathStatus:
-    """The choice of a data node's paths."""
-
     stages: dict[str, StagePrice] = field(default_factory=dict)
     """By stage after stage 0."""
     waiting_s: dict[str, float] = field(default_factory=dict)
@@ -143,17 +117,12 @@ class RouteStatus:
     experts: tuple[int, ...]
     share: float = 0.0
     visits: int = 0
-    """Completed."""
     rerouted: int = 0
-    """Of these, through another expert than one of its own."""
     loss: float | None = None
-    """Of the latest, nats per token."""
 
 
 @dataclass(frozen=True, slots=True)
 class WindowStatus:
-    """How many microbatches a data node has under way at most, and now."""
-
     microbatches: int = 0
     under_way: int = 0
     reason: str = ""
@@ -164,13 +133,9 @@ class ComputeStatus:
     """The account of a node's compute thread since its start, in seconds."""
 
     busy_s: float = 0.0
-    """In jobs that somebody waited for."""
     idle_work_s: float = 0.0
-    """In work that was put off to idle time."""
     idle_s: float = 0.0
-    """With nothing to do."""
     idle_waiting: int = 0
-    """Pieces of work that wait for idle time now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,13 +145,9 @@ class WeightsStatus:
     put_off: bool = False
     reason: str = ""
     visits: int = 0
-    """Whose weight gradients were put off. Where memory is short they are computed at once."""
     waiting: int = 0
-    """Of these, not computed yet."""
     held_bytes: int = 0
-    """Of what is kept for them."""
     peak_bytes: int = 0
-    """At most so far."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,10 +155,8 @@ class MomentsStatus:
     """What a replica's inner optimizer keeps of its parameters."""
 
     form: str = ""
-    """Of the moments: `float32`, or `8bit` where the person at the machine has asked for it."""
     reason: str = ""
     bytes: int = 0
-    """On the compute device; 0 before the first inner step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,40 +169,32 @@ class Account:
     tokens: int = 0
     tokens_per_s: float = 0.0
     codec_s: float = 0.0
-    """Seconds spent on encoding and decoding microbatches."""
     counts: MicrobatchCounts = field(default_factory=MicrobatchCounts)
     loss_first: float | None = None
     loss_last: float | None = None
     waiting_for: tuple[str, ...] = ()
     visits: dict[str, int] = field(default_factory=dict)
-    """Of a data node: completed visits by stage."""
     measured: tuple[str, ...] = ()
-    """Peers whose visits a data node has completed of late, for those that ask whom they can leave a module to."""
+    """Peers whose visits this data node completed lately."""
     paths: PathStatus | None = None
-    """Of a data node."""
     sizes: SizeSummary | None = field(default=None, metadata=LEFT_OUT)
-    """Of a data node's latest microbatches; None before the first."""
     window: WindowStatus | None = field(default=None, metadata=LEFT_OUT)
-    """Of a data node."""
     module_visits: dict[str, int] | None = field(default=None, metadata=LEFT_OUT)
-    """Of a data node in a run with experts, as the two that follow: completed visits by module."""
+    """Completed visits by module, in a run with experts."""
     rerouted: dict[str, int] | None = field(default=None, metadata=LEFT_OUT)
-    """Visits that another expert has taken, by the module whose they were."""
+    """By the module that was replaced."""
     routes: tuple[RouteStatus, ...] | None = field(default=None, metadata=LEFT_OUT)
     weights: WeightsStatus | None = field(default=None, metadata=LEFT_OUT)
-    """Of a stage peer."""
     moments: MomentsStatus | None = field(default=None, metadata=LEFT_OUT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status(Account):
-    """A node's answer about itself."""
+    """The answer of a node about itself."""
 
     peer: str = ""
     module: str = ""
-    """`stage.expert`."""
     state: str = ""
-    """A `PeerState` in lower case."""
     addresses: tuple[str, ...] = ()
     via: tuple[str, ...] = ()
     reach: ReachStatus = ReachStatus()
@@ -281,7 +232,6 @@ class PeerStatus:
 
     @property
     def said(self) -> Status:
-        """The peer's answer; an empty one when it gave none."""
         return self.answered or Status()
 
     def hosts(self, stage: int) -> bool:
@@ -296,7 +246,6 @@ class SwarmStatus:
     name: str
     stages: int
     step: int | None = None
-    """None, as the loss, while no data node has answered."""
     loss: float | None = None
     tokens: int = 0
     tokens_per_s: float = 0.0
@@ -304,7 +253,6 @@ class SwarmStatus:
     waiting_for: tuple[str, ...] = ()
     peers: tuple[PeerStatus, ...] = ()
     modules: tuple[str, ...] | None = field(default=None, metadata=LEFT_OUT)
-    """All of a run with experts."""
     routes: tuple[RouteStatus, ...] | None = field(default=None, metadata=LEFT_OUT)
 
     @property
@@ -342,7 +290,6 @@ class SwarmStatus:
 
 
 def _routes_together(answers: Iterable[Status]) -> tuple[RouteStatus, ...]:
-    """The routes of all data nodes, losses weighted by completed microbatches."""
     by_experts: dict[tuple[int, ...], list[RouteStatus]] = {}
     for answer in answers:
         for route in answer.routes or ():

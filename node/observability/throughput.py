@@ -27,11 +27,9 @@ class Rate:
         self._last = now
 
     def mean(self) -> float:
-        """The mean rate over everything, from the start to the last addition."""
         return self._total / max(1e-6, self._last - self._begun)
 
     def per_second(self) -> float:
-        """The current rate; 0 while nothing has been added."""
         now = self._clock.monotonic()
         while self._samples and self._samples[0][0] < now - WINDOW_S:
             self._samples.popleft()

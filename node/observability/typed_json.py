@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 MAX_INTEGER: Final = 2**63
 LEFT_OUT: Final = {"left_out": True}
-"""Metadata of a field whose key is not written when it is None."""
 
 Read = TypeVar("Read")
 
@@ -35,15 +34,7 @@ def to_json(value: Any) -> Any:
 
 
 def from_json(kind: type[Read], table: Any, where: str, *, lenient: bool = False) -> Read:
-    """Reads a dataclass, ignores unknown keys, and fills missing ones with their defaults.
-
-    Args:
-        where: Name of the value in errors.
-        lenient: Replace a malformed field by its default, and drop a malformed item of a list or a map.
-
-    Raises:
-        ProtocolViolation: A field without a default is missing, or a value has another type than its annotation.
-    """
+    """Reads a dataclass, ignores unknown keys. `lenient`: defaults for malformed fields. Raises ProtocolViolation."""
     from pydantic import ValidationError
 
     try:

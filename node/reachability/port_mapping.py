@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Final, Protocol
 
-from node.concurrency.daemon_thread import aside
+from node.concurrency.task_groups import aside
 
 log = logging.getLogger(__name__)
 

@@ -1,3 +1,1 @@
-"""The runtime of one node, from its start to its end: roles, serving, moving, leaving. Everything is put
-together here.
-"""
+"""The runtime of one node, from its start to its end: roles, serving, moving, leaving."""

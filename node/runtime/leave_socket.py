@@ -1,13 +1,4 @@
-"""The local socket of the node that runs on this machine with an identity: there is one, and `skipstone leave` reaches
-it.
-
-It holds a lock on the key file, which the kernel takes back when it ends, however it ends.
-
-The node listens on a loopback port and writes the port and a secret beside its identity, in a file that only its owner
-can read. Whoever sends the secret there asks it to leave; the connection stays open until it has. Unlike a signal this
-works on every system, and unlike a process number the port cannot come to mean another process: that one would not know
-the secret.
-"""
+"""The local socket of the node that uses an identity: a lock admits one node, `skipstone leave` reaches it there."""
 
 from __future__ import annotations
 
@@ -20,9 +11,8 @@ import os
 import secrets
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 from swarm.vocabulary.errors import ConfigError, IdentityError, ResourceExhausted, Stalled
 
@@ -33,12 +23,9 @@ SECRET_BYTES = 32
 ACCEPTED = b"leaving\n"
 CONNECT_S = 5.0
 LISTEN_S = 5.0
-"""Who says nothing for so long is not listened to any more."""
 MAX_CONVERSATIONS = 64
-"""When there are more, the one that has been silent for longest ends: any user of this machine can open some, and
-whoever knows the secret says it at once."""
+"""Beyond this the oldest silent connection ends: any user of this machine can open some."""
 LOCK_PATIENCE_S = 2.0
-"""A process that was killed may take a moment to be gone."""
 LOCK_POLL_S = 0.05
 
 
@@ -50,31 +37,12 @@ class _Door:
 
 
 def door_path(identity_path: Path) -> Path:
-    """The path of the file beside the identity that tells how its node is reached."""
     return identity_path.with_name(identity_path.name + ".running")
-
-
-@dataclass(frozen=True, slots=True)
-class _Talks:
-    silent: dict[_Conversation, None] = field(default_factory=dict)
-    """Those who have not said the secret, the oldest first."""
-    accepted: set[_Conversation] = field(default_factory=set)
-
-    def end(self) -> None:
-        for talk in (*self.silent, *self.accepted):
-            talk.end()
 
 
 @asynccontextmanager
 async def sole_use(identity_path: Path) -> AsyncIterator[None]:
-    """Locks the identity within the block: no other node of this machine runs with it. (Commands that only ask have
-    keys of their own.)
-
-    Where the file system knows no locks, nobody is kept out.
-
-    Raises:
-        IdentityError: another node has it.
-    """
+    """Locks the identity within the block. Raises IdentityError if another node of this machine uses it."""
     try:
         descriptor = os.open(identity_path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
@@ -88,18 +56,32 @@ async def sole_use(identity_path: Path) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def leave_requests(identity_path: Path, ask: Callable[[], None]) -> AsyncIterator[None]:
-    """Listens for `skipstone leave` within the block; each request calls `ask`.
-
-    Raises:
-        ResourceExhausted: no loopback port or no file beside the identity could be had.
-    """
+    """Listens for `skipstone leave` within the block; each request calls `ask`. Raises ResourceExhausted."""
     secret = secrets.token_hex(SECRET_BYTES)
-    talks = _Talks()
     path = door_path(identity_path)
+    silent: dict[asyncio.StreamWriter, None] = {}  # the oldest first
+    accepted: list[asyncio.StreamWriter] = []
+
+    async def listen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        silent[writer] = None
+        if len(silent) > MAX_CONVERSATIONS:
+            oldest = next(iter(silent))
+            del silent[oldest]
+            oldest.close()
+        heard = b""
+        with contextlib.suppress(OSError, TimeoutError, asyncio.IncompleteReadError):
+            async with asyncio.timeout(LISTEN_S):
+                heard = await reader.readexactly(len(secret))
+        silent.pop(writer, None)
+        if not hmac.compare_digest(heard, secret.encode()):
+            writer.close()
+            return
+        accepted.append(writer)
+        writer.write(ACCEPTED)
+        ask()
+
     try:
-        server = await asyncio.get_running_loop().create_server(
-            lambda: _Conversation(secret, ask, talks), LOOPBACK, 0, backlog=MAX_CONVERSATIONS
-        )
+        server = await asyncio.start_server(listen, LOOPBACK, 0, backlog=MAX_CONVERSATIONS)
         _write(path, _Door(server.sockets[0].getsockname()[1], secret, os.getpid()))
     except OSError as error:
         raise ResourceExhausted(
@@ -109,17 +91,13 @@ async def leave_requests(identity_path: Path, ask: Callable[[], None]) -> AsyncI
         yield
     finally:
         server.close()
-        talks.end()
+        for writer in (*silent, *accepted):
+            writer.close()
         _remove_own(path, secret)
 
 
 async def ask_to_leave(identity_path: Path, patience_s: float) -> None:
-    """Asks the node of this identity to leave, and waits until it has.
-
-    Raises:
-        ConfigError: no node runs with it on this machine.
-        Stalled: it was asked, but is still there after `patience_s` seconds.
-    """
+    """Asks the node of this identity to leave and waits. Raises ConfigError without a node, Stalled after the time."""
     door = _read(door_path(identity_path))
     try:
         async with asyncio.timeout(CONNECT_S):
@@ -141,48 +119,6 @@ async def ask_to_leave(identity_path: Path, patience_s: float) -> None:
         ) from None
     finally:
         writer.close()
-
-
-class _Conversation(asyncio.Protocol):
-    """One connection to the door. Anything but the secret closes it."""
-
-    def __init__(self, secret: str, ask: Callable[[], None], talks: _Talks) -> None:
-        self._secret = secret.encode()
-        self._ask = ask
-        self._talks = talks
-        self._heard = b""
-        self._transport: asyncio.Transport | None = None
-        self._limit = asyncio.get_running_loop().call_later(LISTEN_S, self.end)
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's are of no class of asyncio's
-        silent = self._talks.silent
-        silent[self] = None
-        if len(silent) > MAX_CONVERSATIONS:
-            next(iter(silent)).end()
-
-    def data_received(self, data: bytes) -> None:
-        self._heard += data[: len(self._secret) + 1]
-        if len(self._heard) < len(self._secret):
-            return
-        if hmac.compare_digest(self._heard, self._secret) and self._transport is not None:
-            self._limit.cancel()
-            self._talks.silent.pop(self, None)
-            self._talks.accepted.add(self)
-            self._transport.write(ACCEPTED)
-            self._ask()
-        else:
-            self.end()
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self._limit.cancel()
-        self._talks.silent.pop(self, None)
-        self._talks.accepted.discard(self)
-
-    def end(self) -> None:
-        self._talks.silent.pop(self, None)
-        if self._transport is not None:
-            self._transport.close()
 
 
 async def _lock(descriptor: int, identity_path: Path) -> None:
@@ -224,7 +160,6 @@ def _read(path: Path) -> _Door:
 
 
 def _remove_own(path: Path, secret: str) -> None:
-    """Unless a later node with the same identity has put its own there."""
     with contextlib.suppress(ConfigError, OSError):
         if _read(path).secret == secret:
             path.unlink()

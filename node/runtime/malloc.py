@@ -1,11 +1,4 @@
-"""A setting of the C library's allocator: it keeps memory that is freed between two chunks.
-
-Each chunk is a fresh byte string of half a megabyte, here and inside gRPC. glibc returns so large a block to the system
-as soon as it is free, and the next chunk then faults all its pages in again: measured, about a third of a sender's
-processor time (mallopt(3), M_TRIM_THRESHOLD and M_MMAP_THRESHOLD).
-
-It stands alone because it is about the C library, which nothing else here knows of.
-"""
+"""A setting of glibc's allocator: keep freed memory, else every chunk faults its pages in again (mallopt(3))."""
 
 from __future__ import annotations
 
@@ -17,14 +10,11 @@ _M_TRIM_THRESHOLD: Final = -1
 _M_MMAP_THRESHOLD: Final = -3
 _KEPT_BYTES: Final = 64 * 1024 * 1024
 _SMALLEST_MAPPED_BYTES: Final = 32 * 1024 * 1024
-"""The highest value that glibc's own adjustment reaches, which this setting turns off. Lower ones make it slower than
-that for hidden states: with 4 MiB, arithmetic on tensors of 8 MiB takes ten times as long."""
+"""The highest value of glibc's own adjustment. With 4 MiB, arithmetic on tensors of 8 MiB takes ten times as long."""
 
 
 def keep_freed_memory() -> bool:
-    """Makes the C library keep freed memory, for the whole process; to be called once at its start. False where it has
-    no such setting.
-    """
+    """Makes the C library keep freed memory in this process. False where it has no such setting."""
     if sys.platform != "linux":
         return False
     try:

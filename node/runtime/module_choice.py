@@ -1,15 +1,11 @@
-"""The choice of the module that a node takes: the one asked for, the one it had, or the one that needs it most; of
-those that this machine has room for.
-
-A module that ran out of memory all the same is not taken again, nor is one as large: every such failure leaves fewer,
-so it ends in a smaller module or in a message.
-"""
+"""The choice of the module that a node takes, and of the one that it moves to, among those that fit its memory."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Iterable
+import random
+from collections.abc import Awaitable, Callable, Iterable
 
 import torch
 
@@ -18,11 +14,12 @@ from node.context.options import NodeOptions
 from node.data.places import Places
 from node.model.memory_need import needs_of, none_fits, room_on, what_fits
 from node.model.moments import MomentType
+from node.network.proofs import Proofs
 from node.network.session import NetworkSession
 from node.observability.events import EventSink, Note
-from node.runtime.mover import workload_of
-from protocol.manifest.manifest import Manifest
-from swarm.membership.placement import choose_module, modules_that_fit
+from protocol.manifest.manifest import Manifest, block_parameters
+from swarm.membership.placement import Workload, choose_module, modules_that_fit
+from swarm.membership.rebalancing import MoveRules, MoveWatch, Standing
 from swarm.membership.room import Need, Room
 from swarm.vocabulary.errors import ConfigError, OutOfMemory
 from swarm.vocabulary.types import ModuleId, Reasoned
@@ -36,16 +33,16 @@ class FittingModules:
     def __init__(self, manifest: Manifest, options: NodeOptions, device: torch.device) -> None:
         self.needs = needs_of(manifest, options.slots_held, options.moments)
         self._reckoned = needs_of(manifest, options.slots_held)
-        """What others take the needs to be, who know nothing of this node's moments."""
+        """By the moments that other peers assume."""
         self._manifest = manifest
         self._options = options
         self._device = device
         self._too_large: Need | None = None
-        """With which a module ran out of memory."""
+        """The smallest module that ran out of memory."""
         self._seen = self.room()
 
     def room(self, held: ModuleId | None = None) -> Room:
-        """The room that there is, or would be without what is held."""
+        """The free memory, with that of `held` if any."""
         room = room_on(self._device)
         if held is not None:
             room = room.and_back(self.needs[held])
@@ -56,15 +53,13 @@ class FittingModules:
         return room
 
     def of(self, modules: Iterable[ModuleId], held: ModuleId | None = None) -> list[ModuleId]:
-        """Those of the modules that fit."""
         most = self._too_large
         untried = [module for module in modules if most is None or self.needs[module].all < most.all]
         self._seen = self.room(held)
         return modules_that_fit(untried, self._seen, self.needs)
 
     def announced(self) -> tuple[int, int]:
-        """The room to be announced, of the machine's memory and of the device's own. A node that has room for every
-        module says nothing: others take that for granted, and older ones could not read it."""
+        """The memory to announce, of the machine and of the device. Zeros if every module fits."""
         modules = self._manifest.modules()
         fitting, room = self.of(modules), self.room()
         if len(fitting) == len(modules):
@@ -75,95 +70,71 @@ class FittingModules:
         return room.announced
 
     def told(self) -> Reasoned[tuple[int, ...]]:
-        """The stages that fit, with a clause for the person at this machine."""
         return what_fits(self._manifest, self.room(), self._options.slots_held, self._options.moments)
 
-    def ran_out(self, module: ModuleId) -> None:
-        """Notes that there was too little memory for the module, which has been let go of: neither it nor one as large
-        fits from now on. Frees what is only kept for later, which the system would count as taken."""
+    def _ran_out(self, module: ModuleId) -> None:
+        """Notes that the module ran out of memory: from now on neither it nor a larger one fits."""
         gc.collect()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
         known = (self.needs[module], *(() if self._too_large is None else (self._too_large,)))
         self._too_large = min(known, key=lambda need: need.all)
 
-    def refusal(self, modules: list[ModuleId]) -> OutOfMemory:
-        """The error that says why none of these, at least one, can be taken, by the room that `of` has just seen."""
+    def _refusal(self, modules: list[ModuleId]) -> OutOfMemory:
         held = self._options.allowance
         return none_fits(self._manifest, modules, self._seen, held.slots, held.moments)
 
+    async def choose(
+        self, session: NetworkSession, resumed: Resumed, text: Reasoned[Places | None], events: EventSink
+    ) -> Reasoned[ModuleId]:
+        """The module asked for, else that of its checkpoint, else the most needed. Raises ConfigError, OutOfMemory."""
+        options, asked = self._options, asked_modules(self._options, self._manifest)
+        wanted = asked or ([] if resumed.module is None else [resumed.module])
+        if text.value is None and ModuleId(0) in wanted:
+            raise ConfigError(
+                f"this node can not take stage 0: {text.reason}", hint="Or take another stage with --no-data."
+            )
+        if len(asked) == 1:
+            return Reasoned(self._only(asked[0]), "asked for")
+        if resumed.module is not None and (not asked or resumed.module in asked):
+            if self.of([resumed.module]):
+                return Reasoned(resumed.module, "the one in its checkpoint")
+            events.emit(Note("warning", f"not the module in its checkpoint: {self._refusal([resumed.module])}"))
+        reads_text = options.reads_text and text.value is not None
+        if options.reads_text and not reads_text:
+            events.emit(Note("warning", f"this node takes no stage 0: {text.reason}"))
+        if options.link is None and reads_text and not asked:
+            return Reasoned(self._only(ModuleId(0)), "the first node of a run is a data node")
+        allowed = asked or [module for module in self._manifest.modules() if module.stage > 0 or reads_text]
+        candidates = self.of(allowed)
+        if not candidates:
+            raise self._refusal(allowed)
+        await asyncio.sleep(LOOK_AROUND_S)
+        return await self._most_needed(session, candidates)
 
-async def choose(
-    options: NodeOptions,
-    session: NetworkSession,
-    fitting: FittingModules,
-    manifest: Manifest,
-    resumed: Resumed,
-    text: Reasoned[Places | None],
-    events: EventSink,
-) -> Reasoned[ModuleId]:
-    """The module asked for, else the one it had, else the one that needs a peer most after a short look around, of
-    those that fit.
+    async def choose_smaller(self, error: OutOfMemory, failed: ModuleId, session: NetworkSession) -> Reasoned[ModuleId]:
+        """The most needed smaller module after one ran out of memory. Raises the same OutOfMemory without one."""
+        self._ran_out(failed)
+        asked = asked_modules(self._options, self._manifest)
+        allowed = [module for module in asked or self._manifest.modules() if module.stage > 0]
+        candidates = [] if self._options.link is None else self.of(allowed)
+        if not candidates:
+            raise error
+        chosen = await self._most_needed(session, candidates)
+        return Reasoned(chosen.value, f"module {failed} ran out of memory; of the smaller ones, {chosen.reason}")
 
-    Raises:
-        ConfigError: that would be stage 0, and the run's text may not be opened; or there is no such stage.
-        OutOfMemory: no module that it may take fits into this machine.
-    """
-    asked = asked_modules(options, manifest)
-    wanted = asked or ([] if resumed.module is None else [resumed.module])
-    if text.value is None and ModuleId(0) in wanted:
-        raise ConfigError(
-            f"this node can not take stage 0: {text.reason}", hint="Or take another stage with --no-data."
-        )
-    if len(asked) == 1:
-        return Reasoned(_only(asked[0], fitting), "asked for")
-    if resumed.module is not None and (not asked or resumed.module in asked):
-        if fitting.of([resumed.module]):
-            return Reasoned(resumed.module, "the one in its checkpoint")
-        events.emit(Note("warning", f"not the module in its checkpoint: {fitting.refusal([resumed.module])}"))
-    reads_text = options.reads_text and text.value is not None
-    if options.reads_text and not reads_text:
-        events.emit(Note("warning", f"this node takes no stage 0: {text.reason}"))
-    if options.link is None and reads_text and not asked:
-        return Reasoned(_only(ModuleId(0), fitting), "the first node of a run is a data node")
-    allowed = asked or [module for module in manifest.modules() if module.stage > 0 or reads_text]
-    candidates = fitting.of(allowed)
-    if not candidates:
-        raise fitting.refusal(allowed)
-    await asyncio.sleep(LOOK_AROUND_S)
-    return await _most_needed(session, fitting, manifest, candidates)
+    def _only(self, module: ModuleId) -> ModuleId:
+        if not self.of([module]):
+            raise self._refusal([module])
+        return module
 
-
-async def choose_smaller(
-    error: OutOfMemory,
-    failed: ModuleId,
-    options: NodeOptions,
-    session: NetworkSession,
-    fitting: FittingModules,
-    manifest: Manifest,
-) -> Reasoned[ModuleId]:
-    """The module to take after one ran out of memory: one that needs less, of those that the node may take and that are
-    not stage 0, for which it has not been asked.
-
-    Raises:
-        OutOfMemory: the same, when there is none.
-    """
-    fitting.ran_out(failed)
-    asked = asked_modules(options, manifest)
-    allowed = [module for module in asked or manifest.modules() if module.stage > 0]
-    candidates = [] if options.link is None else fitting.of(allowed)
-    if not candidates:
-        raise error
-    chosen = await _most_needed(session, fitting, manifest, candidates)
-    return Reasoned(chosen.value, f"module {failed} ran out of memory; of the smaller ones, {chosen.reason}")
+    async def _most_needed(self, session: NetworkSession, candidates: list[ModuleId]) -> Reasoned[ModuleId]:
+        alive = await session.membership_sync.alive(self._manifest.modules())
+        return choose_module(session.own.peer, candidates, alive, workload_of(self._manifest), needs=self.needs)
 
 
 def asked_modules(options: NodeOptions, manifest: Manifest) -> list[ModuleId]:
-    """The modules among which the node was told to choose; none where it was told nothing.
-
-    Raises:
-        ConfigError: there is no such stage, or no such expert of it.
-    """
+    """The modules that `--stage` allows; none without it. Raises ConfigError."""
     if options.asked_stage is None:
         return []
     stage, expert = options.asked_stage, options.asked_expert
@@ -176,15 +147,75 @@ def asked_modules(options: NodeOptions, manifest: Manifest) -> list[ModuleId]:
     return modules
 
 
-def _only(module: ModuleId, fitting: FittingModules) -> ModuleId:
-    """Raises OutOfMemory when there is no room for the one module that is to be taken."""
-    if not fitting.of([module]):
-        raise fitting.refusal([module])
-    return module
+# ---- moving ----------------------------------------------------------------------------------------------------------
+
+STATE_BYTES_PER_PARAMETER = 8
+"""Anchor and outer momentum, both float32."""
+UNMEASURED_BYTES_PER_S = 4e6
+LOOK_S = 30.0
+"""Interval between looks at the swarm, jittered by up to a fifth."""
+LOOK_FOR_EMPTY_S = 2.0
+SETTING_UP_S = 10.0
+"""Time of a move besides the download, in seconds."""
 
 
-async def _most_needed(
-    session: NetworkSession, fitting: FittingModules, manifest: Manifest, candidates: list[ModuleId]
-) -> Reasoned[ModuleId]:
-    alive = await session.membership_sync.alive(manifest.modules())
-    return choose_module(session.own.peer, candidates, alive, workload_of(manifest), needs=fitting.needs)
+NextModule = Callable[[], Awaitable[Reasoned[ModuleId]]]
+"""Returns when the node should move, with where to and why."""
+
+
+def workload_of(manifest: Manifest) -> Workload:
+    """The work of the run's modules in blocks. Stage 0's embedding and head count as at least one."""
+    cost = tuple(float(max(1, blocks)) for blocks in manifest.stages.blocks)
+    return Workload(manifest.modules(), cost, manifest.stages.visited_per_path)
+
+
+async def stay_for_ever() -> Reasoned[ModuleId]:
+    """Never moves: the `NextModule` of a node that was told which stage to host, or of a data node."""
+    await asyncio.Event().wait()
+    raise AssertionError("nobody sets this event")
+
+
+class Mover:
+    """Decides when one node moves from its module, from when it is made."""
+
+    def __init__(self, session: NetworkSession, manifest: Manifest, proofs: Proofs, fitting: FittingModules) -> None:
+        self._session = session
+        self._manifest = manifest
+        self._proofs = proofs
+        self._fitting = fitting
+        self._clock = session.own.clock
+        self._watch = MoveWatch(workload_of(manifest), MoveRules())
+        self._since = self._clock.monotonic()
+
+    async def next_module(self) -> Reasoned[ModuleId]:
+        looked = self._clock.monotonic()
+        while True:
+            jitter = random.uniform(0.8, 1.2)  # noqa: S311 - keeps nodes from looking at the same moment
+            await asyncio.sleep(LOOK_FOR_EMPTY_S * jitter)
+            now = self._clock.monotonic()
+            due = now - looked >= LOOK_S * jitter
+            if not due and not self._some_module_is_empty(now):
+                continue
+            looked = now if due else looked
+            await self._proofs.refresh()
+            goal = self._watch.consider(self._standing(now), now)
+            if goal.value is not None:
+                return Reasoned(goal.value, goal.reason)
+
+    def _some_module_is_empty(self, now: float) -> bool:
+        """A hint only: it does not count joining peers."""
+        served = self._session.membership.served(now) | {self._session.own.module}
+        return not all(module in served for module in self._manifest.modules() if module.stage > 0)
+
+    def _standing(self, now: float) -> Standing:
+        membership, own = self._session.membership, self._session.own
+        others = tuple(a for a in membership.peers() if not membership.is_given_up(a.peer))
+        goals = [m for m in self._manifest.modules() if m.stage > 0 and m != own.module]
+        rates = (link.goodput_bytes_per_s for link in self._session.transport.figures().values())
+        rate = max(rates, default=0.0) or UNMEASURED_BYTES_PER_S
+        of_block = STATE_BYTES_PER_PARAMETER * block_parameters(self._manifest.model)
+        fitting = self._fitting.of(goals, held=own.module)
+        move_s = {
+            module: SETTING_UP_S + of_block * self._manifest.stages.blocks[module.stage] / rate for module in fitting
+        }
+        return Standing(own.announcement(), others, now - self._since, move_s, self._proofs.proven, self._fitting.needs)

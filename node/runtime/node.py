@@ -1,14 +1,13 @@
-"""A node from start to end: enters a run, takes one module after another, works until asked to stop, and leaves in good
-order."""
+"""A node from start to end: enters a run, serves one module after another, and leaves in good order."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Protocol
+from typing import cast
 
 import torch
 
@@ -26,13 +25,12 @@ from node.model.device import choose_devices
 from node.network.peer_files import fetch_router, router_given, tokenizer_given
 from node.network.proofs import Proofs
 from node.network.session import NetworkSession, Whereabouts, present
-from node.observability.event_log import Both, Watched, open_event_log
+from node.observability.event_json import Tee, open_event_log
 from node.observability.events import Ended, EventSink, Note
 from node.reachability.monitor import reachable
 from node.runtime.leave_socket import leave_requests, sole_use
 from node.runtime.malloc import keep_freed_memory
-from node.runtime.module_choice import FittingModules, asked_modules, choose, choose_smaller
-from node.runtime.mover import MovePeriods, Mover, NextModule, stay_for_ever
+from node.runtime.module_choice import FittingModules, Mover, NextModule, asked_modules, stay_for_ever
 from node.runtime.resume import find_own
 from node.runtime.run_tokenizer import run_tokenizer
 from node.runtime.serving import Moving, serve_module
@@ -41,24 +39,17 @@ from protocol.dht.directory import DirectorySettings
 from protocol.identity.keys import Identity
 from protocol.interfaces.clock import SystemClock
 from protocol.interfaces.transport import Question, QuestionAbout
-from protocol.manifest.join_link import multiaddr_of
+from protocol.manifest.join_link import JoinLink, multiaddr_of
 from protocol.manifest.manifest import Manifest
 from protocol.manifest.signing import SignedManifest, read_signed_manifest
-from swarm.membership.rebalancing import MoveRules
 from swarm.vocabulary.errors import ConfigError, OutOfMemory, Rejected, StateError
-from swarm.vocabulary.types import PeerId, Reasoned, RunId
+from swarm.vocabulary.types import PeerId, Reasoned
 
 WITHDRAW_S = 2.0
 
 
-class Consent(Protocol):
-    """Describes the run to the person at this machine, and asks whether to join it."""
-
-    async def __call__(
-        self, signed: SignedManifest, text: Reasoned[Places | None], fits: Reasoned[tuple[int, ...]], own: bool
-    ) -> bool:
-        """`fits`: the stages that this machine has room for. `own`: whether its identity is the manifest's author."""
-        ...
+Consent = Callable[[SignedManifest, Reasoned[Places | None], Reasoned[tuple[int, ...]], bool], Awaitable[bool]]
+"""Asks the person about a run: what may be read of its text, the stages that fit, whether the run is their own."""
 
 
 async def run_node(
@@ -68,28 +59,18 @@ async def run_node(
     moving: Moving | None = None,
     consent: Consent | None = None,
 ) -> None:
-    """Runs one node until `stop` is set, or, for a data node, until its steps are done.
-
-    Args:
-        moving: says for each module that the node takes when it moves on; `readiness_to_move` if not given.
-        consent: asked before the node takes part; None for a node whose owner knows the run.
-
-    Raises:
-        Rejected: there is no consent.
-        SkipstoneError: it could not start, or something it cannot do without broke.
-    """
+    """Runs one node until `stop` is set or its steps are done. Raises Rejected without consent, SkipstoneError."""
     keep_freed_memory()
     clock = SystemClock()
     identity = Identity.load_or_create(options.identity_path)
     signed = _read_manifest(options)
-    run = signed.run if signed is not None else _run_of(options)
+    run = signed.run if signed is not None else cast(JoinLink, options.link).run  # there is a link or a manifest
     devices = choose_devices(options.device)
     device = devices.value[0]
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    initial = options.link.peers if options.link is not None else ()
     where = Whereabouts(options.listen, options.advertise, options.port, options.dht_port)
-    settings = _directory(where, initial, identity, signed, options.relay_bytes_per_hour)
+    settings = _directory(options, identity, signed)
     with _logged(options, identity.peer, events) as logged:
         async with (
             sole_use(options.identity_path),
@@ -108,14 +89,18 @@ async def run_node(
             router = await unless(stop, _router(options, session, signed.manifest))
             if router is None and signed.manifest.routing is not None:
                 return
-            own = signed.author == identity.peer
+            text_of_manifest, own = signed.text, signed.author == identity.peer
+
+            async def manifest(asker: PeerId, question: Question) -> bytes:
+                return text_of_manifest
+
             tokenizer = await unless(stop, run_tokenizer(options, session, signed.manifest.data, text, own=own))
             if tokenizer is None:
                 return
             text = tokenizer.text
             async with reachable(options.reach, options.advertise, session, logged):
                 with (
-                    _manifest_given(session, signed),
+                    session.dispatcher.registered(answers={QuestionAbout.MANIFEST: manifest}),
                     router_given(session, router),
                     tokenizer_given(session, tokenizer.content),
                     DeviceThreads(devices.value) as threads,
@@ -124,7 +109,7 @@ async def run_node(
                     session.membership_sync.watch(signed.manifest.modules())
                     resumed = await _find_own(options, session, signed, logged)
                     session.own.memory_bytes, session.own.device_bytes = fitting.announced()
-                    chosen = await choose(options, session, fitting, signed.manifest, resumed, text, logged)
+                    chosen = await fitting.choose(session, resumed, text, logged)
                     logged.emit(Note("info", f"module {chosen.value}: {chosen.reason}"))
                     given = ModuleContext(
                         options=options,
@@ -154,12 +139,7 @@ async def _joined(
     consent: Consent | None,
     stop: asyncio.Event,
 ) -> Reasoned[Places | None]:
-    """Decides to take part in the run; returns the places of its text on this machine.
-
-    Raises:
-        ConfigError: no peers are needed for the run.
-        Rejected: there is no consent.
-    """
+    """The places of the run's text on this machine. Raises ConfigError for one stage, Rejected without consent."""
     if signed.manifest.stages.count < 2:
         raise ConfigError(
             "this run has one stage, which leaves nothing for other peers to do",
@@ -175,11 +155,7 @@ async def _joined(
 async def _serve(
     given: ModuleContext, signed: SignedManifest, fitting: FittingModules, moving: Moving, stop: asyncio.Event
 ) -> None:
-    """Serves one module after the other; after one that ran out of memory a smaller one.
-
-    Raises:
-        OutOfMemory: there is none.
-    """
+    """Serves one module after the other; after OutOfMemory a smaller one, if there is one."""
     session, folder = given.session, None
     if given.options.checkpoint_dir is not None:
         router = b"" if given.router is None else given.router.to_bytes()
@@ -194,7 +170,7 @@ async def _serve(
         # Before the room for another module is measured: what was put off holds tensors of the last one.
         await given.compute.run(Priority.UPKEEP, given.compute.give_up_idle_work)
         if shortage is not None:
-            chosen = await choose_smaller(shortage, given.module, given.options, session, fitting, given.manifest)
+            chosen = await fitting.choose_smaller(shortage, given.module, session)
             session.own.memory_bytes, session.own.device_bytes = fitting.announced()
             given.events.emit(Note("warning", f"{shortage}; module {chosen.value}: {chosen.reason}"))
             module = chosen.value
@@ -205,12 +181,7 @@ async def _serve(
 
 
 async def _router(options: NodeOptions, session: NetworkSession, manifest: Manifest) -> Router | None:
-    """The run's router: the one beside the manifest or the checkpoint, else of a peer; None when it has none.
-
-    Raises:
-        ConfigError, StateError: the file beside the manifest is not there, or another one.
-        Unreachable: no peer has given it.
-    """
+    """The router beside the manifest or checkpoint, else a peer's. Raises ConfigError, StateError, Unreachable."""
     if options.manifest_path is not None:
         return load_router(options.manifest_path, manifest)
     if options.checkpoint_dir is not None:
@@ -219,33 +190,20 @@ async def _router(options: NodeOptions, session: NetworkSession, manifest: Manif
     return await fetch_router(session, manifest, options.patience_s)
 
 
-def _manifest_given(session: NetworkSession, signed: SignedManifest) -> AbstractContextManager[None]:
-    """Within it, whoever asks for the run's manifest gets it."""
-
-    async def manifest(asker: PeerId, question: Question) -> bytes:
-        return signed.text
-
-    return session.dispatcher.registered(answers={QuestionAbout.MANIFEST: manifest})
-
-
 def readiness_to_move(fitting: FittingModules, given: ModuleContext) -> NextModule:
-    """The mover of this assignment's node: by what it sees of the swarm, to what fits, or never."""
     if given.module.stage == 0 or not given.options.may_move:
         return stay_for_ever
-    return Mover(given.session, given.manifest, given.proofs, fitting, MoveRules(), MovePeriods()).next_module
+    return Mover(given.session, given.manifest, given.proofs, fitting).next_module
 
 
 @contextmanager
 def _logged(options: NodeOptions, peer: PeerId, stream: EventSink) -> Iterator[EventSink]:
-    """Where the node's events go: what is to be watched to the stream, everything to the log if there is one.
-
-    The log ends with Ended, unless something went wrong.
-    """
+    """Where the node's events go: the stream, and everything to the log if there is one."""
     if options.log_dir is None:
-        yield Watched(stream)
+        yield Tee(stream, None)
         return
     with open_event_log(options.log_dir, peer) as event_log:
-        yield Both(Watched(stream), event_log)
+        yield Tee(stream, event_log)
         event_log.emit(Ended(peer, int(SystemClock().wall() * 1000)))
 
 
@@ -273,23 +231,13 @@ def _read_manifest(options: NodeOptions) -> SignedManifest | None:
     return read_signed_manifest(text, None if options.link is None else options.link.run)
 
 
-def _run_of(options: NodeOptions) -> RunId:
-    assert options.link is not None, "NodeOptions has a link or a manifest"
-    return options.link.run
-
-
-def _directory(
-    where: Whereabouts,
-    initial: tuple[str, ...],
-    identity: Identity,
-    signed: SignedManifest | None,
-    relay_bytes_per_hour: int,
-) -> DirectorySettings:
-    others = tuple(address for address in initial if not address.endswith(f"/{identity.peer}"))
-    announce = (multiaddr_of(where.advertise, where.dht_port),) if where.advertise and where.dht_port else ()
+def _directory(options: NodeOptions, identity: Identity, signed: SignedManifest | None) -> DirectorySettings:
+    host, port, initial = options.advertise, options.dht_port, () if options.link is None else options.link.peers
     settings = DirectorySettings(
-        where.listen, where.dht_port, announce, others, relay_bytes_per_hour=relay_bytes_per_hour
+        options.listen,
+        port,
+        (multiaddr_of(host, port),) if host and port else (),
+        tuple(address for address in initial if not address.endswith(f"/{identity.peer}")),
+        relay_bytes_per_hour=options.relay_bytes_per_hour,
     )
-    if signed is None:
-        return settings
-    return replace(settings, experts=signed.manifest.stages.experts_of_each)
+    return settings if signed is None else replace(settings, experts=signed.manifest.stages.experts_of_each)

@@ -1,6 +1,4 @@
-"""Conversion between a replica at work and its saved state: what is copied out of it, what is put back, and what a
-starting node finds.
-"""
+"""Conversion between a replica at work and its saved state."""
 
 from __future__ import annotations
 
@@ -18,14 +16,12 @@ from swarm.vocabulary.errors import CorruptSnapshot
 from swarm.vocabulary.types import ModuleId, PeerId
 
 RESERVED_NUMBERS = 2**32
-"""A node that was killed has used microbatch numbers after those in its snapshot, and in its life many before it: so
-many are left out either way."""
+"""Distance that two lives keep between their microbatch numbers: a killed node used more than its snapshot says."""
 NUMBERS = 2**47
-"""Of microbatches that are trained on; those from here on are of what is evaluated."""
+"""Numbers of training microbatches; those from here on are for evaluation."""
 
 
 def capture_hop(worker: HopWorker, agreed: Agreed | None, post: Post) -> ReplicaState:
-    """Captures a stage peer's replica."""
     unapplied = worker.unapplied
     visits, tokens = worker.accumulated - unapplied.visits, worker.accumulated_tokens - unapplied.tokens
     return capture_module((worker.part,), worker.optimizer, post, visits=visits, tokens=tokens, agreed=agreed)
@@ -52,38 +48,29 @@ def capture_stage_zero(worker: DataWorker, training: Training, agreed: Agreed | 
 
 
 def restore_hop(worker: HopWorker, state: ReplicaState) -> None:
-    """Restores a stage peer's replica. Errors as `restore_module`."""
     restore_module((worker.part,), worker.optimizer, state)
     worker.accumulated, worker.accumulated_tokens = state.counters.visits, state.counters.tokens
 
 
 def restore_stage_zero(worker: DataWorker, state: ReplicaState, per_step: int) -> None:
-    """Restores a data node's replica of stage 0. Errors as `restore_module`.
-
-    Args:
-        per_step: microbatches of one step, where all are as large as they may be.
-    """
+    """Restores a data node's replica of stage 0. Errors as `restore_module`."""
     restore_module(worker.stage.parts, worker.stage.optimizer, state)
     worker.steps = 0 if state.data is None else state.data.steps_done(per_step)
     worker.accumulated, worker.accumulated_tokens = state.counters.visits, state.counters.tokens
 
 
 def counts_of(data: DataState | None) -> Counts:
-    """The counts from which a data node goes on. What was under way when the state was saved was never completed, and
-    is read again.
-    """
+    """The counts from which a data node resumes. In-flight microbatches were never completed, and are read again."""
     if data is None:
         return Counts()
     return Counts(data.completed + data.abandoned, data.completed, data.abandoned, data.duplicated)
 
 
 def position_of(resumed: Resumed) -> DataState | None:
-    """The reading position from which a data node goes on."""
     return None if resumed.state is None else resumed.state.data
 
 
 def progress_of(resumed: Resumed) -> Progress:
-    """The training progress from which a data node goes on."""
     state = resumed.state
     if state is None or state.data is None:
         return Progress()
@@ -91,12 +78,7 @@ def progress_of(resumed: Resumed) -> Progress:
 
 
 def first_number(data: DataState | None, drawn: int) -> int:
-    """The first number of the microbatches of this start: `drawn`, a number below NUMBERS / 2 that nobody else can
-    know, unless the life before has come too near it.
-
-    Those of earlier lives it meets by chance only: of a hundred lives of a million microbatches each, once in 10,000
-    runs.
-    """
+    """The first microbatch number of this start: `drawn`, unless the last life came too near it."""
     if data is None or abs(drawn - data.next_number) > RESERVED_NUMBERS:
         return drawn
     return (drawn + 2 * RESERVED_NUMBERS + 1) % (NUMBERS // 2)
@@ -106,13 +88,7 @@ def first_number(data: DataState | None, drawn: int) -> int:
 
 
 def find_own(folder: CheckpointFolder, peer: PeerId, module: ModuleId | None) -> tuple[Resumed, tuple[Note, ...]]:
-    """Finds the peer's newest state, of `module` or (None) of any, and what to tell the person. Reads the disk.
-
-    Every damaged file is named. When all are damaged, the node goes on without them.
-
-    Raises:
-        StateError: the folder holds another run's checkpoint.
-    """
+    """Finds the peer's newest state, of `module` or any, and notes for the person. Raises StateError."""
     try:
         found = load_newest(folder, peer, module)
     except CorruptSnapshot as error:

@@ -1,6 +1,4 @@
-"""The common part of the two roles that a node can have in its module: that of a stage peer
-(`node.runtime.stage_role`), of a data node (`node.runtime.data_role`).
-"""
+"""The common part of the two roles of a node in its module."""
 
 from __future__ import annotations
 
@@ -31,21 +29,16 @@ class NodeRole(Protocol):
     runner: MicrobatchRunner
     rounds: ModuleRounds
 
-    async def prepare(self) -> None:
-        """Gets the replica ready to serve; the node is JOINING meanwhile. Cancelled when the node is asked to stop."""
-        ...
+    async def prepare(self) -> None: ...
 
-    async def run(self) -> None:
-        """Does what the role has to do besides `runner` and `rounds`, until cancelled."""
-        ...
+    async def run(self) -> None: ...
 
     async def drain(self, patience_s: float) -> None:
-        """Takes nothing new and finishes what is under way, or gives up after `patience_s` seconds."""
+        """Finishes what is in flight, or gives up after `patience_s` seconds."""
         ...
 
     def capture(self, post: Post) -> ReplicaState:
-        """Everything the replica needs to go on, copied by jobs of `post` as it is written. Runs on the compute
-        thread."""
+        """Copies the replica's state by jobs of `post`. Runs on the compute thread."""
         ...
 
     def load(self) -> Load: ...
@@ -54,9 +47,7 @@ class NodeRole(Protocol):
 
 
 class ReplicaHost:
-    """The node's interest in its replica's microbatches: tells the rounds, the events and who asks for proofs;
-    implements `node.pipeline.runner.Host`.
-    """
+    """Reports the replica's microbatches to rounds, events and proofs (`node.pipeline.runner.Host`)."""
 
     def __init__(self, given: ModuleContext, rounds: ModuleRounds) -> None:
         self._given = given
@@ -81,9 +72,7 @@ class ReplicaHost:
 
 
 class PlannedReplicas:
-    """The replicas that could take a microbatch over, by what the planner and the membership view know now; implements
-    `swarm.pipeline.custody.Replicas`.
-    """
+    """The replicas that could take a microbatch over (`swarm.pipeline.custody.Replicas`)."""
 
     def __init__(
         self, planner: Planner, membership: Membership, clock: Clock, is_linked: Callable[[PeerId], bool]
@@ -119,7 +108,7 @@ class PlannedReplicas:
 def microbatch_runner_for(
     given: ModuleContext, worker: Worker, planner: Planner, codecs: LinkCodecs, rounds: ModuleRounds
 ) -> MicrobatchRunner:
-    """Makes the microbatch runner of the replica that the node hosts; repair asks the planner who stands in."""
+    """Makes the microbatch runner of the node's replica, whose repair asks the planner for substitutes."""
     session, clock = given.session, SystemClock()
     own = session.own
     replicas = PlannedReplicas(planner, session.membership, clock, session.transport.is_linked)
@@ -133,7 +122,6 @@ def microbatch_runner_for(
 
 
 def moments_status(optimizer: InnerOptimizer) -> MomentsStatus:
-    """What the replica's inner optimizer keeps."""
     return MomentsStatus(optimizer.moments.value.value, optimizer.moments.reason, optimizer.state_bytes)
 
 
@@ -147,9 +135,7 @@ def tell_moments(given: ModuleContext, optimizer: InnerOptimizer) -> None:
 
 
 def link_codecs(given: ModuleContext, worker: Worker) -> LinkCodecs:
-    """Makes the codecs of the node's links. A visit takes as long as the slower end of a link needs, as far as it
-    announces its speed (data nodes do not: nobody waits for theirs).
-    """
+    """Makes the codecs of the node's links. The slower end of a link sets the time of a visit."""
     own, membership, transport = given.session.own, given.session.membership, given.session.transport
     tokens = given.manifest.microbatch_tokens
 

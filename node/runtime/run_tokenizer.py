@@ -1,9 +1,4 @@
-"""The run's tokenizer file on this machine: where the person says, kept from an earlier time, or from peers.
-
-What came from peers is kept beside the node's key, under the hash that the manifest has of it, so that it is fetched
-once. A file is given to others only after its own hash was found to be the manifest's: an option, or a manifest of this
-machine's, may name any file.
-"""
+"""The run's tokenizer file on this machine: named by the person, kept from an earlier time, or from peers."""
 
 from __future__ import annotations
 
@@ -31,24 +26,14 @@ FOLDER: Final = "tokenizers"
 
 @dataclass(frozen=True, slots=True)
 class RunTokenizer:
-    """What a node has of the run's tokenizer."""
-
     text: Reasoned[Places | None]
-    """What may be opened for the run's text, the tokenizer's file with it; None where that is needed and nobody gave
-    it."""
     content: bytes | None = None
-    """Of the file, for others."""
 
 
 async def run_tokenizer(
     options: NodeOptions, session: NetworkSession, data: DataSection, text: Reasoned[Places | None], *, own: bool
 ) -> RunTokenizer:
-    """Finds the tokenizer's file, and asks the peers for it where it is not here and this node may read the text.
-
-    Args:
-        text: what may be opened without it.
-        own: whether this machine's identity is the manifest's author.
-    """
+    """Finds the tokenizer's file, or downloads it if this node may read the text."""
     sha256 = data.tokenizer_sha256
     if sha256 is None:
         return RunTokenizer(text)
@@ -72,7 +57,6 @@ async def run_tokenizer(
 
 
 def kept_file(identity: Path, sha256: str) -> Path:
-    """The place where a tokenizer's file that peers have given is kept, beside the node's key."""
     return identity.parent / FOLDER / f"{sha256}.json"
 
 
@@ -89,8 +73,7 @@ def _content(place: Path, sha256: str) -> bytes | None:
 
 
 def _keep(file: Path, content: bytes) -> None:
-    """Whole or not at all: nodes that share the folder may do this at the same time. It is hashed whenever it is read,
-    so it need not be on the disk yet when this returns."""
+    """Writes the file atomically: nodes that share the folder may do this at the same time."""
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_suffix(f".{os.getpid()}")
     try:

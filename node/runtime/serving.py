@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
@@ -11,30 +13,31 @@ from functools import partial
 from node.averaging.module_rounds import first_state
 from node.checkpoint.folder import CheckpointFolder, save_state
 from node.checkpoint.saver import Saver
-from node.concurrency.compute_thread import Priority
+from node.concurrency.compute_thread import ComputeThread, Priority
 from node.concurrency.task_groups import task_scope, unless
 from node.context.module_context import ModuleContext
+from node.network.local_peer import LocalPeer
 from node.network.session import NetworkSession
-from node.observability.events import EventSink, LastPeer, Move, NodeStatus, Note
+from node.observability.events import BusySeconds, EventSink, LastPeer, Move, NodeStatus, NodeSummary, Note
 from node.observability.failpoints import crash_point
+from node.observability.status import AttachmentStatus, ComputeStatus, ReachStatus, RelayStatus, Status
+from node.observability.typed_json import to_json
 from node.runtime.data_role import data_role
-from node.runtime.mover import NextModule
+from node.runtime.module_choice import NextModule
 from node.runtime.role import NodeRole
 from node.runtime.stage_role import stage_role
-from node.runtime.status import node_summary, status_json
+from protocol.dht.directory import RelayTunnels
 from protocol.interfaces.transport import Question, QuestionAbout
 from swarm.vocabulary.announcement import Announcement
-from swarm.vocabulary.types import ModuleId, PeerId, PeerState, Reasoned
+from swarm.vocabulary.types import ModuleId, PeerId, PeerState
 
 log = logging.getLogger(__name__)
 
 DRAIN_S = 12.0
-"""What is not finished by then is left to the others; whoever asked for the stop waits for 20 s before using force."""
+"""Limit of a drain. Less than the 20 s after which the person uses force."""
 HAND_OVER_S = 3.0
-"""For everything that is to be done for the others after that."""
 REPORT_S = 2.0
 MAX_ASKED = 16
-"""Replicas that are asked whether they stay, before this one goes."""
 
 Moving = Callable[[ModuleContext], NextModule]
 
@@ -42,15 +45,7 @@ Moving = Callable[[ModuleContext], NextModule]
 async def serve_module(
     given: ModuleContext, moving: Moving, folder: CheckpointFolder | None, stop: asyncio.Event
 ) -> ModuleId | None:
-    """Serves a module, from JOINING to drained.
-
-    Args:
-        moving: called when the node serves; what it gives says when the node should move.
-        folder: gets the replica's state now and then, and when the node stops.
-
-    Returns:
-        The module to take next; None when `stop` was set.
-    """
+    """Serves a module from JOINING to drained. Returns the next module, or None when `stop` was set."""
     session, own, events = given.session, given.session.own, given.events
     own.take(given.module)
     tell_state(session, events)
@@ -79,7 +74,6 @@ async def serve_module(
 
 
 def tell_state(session: NetworkSession, events: EventSink) -> None:
-    """Announces what the node is now, and tells whoever watches."""
     own = session.own
     session.membership_sync.announce()
     module = None if own.state is PeerState.VISITING else str(own.module)
@@ -87,7 +81,7 @@ def tell_state(session: NetworkSession, events: EventSink) -> None:
 
 
 async def hand_over(finish: Callable[[], Awaitable[None]], limit_s: float) -> None:
-    """Does what is still to be done for the others; what is not done within the limit is given up."""
+    """Finishes what others need, up to the limit."""
     try:
         async with asyncio.timeout(limit_s):
             await finish()
@@ -101,7 +95,8 @@ async def _prepared(role: NodeRole) -> bool:
 
 
 async def _serve(role: NodeRole, given: ModuleContext, next_module: NextModule, stop: asyncio.Event) -> ModuleId | None:
-    """Serves until it is time to stop or to move, and drains. A move that would leave nobody behind is called off."""
+    """Serves until it is time to stop or to move, and drains. Calls a move off that would leave the module empty."""
+    own, events = given.session.own, given.events
     while True:
         _become(PeerState.SERVING, given)
         role.runner.take_new_work(True)
@@ -109,28 +104,25 @@ async def _serve(role: NodeRole, given: ModuleContext, next_module: NextModule, 
         if goal is not None and not await others_serve(given):
             continue
         if goal is not None:
-            _tell_of_move(given, goal)
-        await _drain(role, given)
+            events.emit(Move(own.peer, str(given.module), str(goal.value), goal.reason))
+        # Others hear of it first. Late work is refused if another replica can take it.
+        _become(PeerState.DRAINING, given)
+        crash_point("draining")
+        role.runner.take_new_work(not _replicas(given))
+        await role.drain(DRAIN_S)
         if stop.is_set():
-            _tell_if_last(given)
+            if not _replicas(given):
+                folder = given.options.checkpoint_dir
+                events.emit(LastPeer(own.peer, str(given.module), None if folder is None else str(folder)))
             return None
         assert goal is not None, "without a stop there was a goal"
         if await others_serve(given):  # asked again: another replica may have begun to leave at the same moment
             return goal.value
-        given.events.emit(Note("info", f"stays in module {given.module}: nobody else serves it any more"))
-
-
-async def _drain(role: NodeRole, given: ModuleContext) -> None:
-    """Others are told first. What comes all the same is refused if there is somebody to take it, and done if not."""
-    _become(PeerState.DRAINING, given)
-    crash_point("draining")
-    role.runner.take_new_work(not _replicas(given))
-    await role.drain(DRAIN_S)
+        events.emit(Note("info", f"stays in module {given.module}: nobody else serves it any more"))
 
 
 async def others_serve(given: ModuleContext) -> bool:
-    """Whether another replica that is proven to work says so now, when asked. What only announces itself may be a liar,
-    who would be left alone here."""
+    """Whether a replica with proven work says now that it serves. A liar could announce itself to empty the module."""
     await given.proofs.refresh()
     session, proven = given.session, given.proofs.proven
     asked = [a.peer for a in _replicas(given) if a.peer in proven][:MAX_ASKED]
@@ -143,18 +135,6 @@ def _replicas(given: ModuleContext) -> list[Announcement]:
     return session.membership.replicas(given.module, session.own.clock.monotonic())
 
 
-def _tell_of_move(given: ModuleContext, goal: Reasoned[ModuleId]) -> None:
-    given.events.emit(Move(given.session.own.peer, str(given.module), str(goal.value), goal.reason))
-
-
-def _tell_if_last(given: ModuleContext) -> None:
-    if _replicas(given):
-        return
-    folder = given.options.checkpoint_dir
-    saved_in = None if folder is None else str(folder)
-    given.events.emit(LastPeer(given.session.own.peer, str(given.module), saved_in))
-
-
 def _become(state: PeerState, given: ModuleContext) -> None:
     given.session.own.state = state
     tell_state(given.session, given.events)
@@ -162,15 +142,9 @@ def _become(state: PeerState, given: ModuleContext) -> None:
 
 @asynccontextmanager
 async def _at_work(role: NodeRole, given: ModuleContext, saver: Saver | None) -> AsyncIterator[None]:
-    """Within the block the node does its work."""
     async with task_scope() as tasks:
-        running = [
-            tasks.create_task(role.runner.run()),
-            tasks.create_task(role.run()),
-            tasks.create_task(_report(role, given.events)),
-        ]
-        if saver is not None:
-            running.append(tasks.create_task(saver.run()))
+        work = [role.runner.run(), role.run(), _report(role, given.events), *([] if saver is None else [saver.run()])]
+        running = [tasks.create_task(each) for each in work]
         try:
             await asyncio.sleep(0)  # the runner takes work only when it runs
             with role.runner.receiving(given.session.dispatcher):
@@ -194,3 +168,54 @@ def _saver(
     write = partial(save_state, folder, given.session.own.peer, given.module)
     capture = partial(role.capture, partial(given.compute.post, Priority.UPKEEP))
     return Saver(capture, write, given.compute, given.saves, given.events, given.options.checkpoint_every_s)
+
+
+# ---- reports of itself -----------------------------------------------------------------------------------------------
+
+
+def node_summary(own: LocalPeer, role: NodeRole, compute: ComputeThread) -> NodeSummary:
+    """The account of a node that leaves its module."""
+    account = role.account()
+    busy = BusySeconds(compute.busy_s, account.codec_s, role.runner.wire_s, compute.idle_s, compute.idle_work_s)
+    return NodeSummary(
+        peer=own.peer,
+        module=str(own.module),
+        steps=account.steps,
+        loss_first=account.loss_first,
+        loss_last=account.loss_last,
+        tokens=account.tokens,
+        tokens_per_s=account.tokens_per_s,
+        microbatches=account.counts,
+        accumulated=account.accumulated,
+        busy_s=busy,
+    )
+
+
+def status_json(own: LocalPeer, role: NodeRole, compute: ComputeThread, tunnels: RelayTunnels) -> bytes:
+    """The status of the node as JSON."""
+    account, custody, rounds = role.account(), role.runner.custody, role.rounds
+    status = Status(
+        **{field.name: getattr(account, field.name) for field in dataclasses.fields(account)},
+        peer=own.peer,
+        module=str(own.module),
+        state=own.state.name.lower(),
+        addresses=own.addresses,
+        via=own.via,
+        reach=ReachStatus(own.reach.step.value, own.reach.reason),
+        relay=RelayStatus(own.relay, **dataclasses.asdict(tunnels.carried())),
+        relays=tuple(AttachmentStatus(each.relay, each.standing, each.reason) for each in tunnels.attachments()),
+        unix_ms=int(own.clock.wall() * 1000),
+        slots=custody.slots,
+        free_slots=custody.slots - custody.used_slots,
+        round=0 if own.anchor is None else own.anchor.round,
+        digest="" if own.anchor is None else own.anchor.digest.hex(),
+        rounds=rounds.describe(),
+        last_round=rounds.news.last_round(),
+        accused=rounds.news.accused_lately(),
+        catching_up=rounds.news.catching_up(),
+        codecs=role.runner.codecs.describe(),
+        compute=ComputeStatus(
+            round(compute.busy_s, 3), round(compute.idle_work_s, 3), round(compute.idle_s, 3), compute.idle_waiting
+        ),
+    )
+    return json.dumps(to_json(status), allow_nan=False).encode()

@@ -28,10 +28,8 @@ from node.runtime.role import link_codecs, microbatch_runner_for, moments_status
 from protocol.interfaces.clock import SystemClock
 from swarm.routing.measured_times import MeasuredTimes
 from swarm.routing.planner import Planner
-from swarm.vocabulary.types import Reasoned
 
 QUIET_S = 1.0
-"""A draining stage peer that has held nothing for this long has nothing more to expect."""
 LARGEST_DEFAULT_GRAPHS = 2 * 2**30
 
 
@@ -42,28 +40,24 @@ class StageRole:
         self.runner = runner
         self.rounds = rounds
         self._given = given
-        self._session = given.session
-        self._module = given.module
         self._worker = worker
         self._rate = Rate(SystemClock())
         self._seen = worker.accumulated_tokens
 
     async def prepare(self) -> None:
-        """Measures its speed, to be announced, and gets the state on which its module stands."""
-        own, passes, given = self._session.own, self._worker.passes, self._given
+        own, passes, given = self._given.session.own, self._worker.passes, self._given
         own.speed = await given.compute.run(
             Priority.UPKEEP, lambda: measure_speed(passes, given.manifest, given.device)
         )
         await self.rounds.prepare()
 
     async def run(self) -> None:
-        """Keeps the announced speed true."""
         while True:
             await asyncio.sleep(QUIET_S)
             self._rate.add(self._worker.accumulated_tokens - self._seen)
             self._seen = self._worker.accumulated_tokens
             if self._worker.speed.tokens_per_s:
-                self._session.own.speed = self._worker.speed
+                self._given.session.own.speed = self._worker.speed
 
     async def drain(self, patience_s: float) -> None:
         quiet_since = None
@@ -83,11 +77,12 @@ class StageRole:
         return capture_hop(self._worker, self.rounds.agreed(), post)
 
     def load(self) -> Load:
-        own, custody = self._session.own, self.runner.custody
-        return Load(own.peer, str(self._module), custody.slots, custody.used_slots, self._rate.per_second())
+        own, custody = self._given.session.own, self.runner.custody
+        return Load(own.peer, str(self._given.module), custody.slots, custody.used_slots, self._rate.per_second())
 
     def account(self) -> Account:
-        worker, put_off = self._worker, self._worker.deferred
+        worker, put_off, chosen = self._worker, self._worker.deferred, self._worker.deferred.chosen
+        figures = put_off.visits, put_off.waiting, put_off.held_bytes, put_off.peak_bytes
         return Account(
             steps=worker.optimizer.steps,
             accumulated=worker.accumulated,
@@ -95,14 +90,7 @@ class StageRole:
             tokens=worker.accumulated_tokens,
             tokens_per_s=self._rate.per_second(),
             codec_s=worker.wire.codec_s,
-            weights=WeightsStatus(
-                put_off.chosen.value,
-                put_off.chosen.reason,
-                put_off.visits,
-                put_off.waiting,
-                put_off.held_bytes,
-                put_off.peak_bytes,
-            ),
+            weights=WeightsStatus(chosen.value, chosen.reason, *figures),
             moments=moments_status(worker.optimizer),
         )
 
@@ -130,9 +118,8 @@ async def stage_role(given: ModuleContext, first: Anchor | None) -> AsyncIterato
 
 
 def _graph_budget(given: ModuleContext) -> int:
-    """The bytes that kept graphs may take: no more than a limit leaves besides the module."""
     options = given.options
-    budget = default_graph_budget(given.device).value if options.graph_bytes is None else options.graph_bytes
+    budget = _default_graph_budget(given.device) if options.graph_bytes is None else options.graph_bytes
     limit = options.memory_limit_bytes
     if limit is None:
         return budget
@@ -140,12 +127,11 @@ def _graph_budget(given: ModuleContext) -> int:
     return min(budget, max(0, limit.value - (need.all if given.device.type == "cpu" else need.device)))
 
 
-def default_graph_budget(device: torch.device) -> Reasoned[int]:
-    """The default bytes that kept graphs may take: two fifths of a GPU's free memory, an eighth of the machine's."""
+def _default_graph_budget(device: torch.device) -> int:
+    """Two fifths of a GPU's free memory, else an eighth of the machine's, 2 GiB at most."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        return Reasoned(free * 2 // 5, "two fifths of the GPU's free memory")
+        return free * 2 // 5
     if not hasattr(os, "sysconf"):
-        return Reasoned(LARGEST_DEFAULT_GRAPHS // 2, "this system does not say how much memory it has")
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return Reasoned(min(LARGEST_DEFAULT_GRAPHS, memory // 8), "an eighth of this machine's memory, 2 GiB at most")
+        return LARGEST_DEFAULT_GRAPHS // 2
+    return min(LARGEST_DEFAULT_GRAPHS, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 8)

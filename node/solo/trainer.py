@@ -1,28 +1,33 @@
-"""Training in one process without any network: the baseline, and what a swarm of one replica a stage must reproduce.
-
-It has the swarm's own parts: modules cut by stage, a visit for each, an accumulator for each part, an optimizer for
-each module, the data in the order in which a single data node reads it, the stages that the planner gives a data node's
-first, second, ... microbatch, and in a run with experts the modules of the microbatch's route. A module that is visited
-less takes its inner step when it has seen the tokens of one, as in a swarm, and a microbatch's next one already meets
-the new parameters.
-"""
+"""Training in one process: the baseline that a swarm of one replica a stage must reproduce."""
 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final, Literal, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Final, Protocol
 
 import torch
 from torch import nn
 
-from node.averaging.anchor.anchor import tensors_of
-from node.averaging.anchor.local_replica import LocalReplica
-from node.averaging.anchor.outer_step import outer_rule
-from node.checkpoint.folder import CheckpointFolder, Problem
+from node.averaging.anchor.anchor import AnchorStore, restored_anchor, tensors_of
+from node.averaging.anchor.local_replica import LocalReplica, anchor_of
+from node.averaging.anchor.outer_step import OuterRule, outer_rule, step_alone
+from node.checkpoint.folder import (
+    CheckpointFolder,
+    Problem,
+    check_run,
+    remove_older,
+    whole_snapshots,
+    write_snapshot,
+)
 from node.checkpoint.gather import Gathered
+from node.checkpoint.saver import capture_module, restore_module
+from node.checkpoint.snapshot import Header, read_state
+from node.checkpoint.state import Agreed, DataState, ReplicaState
 from node.data.documents import Documents
 from node.data.feed import TrainingFeed, open_documents
 from node.data.packing import Microbatch
@@ -32,24 +37,22 @@ from node.model.device import device_errors, flushed_denormals
 from node.model.initialization import parameters_of
 from node.model.memory_need import require_room
 from node.model.moments import MomentType
-from node.model.optimizer import Accumulator, Addition, inner_optimizer
+from node.model.optimizer import Accumulator, Addition, InnerOptimizer, inner_optimizer
 from node.model.parts import BlockStack, EmbeddingPart, HeadPart, build_block_stack, build_embedding, build_head
 from node.network.loss_report import answer_of, held_out_loss, summed_loss
 from node.observability.events import Event, MicrobatchCounts, Note, Step, Summary
 from node.pipeline.admission import path_rules
-from node.solo.solo_checkpoint import CheckpointPlan, Hosted, SoloReplica, load_solo, save_solo
 from node.start.cut_model import CutModel
 from protocol.manifest.manifest import Manifest
 from swarm.experts.routes import module_at
 from swarm.routing.stage_balance import ring_stages
-from swarm.vocabulary.errors import ConfigError, ResourceExhausted, StateError
+from swarm.vocabulary.errors import ConfigError, CorruptSnapshot, ResourceExhausted, StateError
 from swarm.vocabulary.statistics import Ewma
 from swarm.vocabulary.types import MicrobatchId, ModuleId, PeerId, Route
 
 log = logging.getLogger(__name__)
 
 SOLO: Final = PeerId("solo")
-"""Stands for the data node in microbatch ids."""
 
 
 def train_solo(
@@ -65,51 +68,47 @@ def train_solo(
     should_stop: Callable[[], bool] = lambda: False,
     monotonic: Callable[[], float] = time.monotonic,
 ) -> Summary:
-    """Trains for `steps` inner steps, or until `should_stop` says so between two microbatches; returns the summary.
-
-    `on_event` gets a `Step` after every step and the summary at the end. What is in the checkpoint is gone on from; it
-    is written now and then and at the end. `steps` counts those before a resume.
-
-    Raises:
-        ConfigError: its data or its router is not here (see `open_documents`), or it starts from an existing model that
-            is not `start`.
-        StateError: the loss or a gradient is not finite, or the last checkpoint could not be written.
-        CorruptSnapshot: there is a checkpoint, and no step of it is whole.
-    """
+    """Trains for `steps` inner steps or until `should_stop`. Raises ConfigError, StateError, CorruptSnapshot."""
     with flushed_denormals():  # as a node computes
         model = WholeModel(manifest, device, moments)
         model.begin(start)
         trainer = SoloTrainer(manifest, model, open_documents(manifest, router=router), moments=moments)
-        keeper = _Keeper(saves, trainer, on_event, monotonic)
-        keeper.resume()
-        progress = _Progress(trainer, monotonic)
-        while trainer.steps < steps:
-            loss = trainer.step(should_stop)
-            if loss is None:
-                break
-            on_event(progress.stepped(loss))
-            keeper.save_if_due()
-        keeper.save()
-    summary = progress.summary()
+        if saves is not None:
+            for problem in trainer.resume(saves.folder):
+                on_event(Note("warning", f"damaged snapshot passed over: {problem}"))
+            if trainer.steps:
+                on_event(Note("info", f"resumes at step {trainer.steps}, {trainer.tokens} tokens"))
+        began = last = saved_at = monotonic()
+        tokens_before = tokens = trainer.tokens
+        rate, losses = Ewma(), list[float]()
+        while trainer.steps < steps and (loss := trainer.step(should_stop)) is not None:
+            now = monotonic()
+            rate.add((trainer.tokens - tokens) / max(now - last, 1e-9))
+            last, tokens = now, trainer.tokens
+            losses = [*losses[:1], loss]  # the first and the last
+            on_event(Step(trainer.steps, loss, tokens, rate.mean, peer=""))
+            if saves is not None and now - saved_at >= saves.every_s:
+                saved_at = now
+                try:
+                    trainer.save(saves.folder)
+                except (StateError, ResourceExhausted) as error:  # training goes on
+                    on_event(Note("warning", f"{error}. {error.hint}"))
+        if saves is not None:
+            trainer.save(saves.folder)
+    counts = MicrobatchCounts(started=trainer.microbatches, completed=trainer.microbatches)
+    mean = (tokens - tokens_before) / max(last - began, 1e-9)
+    first_loss, last_loss = (losses[0], losses[-1]) if losses else (None, None)
+    summary = Summary(trainer.steps, first_loss, last_loss, trainer.tokens, mean, counts, peers=())
     on_event(summary)
     return summary
 
 
 class Measurable(Protocol):
-    """A model whose loss can be measured."""
-
-    def loss(self, microbatch: Microbatch) -> float:
-        """The mean loss, nats per token that is predicted."""
-        ...
+    def loss(self, microbatch: Microbatch) -> float: ...
 
 
 def evaluate(model: Measurable, microbatches: Iterable[Microbatch]) -> dict[str, Any]:
-    """The mean loss over the microbatches' tokens: `{"loss": nats per token, "tokens": n, "microbatches": n}`. In a run
-    with experts also `routes`: of each, such as `1.0,2.1`, the same.
-
-    Raises:
-        ConfigError: there is no microbatch.
-    """
+    """The loss per token, tokens and microbatches; `routes` in a run with experts. Raises ConfigError without any."""
     texts = list(microbatches)
     losses = [(model.loss(microbatch), microbatch.scored) for microbatch in texts]
     if not losses:
@@ -121,7 +120,6 @@ class WholeModel:
     """All parts of a run on one device."""
 
     def __init__(self, manifest: Manifest, device: torch.device, moments: MomentType = MomentType.FLOAT32) -> None:
-        """Raises OutOfMemory where there is no room for it, with such moments as a trainer is to keep."""
         self.device = device
         self._manifest = manifest
         require_room(manifest, manifest.modules(), device, 1, moments)
@@ -132,49 +130,29 @@ class WholeModel:
                 module: build_block_stack(manifest, module).to(device) for module in manifest.modules()[1:]
             }
         self.stacks: list[BlockStack] = list(self._stack_of.values())
-        """In order of stage and expert."""
         self.all_stages = range(1, manifest.stages.count)
-        """The stages after stage 0, in order: a full path."""
 
     def modules(self) -> list[tuple[ModuleId, tuple[nn.Module, ...]]]:
-        """Each module's parts, in order of stage and expert."""
         stacks = [(module, (stack,)) for module, stack in self._stack_of.items()]
         return [(ModuleId(0), (self.embedding, self.head)), *stacks]
 
     def _path(self, microbatch: Microbatch, stages: Sequence[int] | None) -> list[BlockStack]:
-        """What the microbatch goes through after the embedding, by its route."""
         visited = self.all_stages if stages is None else stages
         return [self._stack_of[module_at(microbatch.route, stage)] for stage in visited]
 
     @torch.no_grad()
     def loss(self, microbatch: Microbatch, stages: Sequence[int] | None = None) -> float:
-        """The mean loss in nats per token that is predicted, without a graph, of a path through these stages (None for
-        all)."""
-        hidden = self._hidden(microbatch, stages)
-        loss = float(self.head(hidden, microbatch.labels.to(self.device)).item())
-        return microbatch.per_label(loss)
-
-    @torch.no_grad()
-    def token_losses(self, microbatch: Microbatch) -> torch.Tensor:
-        """The loss of each token in nats, float32 [rows, tokens] on the CPU, of a path through all stages; 0 where none
-        is predicted."""
-        logits, labels = self.head.logits(self._hidden(microbatch, None)), microbatch.labels.to(self.device)
-        return nn.functional.cross_entropy(logits.mT, labels, reduction="none").cpu()
-
-    def _hidden(self, microbatch: Microbatch, stages: Sequence[int] | None) -> torch.Tensor:
-        """What the head reads, [rows, tokens, hidden]."""
+        """The mean loss in nats per predicted token, of a path through these stages (None for all)."""
         documents = microbatch.documents
         hidden: torch.Tensor = self.embedding(microbatch.tokens.to(self.device), documents)
         for stack in self._path(microbatch, stages):
             hidden = stack(hidden, documents)
-        return hidden
+        return microbatch.per_label(float(self.head(hidden, microbatch.labels.to(self.device)).item()))
 
     def gradients(
         self, microbatch: Microbatch, stages: Sequence[int] | None = None
     ) -> tuple[float, dict[nn.Module, tuple[torch.Tensor, ...]]]:
-        """Computes the loss of a path through these stages (None for all), and the gradients of each part on it. Each
-        stage's graph is freed as soon as it has been used.
-        """
+        """The loss of a path through these stages (None for all) and the gradients of each part."""
         stacks = self._path(microbatch, stages)
         documents = microbatch.documents
         visits = [visit.forward(self.embedding, microbatch.tokens.to(self.device), documents)]
@@ -190,11 +168,7 @@ class WholeModel:
 
     @torch.no_grad()
     def begin(self, start: CutModel | None) -> None:
-        """Takes over the weights of the existing model from which the run starts, if it does.
-
-        Raises:
-            ConfigError: it does, and `start` is None or another model.
-        """
+        """Copies the weights of the model from which the run starts. Raises ConfigError if `start` is missing."""
         if self._manifest.start is None:
             return
         if start is None:
@@ -210,11 +184,7 @@ class WholeModel:
 
     @torch.no_grad()
     def load(self, gathered: Gathered) -> None:
-        """Takes over every module's parameters.
-
-        Raises:
-            StateError: they are of another model.
-        """
+        """Takes over every module's parameters. Raises StateError if they are of another model."""
         for module, parts in self.modules():
             saved, parameters = gathered.modules[module], parameters_of(*parts)
             if {n: t.shape for n, t in saved.items()} != {n: t.shape for n, t in parameters.items()}:
@@ -224,7 +194,7 @@ class WholeModel:
 
 
 ChooseStages = Callable[[int], Sequence[int]]
-"""The stages that a microbatch visits, in their order, by its number."""
+"""The stages that a microbatch visits, by its number."""
 
 
 def planned_stages(manifest: Manifest) -> ChooseStages:
@@ -234,13 +204,7 @@ def planned_stages(manifest: Manifest) -> ChooseStages:
 
 
 class SoloTrainer:
-    """Inner steps of all modules, each as soon as it is due. Each module is alone, and takes its outer step as a lone
-    replica of a swarm does.
-
-    Args:
-        choose: None for what the manifest says.
-        moments: the form of AdamW's.
-    """
+    """Inner steps of all modules, each as soon as it is due, and outer steps as a lone replica takes them."""
 
     def __init__(
         self,
@@ -260,39 +224,48 @@ class SoloTrainer:
         self._at = self._feed.cursor
         self.steps = 0
         self.microbatches = 0
-        """Completed."""
         self.tokens = 0
-        """Trained on."""
         self._turns: Counter[Route] = Counter()
         self._completed = 0
-        """At stage 0's last step."""
 
     def save(self, folder: CheckpointFolder) -> None:
-        """Saves the model as it was after stage 0's last step, and the text's position there. Errors as `save_solo`.
-
-        What a stage has accumulated towards a step that is not due yet is not saved, as in a swarm.
-        """
-        save_solo(folder, self._hosted, microbatches=self._completed, steps=self.steps, at=self._at)
+        """Saves the model as of stage 0's last step. Unapplied gradients are not saved, as in a swarm."""
+        done = self._completed
+        data = DataState(self._at, next_number=done, completed=done, abandoned=0, duplicated=0, steps=self.steps)
+        for each in self._hosted:
+            agreed, tokens = each.replica.agreed(), each.optimizer.tokens
+            state = capture_module(each.parts, each.optimizer, visits=each.visits, tokens=tokens, agreed=agreed)
+            write_snapshot(folder, solo_peer(each.module), each.module, replace(state, data=data))
+        for each in self._hosted:  # old ones last: a crash leaves a whole save
+            remove_older(folder, solo_peer(each.module))
 
     def resume(self, folder: CheckpointFolder) -> tuple[Problem, ...]:
-        """Goes on from what is in the folder, if anything is; returns what had to be passed over. Errors as
-        `load_solo`."""
-        position, problems = load_solo(folder, self._hosted)
-        if position is not None:
-            self.microbatches, self.tokens = position.completed, self._hosted[0].optimizer.tokens
-            self.steps = position.steps_done(self._manifest.microbatches_per_step)
-            self._completed = self.microbatches
-            self._feed = TrainingFeed(self._manifest, self._documents, SOLO, position.cursor)
-            self._at = position.cursor
-        return problems
+        """Restores the last whole save, if any; returns the problems found. Raises CorruptSnapshot, StateError."""
+        check_run(folder)
+        problems: list[Problem] = []
+        saved = [_by_position(whole_snapshots(folder, solo_peer(each.module), problems)) for each in self._hosted]
+        common = set(saved[0]).intersection(*saved)
+        if not common:
+            if problems or any(saved):
+                named = "; ".join(str(problem) for problem in problems) or "its modules were saved at different times"
+                raise CorruptSnapshot(f"{folder.path}: no save of the run is whole: {named}")
+            return ()
+        for each, headers in zip(self._hosted, saved, strict=True):
+            state = read_state(folder.of(solo_peer(each.module)), headers[max(common)])
+            restore_module(each.parts, each.optimizer, state)
+            each.replica.restore(state)
+            each.visits = state.counters.visits
+        position = saved[0][max(common)].data
+        assert position is not None, "`_by_position` has no others"
+        self.microbatches = self._completed = position.completed
+        self.tokens = self._hosted[0].optimizer.tokens
+        self.steps = position.steps_done(self._manifest.microbatches_per_step)
+        self._feed = TrainingFeed(self._manifest, self._documents, SOLO, position.cursor)
+        self._at = position.cursor
+        return tuple(problems)
 
     def step(self, should_stop: Callable[[], bool]) -> float | None:
-        """Trains until stage 0 has taken an inner step; returns the mean loss of its microbatches, or None when asked
-        to stop before.
-
-        Raises:
-            StateError: the loss or a gradient is not finite.
-        """
+        """Trains until stage 0 has stepped; returns its mean loss, or None when asked to stop. Raises StateError."""
         losses: list[tuple[float, int]] = []
         before, stage_zero = self.steps, self._hosted[0]
         while self.steps == before:
@@ -336,70 +309,61 @@ class SoloTrainer:
         return loss
 
 
-class _Progress:
-    """Turns steps into events."""
-
-    def __init__(self, trainer: SoloTrainer, monotonic: Callable[[], float]) -> None:
-        self._trainer = trainer
-        self._monotonic = monotonic
-        self._began = self._last = monotonic()
-        self._tokens = self._tokens_before = trainer.tokens
-        self._rate = Ewma()
-        self._losses: list[float] = []  # the first and the last
-
-    def stepped(self, loss: float) -> Step:
-        now, tokens = self._monotonic(), self._trainer.tokens
-        self._rate.add((tokens - self._tokens) / max(now - self._last, 1e-9))
-        self._last, self._tokens = now, tokens
-        self._losses = [*self._losses[:1], loss]
-        return Step(self._trainer.steps, loss, tokens, self._rate.mean, peer="")
-
-    def summary(self) -> Summary:
-        """The rate is the mean since the start; losses are of the steps since then, None when there was none."""
-        first, last = (self._losses[0], self._losses[-1]) if self._losses else (None, None)
-        rate = (self._tokens - self._tokens_before) / max(self._last - self._began, 1e-9)
-        completed = self._trainer.microbatches
-        counts = MicrobatchCounts(started=completed, completed=completed)
-        return Summary(self._trainer.steps, first, last, self._trainer.tokens, rate, counts, peers=())
+# ---- checkpoint ------------------------------------------------------------------------------------------------------
 
 
-class _Keeper:
-    """Saves a solo run now and then, and finds what an earlier one has saved. Does nothing without a folder."""
+@dataclass(frozen=True, slots=True)
+class CheckpointPlan:
+    folder: CheckpointFolder
+    every_s: float = math.inf
 
-    def __init__(
-        self,
-        plan: CheckpointPlan | None,
-        trainer: SoloTrainer,
-        on_event: Callable[[Event], None],
-        monotonic: Callable[[], float],
-    ) -> None:
-        self._plan = plan
-        self._trainer = trainer
-        self._on_event = on_event
-        self._monotonic = monotonic
-        self._saved_at = monotonic() if plan is not None else 0.0
 
-    def resume(self) -> None:
-        if self._plan is None:
-            return
-        for problem in self._trainer.resume(self._plan.folder):
-            self._note("warning", f"damaged snapshot passed over: {problem}")
-        if self._trainer.steps:
-            self._note("info", f"resumes at step {self._trainer.steps}, {self._trainer.tokens} tokens")
+class SoloReplica:
+    """The anchor of a lone module. Its outer step comes right before the inner step after the one that made it due."""
 
-    def save_if_due(self) -> None:
-        """A save that fails on the way is a warning, and training goes on."""
-        if self._plan is None or self._monotonic() - self._saved_at < self._plan.every_s:
-            return
-        self._saved_at = self._monotonic()
-        try:
-            self.save()
-        except (StateError, ResourceExhausted) as error:
-            self._note("warning", f"{error}. {error.hint}")
+    def __init__(self, local: LocalReplica, rule: OuterRule, every: int) -> None:
+        self.store = AnchorStore(anchor_of(local))
+        self._local = local
+        self._rule = rule
+        self._every = every
+        self._steps = self._tokens = 0
+        local.optimizer.before_step = self._before_inner_step
 
-    def save(self) -> None:
-        if self._plan is not None:
-            self._trainer.save(self._plan.folder)
+    def after_inner_step(self, tokens: int) -> None:
+        self._steps += 1
+        self._tokens += tokens
 
-    def _note(self, level: Literal["info", "warning"], message: str) -> None:
-        self._on_event(Note(level, message))
+    def _before_inner_step(self) -> None:
+        if self._steps >= self._every:
+            step_alone(self._local, self.store, self._rule, self._steps, self._tokens)
+            self._steps = self._tokens = 0
+
+    def agreed(self) -> Agreed:
+        return Agreed(self.store.saved(), self._steps, self._tokens)
+
+    def restore(self, state: ReplicaState) -> None:
+        """Resumes from a checkpoint whose parameters the replica has already. Raises CorruptSnapshot."""
+        if state.anchor is not None:
+            self.store = AnchorStore(restored_anchor(self._local.layout, state.anchor))
+            self._steps, self._tokens = state.counters.steps_since_anchor, state.counters.tokens_since_anchor
+
+
+@dataclass(slots=True, eq=False)
+class Hosted:
+    module: ModuleId
+    parts: tuple[nn.Module, ...]
+    optimizer: InnerOptimizer
+    replica: SoloReplica
+    visits: int = 0
+
+
+def solo_peer(module: ModuleId) -> PeerId:
+    return PeerId(f"solo-{module}")
+
+
+def _by_position(newest_first: Iterable[Header]) -> dict[int, Header]:
+    found: dict[int, Header] = {}
+    for header in newest_first:
+        if header.data is not None:
+            found.setdefault(header.data.completed, header)
+    return found

@@ -133,7 +133,7 @@ class Lab:
             if said.returncode != 0:  # it stops or starts just now, or nothing has been logged yet
                 continue
             for file, _, line in (line.partition(":") for line in said.stdout.splitlines()):
-                started_ms = int(Path(file).name.split("-")[1].split(".")[0])  # see node/observability/event_log.py
+                started_ms = int(Path(file).name.split("-")[1].split(".")[0])  # see node/observability/event_json.py
                 with contextlib.suppress(ProtocolViolation):  # a line that is being written
                     event = event_from_json(line)
                     if event is not None and started_ms > started_after * 1000:

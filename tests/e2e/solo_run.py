@@ -10,8 +10,7 @@ from node.checkpoint.folder import CheckpointFolder
 from node.checkpoint.gather import gather_modules
 from node.experts.router import Router
 from node.observability.events import Step
-from node.solo.solo_checkpoint import CheckpointPlan
-from node.solo.trainer import train_solo
+from node.solo.trainer import CheckpointPlan, train_solo
 from node.start.cut_model import CutModel
 from protocol.identity.keys import Identity
 from protocol.manifest.manifest import Manifest

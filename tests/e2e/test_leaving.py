@@ -13,7 +13,7 @@ from node.local_swarm.local_swarm import STOP_LIMIT_S, LocalSwarm
 from node.local_swarm.setup import LocalSwarmOptions
 from node.observability.events import Event, LastPeer, Move, NodeStatus, NodeSummary, Resumed
 from node.runtime.leave_socket import ask_to_leave, door_path
-from node.runtime.mover import NextModule
+from node.runtime.module_choice import NextModule
 from node.runtime.node import run_node
 from protocol.identity.keys import Identity
 from protocol.manifest.signing import sign_manifest

@@ -14,7 +14,7 @@ import numpy as np
 from node.averaging.anchor.anchor import Anchor, AnchorStore
 from node.averaging.state_sync.partial_state import codec_for
 from node.concurrency.compute_thread import ComputeThread, Priority
-from node.concurrency.task_tracker import TaskTracker
+from node.concurrency.task_groups import TaskTracker
 from node.network.dispatcher import Dispatcher
 from node.start.cut_model import CutModel, FirstAnchor
 from protocol.codecs import Encoded, encode

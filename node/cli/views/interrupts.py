@@ -1,8 +1,4 @@
-"""Signals and the end of standard input as requests to stop.
-
-The first SIGINT, SIGTERM or SIGHUP asks for a stop in good order, the second ends the process. `up` and `solo` then
-exit with 128 + the signal's number, so that scripts can tell; a node that left in good order exits with 0.
-"""
+"""Signals and the end of standard input as requests to stop: the first asks, the second ends the process."""
 
 from __future__ import annotations
 
@@ -21,7 +17,7 @@ from node.cli.views.output import tell
 Result = TypeVar("Result")
 
 STOP_LIMIT_S = 20.0
-"""A stop in good order takes no longer than this; whoever waits for one may then use force."""
+"""Limit of a stop in good order, in seconds."""
 STOPPING = "stopping in good order; once more to stop at once"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -40,7 +36,6 @@ class Interrupts:
 
     @property
     def exit_code(self) -> int:
-        """0 when there was no signal, else 128 + the number of the first."""
         return 0 if self._first is None else 128 + self._first
 
     def __enter__(self) -> Self:
@@ -65,7 +60,7 @@ class Interrupts:
 
 
 def leave_at_once(number: int) -> None:
-    """Ends this process without any clean-up, and the processes it has started, if it leads its process group."""
+    """Ends this process without clean-up, and its process group if it leads one."""
     if os.getpgrp() == os.getpid():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         os.killpg(0, signal.SIGTERM)
@@ -73,7 +68,7 @@ def leave_at_once(number: int) -> None:
 
 
 def end_by(seconds: float) -> None:
-    """Ends this process without any clean-up when it is still there after so long, its event loop stuck or not."""
+    """Ends this process without clean-up after `seconds`, even if its event loop hangs."""
 
     def end() -> None:
         time.sleep(seconds)

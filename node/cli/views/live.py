@@ -76,7 +76,6 @@ def _loss_line(state: SwarmProgress) -> Text:
 
 
 def _sizes_lines(state: SwarmProgress) -> Iterator[Text]:
-    """What a microbatch is, of the first data node that packs documents."""
     packed = (peer.sizes for peer in state.peers.values() if peer.sizes is not None and peer.sizes.documents)
     for sizes in islice(packed, 1):
         yield Text(f"microbatch {sizes_text(sizes)}", style="dim")
@@ -108,27 +107,25 @@ def _expert(peer: PeerProgress) -> int:
 
 def _peer_row(peer: PeerProgress, now: float) -> tuple[RenderableType, ...]:
     state = peer.state if peer.exit_code in (None, 0) else f"{peer.state} ({peer.exit_code})"
-    return (
-        Text(str(peer.stage)),
-        Text(harmless(peer.module or "-")),
-        Text(peer_name(peer.peer)),
-        Text(harmless(state, 24), style=_STATE_STYLES.get(peer.state, "")),
-        Text(str(peer.inner_steps)),
-        Text("-" if peer.tokens_per_s is None else count(peer.tokens_per_s)),
-        Text("-" if peer.slots is None else f"{peer.busy_slots}/{peer.slots}"),
-        _round_cell(peer, now),
+    state_cell = Text(harmless(state, 24), style=_STATE_STYLES.get(peer.state, ""))
+    figures = (
+        str(peer.inner_steps),
+        "-" if peer.tokens_per_s is None else count(peer.tokens_per_s),
+        "-" if peer.slots is None else f"{peer.busy_slots}/{peer.slots}",
     )
+    names = str(peer.stage), harmless(peer.module or "-"), peer_name(peer.peer)
+    return *map(Text, names), state_cell, *map(Text, figures), _round_cell(peer, now)
 
 
 def _round_cell(peer: PeerProgress, now: float) -> RenderableType:
     if peer.catching_up is not None and peer.exit_code is None:
-        return download_bar(peer.catching_up.bytes, peer.catching_up.total_bytes)
+        return download_cell(peer.catching_up.bytes, peer.catching_up.total_bytes)
     since = None if peer.round_at is None else now - peer.round_at
     return Text(round_text(peer.round, peer.members, since))
 
 
-def download_bar(done: float, total: float) -> RenderableType:
-    """A download's progress for a cell of a table: the bar above its figures, so that the column stays narrow."""
+def download_cell(done: float, total: float) -> RenderableType:
+    """A progress bar for a table cell, above its figures."""
     rows = Table.grid()  # a bar alone does not end its line
     rows.add_row(ProgressBar(total=max(1.0, total), completed=done, width=_DOWNLOAD_WIDTH))
     rows.add_row(Text(f"{megabytes(done)} of {megabytes(total)}"))

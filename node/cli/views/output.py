@@ -5,127 +5,81 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import logging
 import os
 import secrets
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import Any, TypeVar
 
 import typer
 
 from node.cli.views.text import count, duration, harmless, loss_text, megabytes, peer_name
-from node.observability.event_json import JsonLinesSink
-from node.observability.events import (
-    Abandoned,
-    CatchingUp,
-    CaughtUp,
-    Completed,
-    Continued,
-    Ended,
-    Event,
-    EventSink,
-    InnerStep,
-    LastPeer,
-    Load,
-    Move,
-    NodeStatus,
-    NodeSummary,
-    Note,
-    PeerChange,
-    Reach,
-    ReplicaAccused,
-    Restored,
-    Resumed,
-    Retracted,
-    RoundCommitted,
-    RoundProgress,
-    Started,
-    Step,
-    Summary,
-    Visit,
-    Waiting,
-)
+from node.observability import events
+from node.observability.event_json import LineSink
+from swarm.vocabulary.types import ModuleId
 
 
-class PlainSink:
-    """Writes a line for every event that has one. A reader that goes away silences it."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream: TextIO | None = stream
-
-    def emit(self, event: Event) -> None:
-        """Writes the event's line."""
-        line = plain_line(event)
-        if line is None or self._stream is None:
-            return
-        try:
-            self._stream.write(line + "\n")
-            self._stream.flush()
-        except (BrokenPipeError, ValueError):
-            self._stream = None
-
-
-def plain_line(event: Event) -> str | None:
+def plain_line(event: events.Event) -> str | None:
     """The event in words; None for those that only a live view shows."""
+    if isinstance(event, events.Load | events.LogEvent):
+        return None
+    peer, module = peer_name(getattr(event, "peer", "")), harmless(getattr(event, "module", None) or "-")
+    replica = f"{module} {peer}"
     match event:
-        case Step():
+        case events.Step():
             return f"step {event.step}  loss {loss_text(event.loss)}  {count(event.tokens_per_s)} tokens/s"
-        case NodeStatus():
-            return _node_line(event)
-        case Reach():
-            return _reach_line(event)
-        case Move():
-            goal = f"module {harmless(event.target)}"
-            return (
-                f"node {peer_name(event.peer)} leaves module {harmless(event.module)} for {goal}: "
-                f"{harmless(event.reason)}"
-            )
-        case InnerStep():
-            name = f"{harmless(event.module)} {peer_name(event.peer)}"
-            return f"{name}  inner step {event.step}  {event.visits} visits  gradient norm {event.gradient_norm:.3g}"
-        case Load() | Visit() | Retracted() | Completed() | RoundProgress() | Started() | Continued() | Ended():
-            return None
-        case RoundCommitted():
-            return (
-                f"{harmless(event.module)} {peer_name(event.peer)}  round {event.round} of {len(event.members)} peers"
-                f"  {count(event.tokens)} tokens  {duration(event.seconds)}"
-            )
-        case ReplicaAccused():
-            return (
-                f"warning: {harmless(event.module)} {peer_name(event.peer)}  round {event.round}: "
-                f"{peer_name(event.accused)}"
-                f" is left out of rounds: {harmless(event.why, 400)}"
-            )
-        case CatchingUp():
+        case events.NodeStatus():
+            hosted = f" module {module}" if event.module else ""
+            return f"node {peer} {harmless(event.state)}{hosted}{_at(event.address)}"
+        case events.Reach():
+            line = f"node {peer} reach {harmless(event.step)}{_at(event.address)}: {harmless(event.reason, 400)}"
+            return f"{line}\n  {harmless(event.fix, 400)}" if event.fix else line
+        case events.Move():
+            return f"node {peer} leaves module {module} for module {harmless(event.target)}: {harmless(event.reason)}"
+        case events.InnerStep():
+            figures = f"{event.visits} visits  gradient norm {event.gradient_norm:.3g}"
+            return f"{replica}  inner step {event.step}  {figures}"
+        case events.RoundCommitted():
+            figures = f"{count(event.tokens)} tokens  {duration(event.seconds)}"
+            return f"{replica}  round {event.round} of {len(event.members)} peers  {figures}"
+        case events.ReplicaAccused():
+            what = f"{peer_name(event.accused)} is left out of rounds: {harmless(event.why, 400)}"
+            return f"warning: {replica}  round {event.round}: {what}"
+        case events.CatchingUp():
             done = f"{megabytes(event.bytes)} of {megabytes(event.total_bytes)}"
-            return f"{harmless(event.module)} {peer_name(event.peer)}  catching up with round {event.round}: {done}"
-        case CaughtUp():
-            donors = f"{len(event.donors)} peers"
-            return f"{harmless(event.module)} {peer_name(event.peer)}  caught up with round {event.round} from {donors}"
-        case Restored():
-            return f"{harmless(event.module)} {peer_name(event.peer)}  restored at round {event.round}"
-        case Waiting():
+            return f"{replica}  catching up with round {event.round}: {done}"
+        case events.CaughtUp():
+            return f"{replica}  caught up with round {event.round} from {len(event.donors)} peers"
+        case events.Restored():
+            return f"{replica}  restored at round {event.round}"
+        case events.Waiting():
             return f"waiting: {harmless(event.reason)}"
-        case Resumed():
-            return f"module {harmless(event.module)} is served again"
-        case PeerChange():
-            reason = f": {harmless(event.reason)}" if event.reason else ""
-            return f"peer {peer_name(event.peer)} is {event.change}{reason}"
-        case Abandoned():
+        case events.Resumed():
+            return f"module {module} is served again"
+        case events.PeerChange():
+            return f"peer {peer} is {event.change}{f': {harmless(event.reason)}' if event.reason else ''}"
+        case events.Abandoned():
             return f"microbatch {harmless(event.microbatch)} abandoned: {harmless(event.reason)}"
-        case Note():
+        case events.Note():
             return harmless(event.message) if event.level == "info" else f"{event.level}: {harmless(event.message)}"
-        case LastPeer():
-            return _last_peer_line(event)
-        case NodeSummary():
-            return _node_summary_line(event)
-        case Summary():
+        case events.LastPeer():
+            line = f"you are the last peer of module {module}; its state is"
+            if event.saved_in is not None:
+                return f"{line} saved in {harmless(event.saved_in, 400)}"
+            return f"warning: {line} lost; keep it with --checkpoint-dir FOLDER next time"
+        case events.NodeSummary():
+            return f"{replica}  {_node_figures(event)}"
+        case events.Summary():
             return summary_lines(event)
 
 
-def summary_lines(event: Summary) -> str:
+def _at(address: str) -> str:
+    return f" at {harmless(address)}" if address else ""
+
+
+def summary_lines(event: events.Summary) -> str:
     """The lines of a finished run's summary: figures first, then one line a peer."""
     counts = event.microbatches
     lines = [
@@ -141,34 +95,13 @@ def summary_lines(event: Summary) -> str:
     return "\n".join(lines)
 
 
-def _node_line(event: NodeStatus) -> str:
-    module = f" module {harmless(event.module)}" if event.module else ""
-    address = f" at {harmless(event.address)}" if event.address else ""
-    return f"node {peer_name(event.peer)} {harmless(event.state)}{module}{address}"
-
-
-def _reach_line(event: Reach) -> str:
-    address = f" at {harmless(event.address)}" if event.address else ""
-    line = f"node {peer_name(event.peer)} reach {harmless(event.step)}{address}: {harmless(event.reason, 400)}"
-    return f"{line}\n  {harmless(event.fix, 400)}" if event.fix else line
-
-
-def _last_peer_line(event: LastPeer) -> str:
-    line = f"you are the last peer of module {harmless(event.module)}; its state is"
-    if event.saved_in is not None:
-        return f"{line} saved in {harmless(event.saved_in, 400)}"
-    return f"warning: {line} lost; keep it with --checkpoint-dir FOLDER next time"
-
-
-def _node_summary_line(event: NodeSummary) -> str:
+def _node_figures(event: events.NodeSummary) -> str:
     busy = event.busy_s
     loss = "" if event.loss_last is None else f"  loss {loss_text(event.loss_first)} -> {loss_text(event.loss_last)}"
     times = f"compute {duration(busy.compute)}, in idle time {duration(busy.idle_work)}"
-    times = f"{times}, codec {duration(busy.codec)}, wire {duration(busy.wire)}"
-    return (
-        f"{harmless(event.module or '-')} {peer_name(event.peer)}  {event.steps} inner steps"
-        f"  {event.accumulated} gradients{loss}  {count(event.tokens)} tokens  ({times}, wait {duration(busy.wait)})"
-    )
+    times = f"{times}, codec {duration(busy.codec)}, wire {duration(busy.wire)}, wait {duration(busy.wait)}"
+    done = f"{event.steps} inner steps  {event.accumulated} gradients"
+    return f"{done}{loss}  {count(event.tokens)} tokens  ({times})"
 
 
 Result = TypeVar("Result")
@@ -185,21 +118,13 @@ def tell(line: str) -> None:
         typer.echo(line, err=True)
 
 
-def event_sink(*, as_json: bool, on_closed: Callable[[], None]) -> EventSink:
+def event_sink(*, as_json: bool, on_closed: Callable[[], None]) -> events.EventSink:
     """The event sink of standard output, as JSON lines or as plain ones."""
-    return JsonLinesSink(sys.stdout, on_closed) if as_json else PlainSink(sys.stdout)
+    return LineSink(sys.stdout, on_closed) if as_json else LineSink(sys.stdout, lambda: None, plain_line)
 
 
 def print_json(value: dict[str, Any]) -> None:
-    """Prints one JSON object on one line."""
     typer.echo(json.dumps(value, separators=(",", ":")))
-
-
-def start_log(level: str) -> None:
-    """Sends the log from `debug`, `info`, `warning` or `error` on to standard error."""
-    logging.basicConfig(
-        level=level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
 
 
 def run_loop(main: Coroutine[Any, Any, Result]) -> Result:
@@ -223,3 +148,21 @@ def write_whole(path: Path, data: bytes) -> None:
     except OSError:
         partial.unlink()
         raise
+
+
+@contextmanager
+def download_bar(*, silent: bool) -> Iterator[Callable[[ModuleId, int, int], None]]:
+    """Shows a progress bar on a terminal; yields its callback: module, bytes here, bytes in all."""
+    from rich import progress
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    columns = (progress.TextColumn("module {task.description}"), progress.BarColumn(), progress.DownloadColumn())
+    times = progress.TransferSpeedColumn(), progress.TimeRemainingColumn()
+    with progress.Progress(*columns, *times, console=console, disable=silent or not console.is_terminal) as shown:
+        bar = shown.add_task("", visible=False)
+
+        def show(module: ModuleId, done: int, total: int) -> None:
+            shown.update(bar, description=str(module), completed=done, total=total, visible=True)
+
+        yield show

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Final
 
@@ -11,26 +11,27 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from node.cli.views.live import download_bar
+from node.cli.views.live import download_cell
 from node.cli.views.text import count, harmless, loss_text, megabytes, peer_name, plain_table, round_text, sizes_text
-from node.observability.status import PathStatus, PeerStatus, RoundStatus, SwarmStatus
+from node.observability.status import (
+    ComputeStatus,
+    PathStatus,
+    PeerStatus,
+    RoundStatus,
+    RouteStatus,
+    SwarmStatus,
+)
 from swarm.compression.microbatch_codecs import NO_CHOICE
 
 MOST_ACCUSED: Final = 16
-"""Lines about replicas that are accused."""
 MOST_REASONS: Final = 4
-"""For what peers do with weight gradients."""
 MOST_ROWS: Final = 48
-"""Of a table of codecs."""
 FLOAT32: Final = "float32"
-"""As moments are kept where nobody says anything."""
 VISITED, SKIPPED = "█", "·"
 _ROUND_WIDTH = len("3 peers")
-"""What has to be left of that column on a narrow terminal."""
 
 
 def status_views(status: SwarmStatus) -> Iterator[RenderableType]:
-    """All views of the status, from top to bottom."""
     yield status_headline(status)
     yield status_table(status)
     yield from accused_lines(status)
@@ -45,7 +46,7 @@ def status_views(status: SwarmStatus) -> Iterator[RenderableType]:
 
 
 def status_headline(status: SwarmStatus) -> Text:
-    """The run in a line or two."""
+    """The name, figures and shortages of the run."""
     line = Text(harmless(status.name), style="bold")
     line.append(f"  run {harmless(status.run)[:12]}", style="not bold dim")
     if status.step is not None:
@@ -77,20 +78,13 @@ def status_table(status: SwarmStatus) -> Table:
 
 
 def _status_row(peer: PeerStatus) -> tuple[RenderableType, ...]:
-    return (
-        Text(harmless(peer.module or "-")),
-        Text(peer_name(peer.peer)),
-        Text(harmless("no answer" if peer.answered is None else peer.state)),
-        Text(count(peer.steps)),
-        Text(count(peer.tokens_per_s)),
-        Text(f"{peer.slots - peer.free_slots}/{peer.slots}"),
-        _round_cell(peer),
-        Text(_address_text(peer)),
-    )
+    names = harmless(peer.module or "-"), peer_name(peer.peer)
+    state = harmless("no answer" if peer.answered is None else peer.state)
+    figures = count(peer.steps), count(peer.tokens_per_s), f"{peer.slots - peer.free_slots}/{peer.slots}"
+    return *map(Text, (*names, state, *figures)), _round_cell(peer), Text(_address_text(peer))
 
 
 def _address_text(peer: PeerStatus) -> str:
-    """Addresses or callers, how others reach it in brackets, and what it carried as a relay."""
     where = f"via {', '.join(map(peer_name, peer.via))}" if peer.via else ", ".join(peer.addresses)
     if peer.said.reach.step != "unknown":
         where = f"{where} ({peer.said.reach.step})".strip()
@@ -102,7 +96,7 @@ def _address_text(peer: PeerStatus) -> str:
 def _round_cell(peer: PeerStatus) -> RenderableType:
     download, last = peer.said.catching_up, peer.said.last_round
     if download is not None:
-        return download_bar(download.bytes, download.total_bytes)
+        return download_cell(download.bytes, download.total_bytes)
     company, since = (0, None) if last is None else (last.members, last.seconds_ago)
     return Text(round_text(peer.round, company, since))
 
@@ -133,21 +127,20 @@ def route_tables(status: SwarmStatus) -> Iterator[RenderableType]:
     if status.modules is None:
         return
     yield Text("\nroutes of the documents", style="dim")
-    table = plain_table("route", right=("share", "completed", "rerouted", "loss"))
-    for route in (status.routes or ())[:MOST_ROWS]:
-        path = " ".join(f"{stage}.{expert}" for stage, expert in enumerate(route.experts, start=1)) or "others"
-        figures = (f"{route.share:.0%}", count(route.visits), count(route.rerouted), loss_text(route.loss))
-        table.add_row(*map(Text, (path, *figures)))
-    yield table
-    visits, missed = dict.fromkeys(status.modules, 0), dict.fromkeys(status.modules, 0)
+    routes = (status.routes or ())[:MOST_ROWS]
+    yield plain_table("route", right=("share", "completed", "rerouted", "loss"), rows=map(_route_row, routes))
+    visits, missed = Counter[str](), Counter[str]()
     for peer in status.peers:
-        for total, each in ((visits, peer.said.module_visits), (missed, peer.said.rerouted)):
-            for module in total.keys() & (each or {}).keys():
-                total[module] += (each or {})[module]
-    table = plain_table("module", right=("visits", "rerouted"))
-    for module in status.modules[1 : MOST_ROWS + 1]:
-        table.add_row(*map(Text, (harmless(module), count(visits[module]), count(missed[module]))))
-    yield table
+        visits.update(peer.said.module_visits or {})
+        missed.update(peer.said.rerouted or {})
+    modules = status.modules[1 : MOST_ROWS + 1]
+    rows = ((harmless(module), count(visits[module]), count(missed[module])) for module in modules)
+    yield plain_table("module", right=("visits", "rerouted"), rows=rows)
+
+
+def _route_row(route: RouteStatus) -> tuple[str, ...]:
+    path = " ".join(f"{stage}.{expert}" for stage, expert in enumerate(route.experts, start=1)) or "others"
+    return path, f"{route.share:.0%}", count(route.visits), count(route.rerouted), loss_text(route.loss)
 
 
 # ---- paths -----------------------------------------------------------------------------------------------------------
@@ -171,11 +164,17 @@ def path_tables(status: SwarmStatus) -> Iterator[RenderableType]:
 
 
 def _price_table(paths: PathStatus) -> Table:
-    table = plain_table("stage", right=("launched", "share", "ahead", "price"))
-    for stage, price in list(paths.stages.items())[:MOST_ROWS]:
-        figures = (f"{price.share:.0%}", f"{price.ahead:+.1f}", f"{price.price_s:+.3f} s")
-        table.add_row(*map(Text, (harmless(stage, 12), count(price.launched), *figures)))
-    return table
+    rows = (
+        (
+            harmless(stage, 12),
+            count(price.launched),
+            f"{price.share:.0%}",
+            f"{price.ahead:+.1f}",
+            f"{price.price_s:+.3f} s",
+        )
+        for stage, price in list(paths.stages.items())[:MOST_ROWS]
+    )
+    return plain_table("stage", right=("launched", "share", "ahead", "price"), rows=rows)
 
 
 # ---- computing -------------------------------------------------------------------------------------------------------
@@ -189,16 +188,18 @@ def compute_tables(status: SwarmStatus) -> Iterator[RenderableType]:
     weights_of = [peer.said.weights for peer, _ in rows]
     reasons = dict.fromkeys(harmless(weights.reason, 120) for weights in weights_of if weights is not None)
     yield Text("\nshares of the time on the compute device", style="dim")
-    table = plain_table("module", "peer", right=("computing", "put-off work", "idle", "weights put off"))
-    for peer, said in rows[:MOST_ROWS]:
-        parts = (said.busy_s, said.idle_work_s, said.idle_s)
-        whole = sum(parts)
-        shares = [f"{part / whole:.0%}" if 0 <= part <= whole < math.inf and whole else "-" for part in parts]
-        weights = peer.said.weights
-        visits = "-" if weights is None or not weights.put_off else f"{count(weights.visits)} visits"
-        table.add_row(*map(Text, (harmless(peer.module or "-", 12), peer_name(peer.peer), *shares, visits)))
-    yield table
+    columns = ("computing", "put-off work", "idle", "weights put off")
+    yield plain_table("module", "peer", right=columns, rows=map(_compute_row, (peer for peer, _ in rows[:MOST_ROWS])))
     yield from (Text(f"weight gradients: {reason}", style="dim") for reason in list(reasons)[:MOST_REASONS])
+
+
+def _compute_row(peer: PeerStatus) -> tuple[str, ...]:
+    said, weights = peer.said.compute or ComputeStatus(), peer.said.weights
+    parts = (said.busy_s, said.idle_work_s, said.idle_s)
+    whole = sum(parts)
+    shares = [f"{part / whole:.0%}" if 0 <= part <= whole < math.inf and whole else "-" for part in parts]
+    visits = "-" if weights is None or not weights.put_off else f"{count(weights.visits)} visits"
+    return harmless(peer.module or "-", 12), peer_name(peer.peer), *shares, visits
 
 
 def moment_lines(status: SwarmStatus) -> Iterator[Text]:
@@ -235,18 +236,14 @@ def _codec_table(title: str, headings: Sequence[str], rows: Sequence[tuple[str, 
     if not rows:
         return
     yield Text(f"\n{title}", style="dim")
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for heading in headings:
-        table.add_column(heading, justify="right" if heading == "link" else "left", overflow="fold")
-    for row in rows[:MOST_ROWS]:
-        table.add_row(*map(Text, row))
-    yield table
+    yield plain_table(
+        *headings, right=[each for each in headings if each == "link"], rows=rows[:MOST_ROWS], overflow="fold"
+    )
     if len(rows) > MOST_ROWS:
         yield Text(f"and {len(rows) - MOST_ROWS} more", style="dim")
 
 
 def _chosen_round(peer: PeerStatus) -> RoundStatus | None:
-    """None where there was none, or nothing to choose."""
     last = peer.said.last_round
     return None if last is None or last.codec_reason in ("", NO_CHOICE) else last
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 import math
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
+from rich.console import OverflowMethod, RenderableType
 from rich.table import Table
+from rich.text import Text
 
 from swarm.vocabulary.types import PeerId, short
 from swarm.workload.microbatch_sizes import SizeSummary
@@ -24,11 +26,18 @@ def harmless(text: str, limit: int = MAX_FOREIGN_CHARACTERS) -> str:
     return clean if len(text) <= limit else clean[: limit - 1] + "…"
 
 
-def plain_table(*headings: str, right: Sequence[str] = ()) -> Table:
-    """A table without lines, its columns titled `headings` and then, with figures, `right`."""
+def plain_table(
+    *headings: str,
+    right: Sequence[str] = (),
+    rows: Iterable[Sequence[RenderableType]] = (),
+    overflow: OverflowMethod = "ellipsis",
+) -> Table:
+    """A table without lines, with columns for `headings` and `right`, which is right-justified. Cells are no markup."""
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for heading in (*headings, *right):
-        table.add_column(heading, justify="right" if heading in right else "left")
+    for heading in dict.fromkeys((*headings, *right)):
+        table.add_column(heading, justify="right" if heading in right else "left", overflow=overflow)
+    for row in rows:
+        table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
     return table
 
 
@@ -41,7 +50,6 @@ def harmless_lines(text: str) -> str:
 
 
 def peer_name(peer: str) -> str:
-    """The short form of a peer id from another machine."""
     return harmless(short(PeerId(peer)))
 
 
@@ -62,7 +70,7 @@ def loss_text(loss: float | None) -> str:
 
 
 def sizes_text(sizes: SizeSummary) -> str:
-    """What a microbatch is, as in `8,190 tokens ±1.2% in 17 documents, cost 12,300 ±0.4%, 1.3% padding`."""
+    """A microbatch, as in `8,190 tokens ±1.2% in 17 documents, cost 12,300 ±0.4%, 1.3% padding`."""
     tokens, cost = (
         f"{count(mean)} ±{spread:.1%}"
         for mean, spread in ((sizes.tokens, sizes.tokens_spread), (sizes.cost, sizes.cost_spread))

@@ -10,8 +10,7 @@ from node.checkpoint.folder import CheckpointFolder, save_state
 from node.checkpoint.saver import capture_module
 from node.model.initialization import parameters_of
 from node.model.optimizer import Accumulator, InnerOptimizer
-from node.solo.solo_checkpoint import solo_peer
-from node.solo.trainer import WholeModel
+from node.solo.trainer import WholeModel, solo_peer
 from protocol.identity.keys import Identity
 from protocol.manifest.manifest import Manifest
 from protocol.manifest.signing import sign_manifest

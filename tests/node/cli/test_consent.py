@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from node.cli.join import Consent, description
+from node.cli.join import ask_consent, description
 from node.context.options import NodeOptions
 from node.data.places import ToldPlaces, places
 from node.model.shapes import BYTES_PER_PARAMETER, parameter_bytes, parameter_shapes
@@ -100,7 +100,7 @@ def shown_on(screen: int) -> str:
 
 async def answer(*, yes: bool = False, as_json: bool = False, own: bool = False) -> bool:
     run, asked = signed(), options(yes=yes, as_json=as_json)
-    asking = Consent(asked)(run, places(run.manifest.data, asked.told, own=own), FITS, own)
+    asking = ask_consent(asked, run, places(run.manifest.data, asked.told, own=own), FITS, own)
     return await asyncio.wait_for(asking, 20)
 
 

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from node.concurrency.task_tracker import TaskTracker
+from node.concurrency.task_groups import TaskTracker
 from swarm.vocabulary.errors import Unreachable
 
 

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from node.observability.event_json import event_from_json
-from node.observability.event_log import Both, EventLog, Watched, open_event_log
+from node.observability.event_json import EventLog, Tee, event_from_json, open_event_log
 from node.observability.events import Abandoned, Ended, Event, Note, Started, Visit
 from swarm.vocabulary.errors import ConfigError
 from tests.test_project import ROOT
@@ -35,7 +34,7 @@ def events_in(path: Path) -> list[Event | None]:
 def test_everything_is_logged_and_what_nobody_watches_is_kept_from_the_stream(tmp_path: Path) -> None:
     stream, note = Kept(), Note("info", "hello")
     with open_event_log(tmp_path / "deep" / "er", "peer", lambda: 12.345) as event_log:
-        both = Both(Watched(stream), event_log)
+        both = Tee(stream, event_log)
         for event in (note, VISIT, Abandoned("aaaaaa#2", "lost"), Ended("peer", 1)):
             both.emit(event)
     logged = events_in(tmp_path / "deep" / "er" / "peer-12345.jsonl")
@@ -85,7 +84,7 @@ def test_a_folder_that_cannot_be_made_is_an_error_of_the_setting(tmp_path: Path)
 
 def test_what_was_logged_survives_the_process(tmp_path: Path) -> None:
     program = (
-        "import os, signal, sys; from pathlib import Path; from node.observability.event_log import EventLog; "
+        "import os, signal, sys; from pathlib import Path; from node.observability.event_json import EventLog; "
         "from node.observability.events import Visit\n"
         "log = EventLog(Path(sys.argv[1]), 'peer-1', 'peer', 1).__enter__()\n"
         "log.emit(Visit('peer', '1.0', 'aaaaaa#1')); os.kill(os.getpid(), signal.SIGKILL)"

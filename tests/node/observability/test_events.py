@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from node.observability import event_json as event_lines
 from node.observability import events
-from node.observability.event_json import JsonLinesSink, event_from_json, event_to_json
+from node.observability.event_json import LineSink, event_from_json, event_to_json
 from node.observability.events import Event
 from swarm.vocabulary.errors import ProtocolViolation
 
@@ -123,7 +123,7 @@ class _Gone(io.StringIO):
 
 def test_a_reader_that_goes_away_is_told_once() -> None:
     calls: list[Any] = []
-    sink = JsonLinesSink(_Gone(), lambda: calls.append("closed"))
+    sink = LineSink(_Gone(), lambda: calls.append("closed"))
     sink.emit(events.Resumed("1.0"))
     sink.emit(events.Resumed("1.0"))
     assert calls == ["closed"]

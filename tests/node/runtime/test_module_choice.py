@@ -18,7 +18,7 @@ from node.model.memory_need import needs_of
 from node.model.moments import MomentType
 from node.observability.events import Note
 from node.runtime import module_choice, node
-from node.runtime.module_choice import FittingModules, choose, choose_smaller
+from node.runtime.module_choice import FittingModules
 from protocol.manifest.join_link import JoinLink
 from swarm.membership.room import STEP_BYTES, size_text
 from swarm.pipeline.custody import DEFAULT_SLOTS
@@ -74,7 +74,7 @@ async def chosen(
     session: Any = Session(announcement("data", 0))
     fitting = FittingModules(MANIFEST, options, CPU)
     found = resumed or Resumed()
-    return await choose(options, session, fitting, MANIFEST, found, NO_TEXT, Events() if events is None else events)
+    return await fitting.choose(session, found, NO_TEXT, Events() if events is None else events)
 
 
 async def test_the_largest_module_that_fits_is_taken_of_those_nobody_serves() -> None:
@@ -139,11 +139,11 @@ async def test_after_running_out_of_memory_only_smaller_modules_are_left() -> No
     sequence = [LARGE]
     for _ in range(2):
         failed = sequence[-1]
-        found = await choose_smaller(error, failed, options, session, fitting, MANIFEST)  # type: ignore[arg-type]
+        found = await fitting.choose_smaller(error, failed, session)  # type: ignore[arg-type]
         assert found.reason.startswith(f"module {failed} ran out of memory; of the smaller ones, ")
         sequence.append(found.value)
     with pytest.raises(OutOfMemory, match="the compute device is out of memory"):
-        await choose_smaller(error, SMALL, options, session, fitting, MANIFEST)  # type: ignore[arg-type]
+        await fitting.choose_smaller(error, SMALL, session)  # type: ignore[arg-type]
     assert sequence == [LARGE, MIDDLE, SMALL]
 
 
@@ -153,7 +153,7 @@ async def test_who_was_told_its_module_takes_no_other(changes: dict[str, Any]) -
     fitting = FittingModules(MANIFEST, options, CPU)
     session: Any = Session()
     with pytest.raises(OutOfMemory):
-        await choose_smaller(OutOfMemory("none left"), LARGE, options, session, fitting, MANIFEST)
+        await fitting.choose_smaller(OutOfMemory("none left"), LARGE, session)
 
 
 async def test_a_node_that_runs_out_of_memory_goes_on_with_a_smaller_module(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,8 +19,7 @@ from node.export.open_model import evaluate_model
 from node.local_swarm.default_manifest import default_manifest
 from node.model.initialization import digest_of_tensors, parameters_of
 from node.observability.event_json import event_to_json
-from node.solo.solo_checkpoint import CheckpointPlan, solo_peer
-from node.solo.trainer import SOLO, SoloTrainer, WholeModel, evaluate, train_solo
+from node.solo.trainer import SOLO, CheckpointPlan, SoloTrainer, WholeModel, evaluate, solo_peer, train_solo
 from protocol.manifest.manifest import Manifest
 from swarm.vocabulary.errors import ConfigError, CorruptSnapshot, StateError
 from swarm.vocabulary.types import ModuleId
@@ -310,8 +309,6 @@ def test_a_microbatch_trains_the_experts_of_its_route(manifest: Manifest) -> Non
     assert texts.keys() == {(0, 0), (1, 0)}
     for route, expert in (((0, 0), first), ((1, 0), second)):
         assert model.gradients(texts[route])[1].keys() == {model.embedding, model.head, expert, shared}
-    losses = model.token_losses(texts[0, 0])
-    assert losses.mean().item() == pytest.approx(model.loss(texts[0, 0]), rel=1e-5)
 
 
 def test_all_experts_take_the_steps_of_stage_zero(manifest: Manifest) -> None:

@@ -15,7 +15,7 @@ from node.checkpoint.saver import capture_module, restore_module
 from node.concurrency.compute_thread import ComputeThread
 from node.model.optimizer import RAMP_STEPS, Accumulator, InnerOptimizer, StepFigures
 from node.model.parts import build_block_stack
-from node.solo.solo_checkpoint import SoloReplica
+from node.solo.trainer import SoloReplica
 from swarm.averaging.round_events import RoundRules
 from swarm.vocabulary.types import MicrobatchId, ModuleId, PeerId
 from tests.node.averaging.small_rounds import vector
