@@ -1,12 +1,7 @@
-"""The order and split of documents: which are read, in which order, and by whom.
+"""The order and split of documents, which follow from the seed and the documents' names alone.
 
-All of it follows from the seed and the documents' names. Every data node walks the same order and leaves out what is
-not its own, so data nodes need not talk about data. Where two machines have slightly different text (another patch
-release of Python), equal names are still treated alike.
-
-A data set that is read file by file has an order of its own: an epoch walks the files in a random order, and a file's
-rows as they lie in it. A row's place in the epoch is its file's rank and its number there, so the number of rows of a
-file need not be known before it is fetched. Only the packer's blocks, of about a million tokens, are shuffled.
+A data set read file by file walks the files in a random order, and each file's rows in theirs. A row's place is its
+file's rank and its number there, so a file's number of rows need not be known. The packer shuffles within its blocks.
 """
 
 from __future__ import annotations
@@ -33,10 +28,9 @@ from swarm.vocabulary.types import PeerId
 logger = logging.getLogger(__name__)
 
 MOST_TOLD: Final = 100
-"""Documents that are left out, of each of which a line is logged; there may be millions of them."""
+"""Excluded documents that are logged."""
 
 Selection = Callable[[str], bool]
-"""Says of a document's name whether to read it."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -45,7 +39,6 @@ class Place:
 
     epoch: int = 0
     position: int = 0
-    """Index into the epoch's order."""
     offset: int = 0
     """Tokens of that document before this one."""
 
@@ -57,11 +50,10 @@ class Fragment:
     start: Place
     tokens: Tokens
     name: str = ""
-    """Of the document."""
     opening: Tokens = field(default_factory=lambda: np.empty(0, dtype=np.int64))
-    """The document from its beginning on, its end left out: what its route is chosen by."""
+    """The document's beginning without its end token, by which its route is chosen."""
     wanted: Tokens | None = None
-    """The tokens as labels, where not all of them are (`node.data.labels`)."""
+    """The tokens as labels; None if all are (`node.data.labels`)."""
 
     @property
     def labels(self) -> Tokens:
@@ -102,12 +94,11 @@ def everything(name: str) -> bool:
 
 
 class Documents:
-    """A source's documents as tokens, in the order of each epoch. Holds one epoch's order and no text.
+    """A source's documents as tokens, in the order of each epoch.
 
     Args:
-        source: documents by name, in an order over all of them, or a stream of files.
-        router: of a run with experts; whoever packs the documents asks it for their routes.
-        mark: makes tokens of a document's bytes; None for a text by the tokenizer, all of whose tokens are labels.
+        source: documents by name, or a stream of files.
+        mark: makes tokens of a document's bytes; None for plain text.
     """
 
     def __init__(
@@ -137,11 +128,11 @@ class Documents:
     def epoch(
         self, start: Place, wanted: Selection, files: Selection = everything, *, ahead: bool = False
     ) -> Iterator[Fragment]:
-        """The wanted documents from `start` to the end of its epoch; a document that was begun is finished in any case.
+        """The wanted documents from `start` to the end of its epoch. A document that was begun is finished in any case.
 
         Args:
-            files: selects the files of a stream that may have wanted documents; no other is opened.
-            ahead: whether the next file is fetched meanwhile.
+            files: selects the files of a stream that may have wanted documents.
+            ahead: whether to prefetch the next file.
         """
         for due in self._due(start, wanted, files, ahead):
             offset = start.offset if due.position == start.position else 0
@@ -152,11 +143,7 @@ class Documents:
                 yield Fragment(Place(start.epoch, due.position, offset), tokens[offset:], due.name, tokens[:-1], rest)
 
     def endless(self, start: Place, wanted: Selection, files: Selection = everything) -> Iterator[Fragment]:
-        """The wanted documents, epoch after epoch.
-
-        Raises:
-            ConfigError: a whole epoch has no wanted document with a label in it.
-        """
+        """The wanted documents, epoch after epoch. Raises ConfigError if a whole epoch has none with a label."""
         while True:
             empty = True
             for fragment in self.epoch(start, wanted, files, ahead=True):
@@ -208,11 +195,10 @@ def _hash(text: str) -> int:
 ROWS: Final = 2**32
 """More than a file has."""
 FILES_EACH: Final = 16
-"""Files for each data node from which on whole files are dealt: of fewer, one data node in a million might get none."""
+"""Files per data node from which on whole files are dealt: with fewer, a data node might get none."""
 
 Wanted = Callable[[str], bool]
 Owner = Callable[[str, tuple[PeerId, ...]], PeerId]
-"""The data node of a name among these (`node.data.documents.owner`)."""
 
 
 class FileStream(Protocol):
@@ -237,10 +223,9 @@ class Due:
     """A document whose turn it is."""
 
     position: int
-    """In the epoch's order."""
     name: str
     read: Callable[[], bytes]
-    """Raises OSError when it cannot be read, and is left out."""
+    """Raises OSError if it cannot be read."""
 
 
 def due_rows(
@@ -257,7 +242,7 @@ def due_rows(
         orders: the order in which an epoch walks the files.
         start: the epoch, the position, and whether the row there was begun and is read in any case.
         wanted: selects files, and rows. A file is left as soon as it is no longer wanted.
-        ahead: whether the next wanted file is fetched meanwhile.
+        ahead: whether to prefetch the next wanted file.
     """
     epoch, position, is_begun = start
     of_files, of_rows = wanted

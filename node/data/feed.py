@@ -29,21 +29,12 @@ from swarm.vocabulary.types import MicrobatchId, PeerId
 
 START: Final = Cursor()
 FITTED_TO: Final = 4096
-"""Largest number of documents that a router is fitted to."""
 ENOUGH: Final = 2
-"""Times the tokens of the held-out microbatches that are wanted are read for them, of a data set that is read file by
-file: no microbatch is quite full."""
+"""Tokens read from a stream for held-out microbatches, over those wanted: no microbatch is quite full."""
 
 
 def open_documents(manifest: Manifest, where: Places | None = None, router: Router | None = None) -> Documents:
-    """Opens the manifest's source and tokenizer on this machine.
-
-    Args:
-        where: what may be opened; None for what the manifest says, if it is our own.
-
-    Raises:
-        ConfigError, ManifestError: as `open_source`, `open_tokenizer` and `document_router`.
-    """
+    """Opens the manifest's source and tokenizer here. `where`: None for the manifest's places, if it is our own."""
     routing = document_router(manifest, router)
     return _documents(manifest, where or as_written(manifest.data), routing)
 
@@ -60,12 +51,7 @@ def _documents(manifest: Manifest, where: Places, routing: DocumentRouter | None
 
 
 def with_router(manifest: Manifest, source: str) -> tuple[Manifest, Router]:
-    """Fits a router to documents of a source that are not held out; returns the manifest that names it, too.
-
-    Raises:
-        ConfigError: the source is not here, or a router cannot be fitted to it.
-        ManifestError: the source is malformed, or the run has no experts.
-    """
+    """Fits a router to documents that are not held out. Returns the manifest that names it, too."""
     table = manifest.model_dump()
     text = manifest_from_table(table | {"data": table["data"] | source_keys(source)})
     if not manifest.stages.has_experts:
@@ -105,12 +91,9 @@ class TrainingFeed:
         return self._packer.cursor
 
     def next(self, data_nodes: tuple[PeerId, ...] = ()) -> Microbatch:
-        """The next microbatch with a label in it, when these data nodes are live (this one always counts as live).
+        """The next microbatch with a label for these live data nodes; a change counts from the packer's next block.
 
-        A change of the data nodes takes effect with the next block of the packer.
-
-        Raises:
-            ConfigError: a whole epoch has nothing for this data node.
+        Raises ConfigError if a whole epoch has nothing for this data node.
         """
         self._data_nodes = tuple(sorted({*data_nodes, self._own}))
         while True:  # an epoch without a label is an error of the documents
@@ -135,13 +118,10 @@ class TrainingFeed:
 def held_out_microbatches(
     manifest: Manifest, count: int, documents: Documents | None = None, unscored: int | None = None
 ) -> Iterator[Microbatch]:
-    """The first `count` microbatches of the held-out documents, or as many whole ones as there are.
+    """The first `count` held-out microbatches, or as many whole ones as there are. Raises ConfigError if none is.
 
     Args:
         unscored: the first tokens of each document that are no labels; None for those that its route is chosen by.
-
-    Raises:
-        ConfigError: the held-out text does not fill one; also as `open_documents`.
     """
     seed, share = manifest.seed, manifest.data.held_out
     opened = documents or open_documents(manifest)
@@ -201,7 +181,7 @@ class Prefetcher:
     """A bounded queue of microbatches in front of a feed.
 
     Args:
-        data_nodes: the live data nodes now; asked before each microbatch is packed.
+        data_nodes: the live data nodes, asked before each microbatch is packed.
         arrived: called on the event loop after each one.
         depth: microbatches packed ahead.
     """
@@ -261,12 +241,7 @@ class Prefetcher:
 
 
 class ReadingPosition:
-    """Texts that wait or are in flight, and completed ones whose gradients may not be applied yet. Thread-safe.
-
-    Args:
-        start: where the first text begins.
-        remembered: number of completed texts to remember; more than an inner step can leave unapplied.
-    """
+    """Texts that wait or are in flight, and the latest `remembered` completed ones. Thread-safe."""
 
     def __init__(self, start: Cursor, remembered: int) -> None:
         self._next = start

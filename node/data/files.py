@@ -1,7 +1,6 @@
 """Files at a place on this machine, their listing, and sources of the documents in them.
 
-Only regular files are opened, none behind a link: others may write into the folder, and a FIFO, a device or a link in
-it must neither block a node nor make it read what its owner did not name.
+Only regular files are opened, none behind a link: others may write into the folder.
 """
 
 from __future__ import annotations
@@ -23,12 +22,11 @@ from swarm.vocabulary.errors import ConfigError
 
 MAX_FILES: Final = 1_000_000
 MAX_DOCUMENTS: Final = 2**24
-"""The order of an epoch takes 16 bytes for each, an index of their beginnings 8."""
+"""An epoch's order takes 16 bytes for each."""
 LINE_BYTES: Final = 2**20
-"""Longest line that is read as a document."""
 
 _NEVER: Final = tuple(map(Path, ("/proc", "/sys", "/dev")))
-"""What lies there is the machine itself. `/proc/kcore`, for one, is a regular file of 128 TiB."""
+"""For example, `/proc/kcore` is a regular file of 128 TiB."""
 _OPEN_FLAGS: Final = (
     os.O_RDONLY
     | getattr(os, "O_NOFOLLOW", 0)
@@ -38,7 +36,7 @@ _OPEN_FLAGS: Final = (
 )
 
 Wanted = Callable[[str], bool]
-"""Says of a name, without the folders that it is in, whether it belongs to the text."""
+"""Selects a name without its folders."""
 
 
 def open_regular(path: Path) -> BinaryIO:
@@ -54,12 +52,7 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def resolved(path: Path) -> Path:
-    """The real path behind the one that a person has named, through links and all.
-
-    Raises:
-        OSError: it does not exist.
-        ConfigError: it leads into /proc, /sys or /dev.
-    """
+    """The real path behind a person's path. Raises OSError, or ConfigError if it leads into /proc, /sys or /dev."""
     real = path.resolve(strict=True)
     if _is_machine(real):
         raise ConfigError(f"{path}: nothing below {', '.join(map(str, _NEVER))} is read", hint="Name another place.")
@@ -94,11 +87,7 @@ class Listing:
         return open_regular(path)
 
     def section(self) -> FilesSection:
-        """The manifest's section about these files.
-
-        Names and sizes only, which takes seconds for 100,000 files: it is to notice a wrong folder and changed, new or
-        missing files. Who changes a file of his own without changing its size trains on it, as he could anyway.
-        """
+        """The manifest's section about these files. It names sizes, not contents, and only detects mistakes."""
         digest = hashlib.sha256(b"skipstone-files:")
         for name, size in zip(self.names, self.sizes, strict=True):
             digest.update(b"%b\0%d\n" % (name.encode(errors="surrogateescape"), size))
@@ -131,15 +120,11 @@ def _any(name: str) -> bool:
 
 
 def files_below(root: Path, folder: Wanted = _any, file: Wanted = _any) -> Listing:
-    """Lists the non-empty regular files below a folder. Links are left out: they may lead out of it or in a circle.
+    """Lists the non-empty regular files below a folder, without links. Raises OSError, or ConfigError if too many.
 
     Args:
         folder: selects the folders that are searched.
         file: selects the files.
-
-    Raises:
-        OSError: the folder does not exist.
-        ConfigError: there are too many files.
     """
     root = resolved(root)
     return Listing(root, _walk(str(root), folder, file))
@@ -189,7 +174,7 @@ class DocumentNames(Sequence[str]):
 
     def __init__(self, counts: Iterable[int]) -> None:
         self._ends = array("q", accumulate(counts))
-        """For each file, how many documents it and those before it have."""
+        """Number of documents up to and including each file."""
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0

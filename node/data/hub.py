@@ -1,9 +1,7 @@
 """A data set of the Hugging Face hub, read file by file at a pinned commit, with a bounded number of bytes on disk.
 
-The hub is asked, without a token, for the head of the data set's README, for names and sizes, and for files when their
-rows are due. The head says which files a config and a split are (`configs`, huggingface.co/docs/hub/
-datasets-manual-configuration); where it does not, words in the names do, as for the `datasets` library. Nothing of the
-data set is run.
+The head of the README says which files a config and a split are (huggingface.co/docs/hub/
+datasets-manual-configuration); else words in file names do, as in the `datasets` library. No code of it is run.
 """
 
 from __future__ import annotations
@@ -29,22 +27,19 @@ from protocol.manifest.manifest import HUB_PLACE
 from swarm.vocabulary.errors import ConfigError, ResourceExhausted, SkipstoneError
 
 KEPT_BYTES: Final = 2**35
-"""Largest size of the files kept on disk, those being fetched included."""
 SHARE_OF_ONE: Final = 4
-"""A file may have a quarter of KEPT_BYTES: training text, held-out text, one fetched ahead and one more always fit."""
+"""A file may have a quarter of KEPT_BYTES: training text, held-out text, one prefetched and one more always fit."""
 MAX_HUB_FILES: Final = 2**17
 MOST_STARS: Final = 6
-"""Largest number of `*` in a pattern of files."""
 WAITS: Final = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
-"""Pauses between tries of a question or a file, in seconds."""
+"""Pauses between retries, in seconds."""
 _FINAL: Final = (401, 403, 404, 410)
-"""HTTP statuses that will not change."""
+"""HTTP statuses that are not retried."""
 _OF_SPLITS: Final = {
     "train": ("train", "training"),
     "validation": ("validation", "valid", "dev", "val"),
     "test": ("test", "testing", "eval", "evaluation"),
 }
-"""Words in names of files and folders."""
 
 T = TypeVar("T")
 Pause = Callable[[float], object]
@@ -80,8 +75,10 @@ def newest_commit(place: str) -> str:
 
 
 def source_keys(source: str, revision: str | None = None) -> dict[str, Any]:
-    """The keys of a manifest's `[data]` for a source that has just been named: the hub is asked for the newest commit
-    of a data set unless one is given. Raises ConfigError."""
+    """The manifest's `[data]` keys for a source, with the newest commit of a data set if none is given.
+
+    Raises ConfigError.
+    """
     kind, _, place = source.partition(":")
     if revision is None and kind == "huggingface" and HUB_PLACE.fullmatch(place):
         revision = newest_commit(place)
@@ -90,14 +87,9 @@ def source_keys(source: str, revision: str | None = None) -> dict[str, Any]:
 
 
 class FileCache(ABC):
-    """Fetched files with a bound on their bytes; the least recently used go first. Any thread may use it.
+    """Thread-safe cache of fetched files, bounded by bytes, least recently used first out.
 
-    Args:
-        sizes: of all files, in bytes.
-        most_bytes: of the files that are here or being fetched.
-
-    Raises:
-        ConfigError: a file is larger than the bound allows.
+    Raises ConfigError if a file is larger than the bound allows. `sizes`: of all files, in bytes.
     """
 
     def __init__(self, sizes: Mapping[str, int], most_bytes: int) -> None:
@@ -127,9 +119,7 @@ class FileCache(ABC):
     def opened(self, name: str) -> Iterator[Path]:
         """Waits for the file, and keeps it until the end of the block.
 
-        Raises:
-            SkipstoneError: it cannot be fetched.
-            ResourceExhausted: the cache is full of files that are being read.
+        Raises SkipstoneError if the fetch fails, ResourceExhausted if all files are being read.
         """
         with self._lock:
             self._readers[name] += 1
@@ -191,14 +181,11 @@ class FileCache(ABC):
 
 
 class HubStream(FileCache):
-    """Rows of a data set's files (`node.data.documents` says whose turn it is). Any thread may read it.
+    """Rows of a data set's files. Thread-safe. Raises ConfigError if the hub does not list it, or its files do not fit.
 
     Args:
         place: `NAME[:CONFIG[:SPLIT[:COLUMN]]]`.
         revision: its commit.
-
-    Raises:
-        ConfigError: the hub does not list it at that commit, or its files are too large or of another kind.
     """
 
     def __init__(
@@ -214,7 +201,6 @@ class HubStream(FileCache):
         self._api, self._pause = _api(), pause or threading.Event().wait
         super().__init__(self._listed(), kept_bytes)
         self.files = tuple(self._sizes)
-        """Their names, in order."""
         try:
             self._folder = _own_folder(self)
         except OSError as error:
@@ -334,14 +320,7 @@ def _own_folder(owner: object) -> Path:
 
 
 def chosen(place: HubPlace, configs: Sequence[Mapping[str, Any]], files: Iterable[str]) -> list[str]:
-    """Names of the files of the place's config and split, sorted.
-
-    Args:
-        configs: from the head of the README.
-
-    Raises:
-        ConfigError: there is no such config or split, or several configs and no default.
-    """
+    """Sorted names of the files of a config and split. Raises ConfigError if there is none, or no default."""
     visible = sorted(name for name in files if not any(part[0] in "._" for part in name.split("/")))
     below, patterns = "", None
     if any("data_files" in config or "data_dir" in config for config in configs):

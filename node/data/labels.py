@@ -1,13 +1,11 @@
 """Documents as tokens, and which of these tokens are labels: all of them, or what an assistant says in a conversation.
 
-A conversation is a JSON object whose `messages` have a `role` and a `content`, as the chat data sets of the hub and the
-fine-tuning files of most services have them. It is written in ChatML:
+A conversation is a JSON object whose `messages` have a `role` and a `content`. Each is written in ChatML:
 
     <|im_start|>ROLE\\nCONTENT<|im_end|>\\n
 
-for each message (Qwen's and SmolLM's models have these marks as tokens of their own; elsewhere they are cut like other
-text). The labels are the assistant's contents, each with the mark that ends it: what the model itself is to say. The
-template is a fixed one because a tokenizer's own is a Jinja program, and nothing that somebody else wrote is run here.
+The labels are the assistant's contents, each with its <|im_end|>. A tokenizer's own template is a Jinja program, which
+is not run here.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from protocol.manifest.manifest import DataSection
 from swarm.vocabulary.errors import ConfigError
 
 UNSCORED: Final = -100
-"""The label that `torch.nn.functional.cross_entropy` leaves out by default."""
+"""As `torch.nn.functional.cross_entropy` ignores by default."""
 ASSISTANT: Final = "assistant"
 
 
@@ -84,13 +82,7 @@ def made_before(document: bytes, tokenizer: Tokenizer) -> Marked:
 
 
 def conversation(document: bytes, tokenizer: Tokenizer) -> Marked:
-    """A conversation, of whose tokens only the assistant's are labels.
-
-    Text before an answer is tokenized apart from it, as at inference: no token crosses the border.
-
-    Raises:
-        MalformedDocumentError: it is no conversation.
-    """
+    """A conversation, of whose tokens only the assistant's are labels. Raises MalformedDocumentError."""
     tokens, wanted = list[Tokens](), list[Tokens]()
     for text, is_said in _parts(_messages(document)):
         found = tokenizer.encode(text.encode(errors="replace"))

@@ -1,7 +1,4 @@
-"""Rows of a data set's file, one after the other: JSON Lines, compressed or not, and Parquet (by pyarrow, an extra).
-
-Memory is bounded: a line, or a batch of one column's rows.
-"""
+"""Rows of a data set's file, one after the other: JSON Lines, compressed or not, and Parquet (by pyarrow, an extra)."""
 
 from __future__ import annotations
 
@@ -23,25 +20,20 @@ from swarm.vocabulary.errors import ConfigError
 PARQUET: Final = ".parquet"
 SUFFIXES: Final = (PARQUET, *(f"{kind}{packed}" for kind in (".jsonl", ".json") for packed in ("", ".gz", ".zst")))
 MAX_GROUP_BYTES: Final = 2**31
-"""Uncompressed size of the column in a row group. Rows are read in batches, but pyarrow may hold all of it."""
+"""Uncompressed size of the column in a row group. Pyarrow may hold all of it."""
 BATCH_ROWS: Final = 256
 MAX_WINDOW_BYTES: Final = 2**27
-"""Memory that decompressing zstd may take."""
 
 Row = Callable[[], bytes]
 """Reads a row's document. Raises OSError if the row is malformed or too long."""
 
 
 def rows(path: Path, column: str, start: int, *, is_chat: bool) -> Iterator[Row]:
-    """Reads the rows of a file from number `start` on.
+    """Reads the rows of a file from number `start` on. Raises ConfigError or OSError.
 
     Args:
         path: ends in one of SUFFIXES.
         column: holds the document, which is a text, or the `messages` of a conversation.
-
-    Raises:
-        ConfigError: it is damaged or has no such column, or pyarrow is not installed.
-        OSError: it cannot be read.
     """
     if path.name.endswith(PARQUET):
         found = _column(path, column, start)

@@ -1,8 +1,4 @@
-"""Sources of documents: a fixed, sorted list of names, and bytes by name.
-
-Names are relative, so that the same text has the same names on every machine: the held-out choice, the order and the
-split between data nodes follow from them.
-"""
+"""Sources of documents: a sorted list of relative names, the same on every machine, and bytes by name."""
 
 from __future__ import annotations
 
@@ -30,13 +26,12 @@ from protocol.manifest.manifest import DataSection
 from swarm.vocabulary.errors import ConfigError
 
 DOCUMENT_BYTES: Final = 2**20
-"""A longer file of a folder becomes several documents, so that no document needs more memory than this allows."""
+"""A longer file of a folder becomes several documents."""
 PIECE_BYTES: Final = 2**14
-"""A source that is one file is cut into documents of this size: one document could neither be split nor held out."""
+"""A source that is one file is cut into documents of this size, to split it and hold some out."""
 
 _NOT_THE_LIBRARY: Final = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
-"""Folders left out of `python-stdlib`: some systems install Python without its tests, and the rest is not Python's
-own."""
+"""Folders left out of `python-stdlib`, because some systems do not install them."""
 
 
 @runtime_checkable
@@ -54,14 +49,7 @@ class Source(Protocol):
 
 
 def open_source(section: DataSection, place: Path | None) -> Source | HubStream:
-    """Opens the source that the manifest names.
-
-    Args:
-        place: where its files are on this machine, if it has some (`node.data.places`).
-
-    Raises:
-        ConfigError: it is not here, holds no text, is not the manifest's, or needs an extra that is not installed.
-    """
+    """Opens the manifest's source with its files at `place`. Raises ConfigError if it is missing or another one."""
     kind, rest = section.kind, section.source.partition(":")[2]
     if section.source == "python-stdlib":
         return python_standard_library()
@@ -164,11 +152,7 @@ def python_standard_library() -> FileSource:
 
 
 def files_at(path: Path) -> FileSource:
-    """One file cut into small documents, or all files below a folder whose names do not begin with a dot.
-
-    Raises:
-        ConfigError: it does not exist, cannot be read, is too large, or has no text.
-    """
+    """One file cut into small documents, or all files below a folder but hidden ones. Raises ConfigError."""
     with _mapped(path):
         if path.is_dir():
             return FileSource(visible_below(path), DOCUMENT_BYTES)

@@ -31,16 +31,14 @@ from swarm.vocabulary.errors import ConfigError
 Tokens = npt.NDArray[np.int64]
 
 PIECE_TOKENS: Final = 2**19
-"""A longer document becomes several, so that none needs more memory than this allows."""
+"""A longer document becomes several."""
 MAX_SEQUENCES: Final = 2**26
-"""Of one shard."""
 READ_AS: Final = np.dtype("<i4")
-"""What the source's documents consist of, whatever the files do."""
 
 _MAGIC: Final = b"MMIDIDX\0\0"
 _HEADER: Final = struct.Struct("<9sQBQQ")
 _TYPES: Final = {code: np.dtype(name) for code, name in ((4, "<i4"), (8, "<u2"))}
-"""Those of the format's types that tokens have."""
+"""Types of the format that tokens may have."""
 
 
 class TokenShards:

@@ -20,14 +20,13 @@ Tokens = npt.NDArray[np.int64]
 
 MAX_TOKENIZER_BYTES: Final = 128 * 2**20
 END_OF_DOCUMENT_NAMES: Final = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
-"""What tokenizer files call the end of a document, most specific first."""
+"""Names of the end of a document in tokenizer files, most specific first."""
 
 
 class Tokenizer(Protocol):
     """The interface from text to tokens and back."""
 
     size: int
-    """Token ids are from 0 to `size` - 1."""
     end_of_document: int
 
     def encode(self, text: bytes) -> Tokens:
@@ -70,9 +69,7 @@ class FileTokenizer:
         self.end_of_document: int = end[1]
 
     def encode(self, text: bytes) -> Tokens:
-        """The document's tokens; bytes that are not UTF-8 become U+FFFD. Raises ConfigError when the tokenizer cannot
-        cut the text.
-        """
+        """The document's tokens; bytes that are not UTF-8 become U+FFFD. Raises ConfigError if the tokenizer fails."""
         with _panics_told():
             # A batch of one: unlike `encode` it lets the interpreter go, and pings are answered meanwhile.
             [encoding] = self._tokenizer.encode_batch([text.decode(errors="replace")], add_special_tokens=False)
@@ -88,12 +85,7 @@ class FileTokenizer:
 
 
 def open_tokenizer(manifest: Manifest, file: Path | None) -> Tokenizer:
-    """Opens the manifest's tokenizer. `file` is where its file lies here, if it has one (`node.data.places`).
-
-    Raises:
-        ConfigError: its file is not on this machine or is another one, or the library is not installed.
-        ManifestError: it has more tokens than the model, or no end of document.
-    """
+    """Opens the manifest's tokenizer from `file`. Raises ConfigError or ManifestError."""
     data = manifest.data
     if data.tokenizer == "bytes":
         return ByteTokenizer()
@@ -184,7 +176,7 @@ def _parse(path: Path, text: str) -> Any:
 
 REPLACEMENT: Final = "\ufffd"
 MOST_HELD_BACK: Final = 8
-"""Tokens. A character of UTF-8 is at most 4 bytes, so what makes no character after 8 tokens never will."""
+"""Tokens. A UTF-8 character has at most 4 bytes."""
 
 
 class TextStream(Protocol):
@@ -213,11 +205,7 @@ class ByteTextStream:
 
 
 class WindowTextStream:
-    """Text of tokenizers whose decoding of a token depends on its neighbours.
-
-    The last tokens are decoded together with those shown before them, and the difference is new. `decode` gives the
-    text of consecutive tokens.
-    """
+    """Text of tokenizers whose decoding of a token depends on its neighbours. `decode` takes consecutive tokens."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode

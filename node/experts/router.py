@@ -1,8 +1,6 @@
 """The router of a run with experts: integer tables that score each expert of each stage by a document's first tokens.
 
-A score is the sum, over pairs of neighbouring tokens, of the expert's entry for the pair's bucket, and a bias. These
-are integers, so every machine comes to the same route, whatever its processor; and no model has to be run. The tables
-are fitted once, by the run's author (`node.experts.fitting`), and the manifest names their hash.
+A score is a bias plus the sum of the expert's entries for the buckets of neighbouring token pairs.
 
 A router's bytes, little-endian: `skipstone-router`, version (u16), prefix (u16), number of stages (u16), the experts of
 each stage (u16 each); then, for each stage with several and for each of its experts, the share of documents that it got
@@ -30,10 +28,10 @@ Tokens = npt.NDArray[np.int64]
 
 BUCKETS: Final = 4096
 MAX_ROUTER_BYTES: Final = 68 * 1024
-"""Of sixteen experts, beside which stages with one expert cost next to nothing. One answer of a peer holds it."""
+"""That of sixteen experts and many stages. It fits one answer of a peer."""
 MAX_ENTRY: Final = 127
 MAX_BIAS: Final = 2**24
-"""With it, and with the longest prefix, a score is far from the ends of 32 bits."""
+"""Scores of the longest prefix stay far from the ends of 32 bits."""
 _MAGIC: Final = b"skipstone-router"
 _VERSION: Final = 1
 _HEADER: Final = struct.Struct(f"<{len(_MAGIC)}sHHH")
@@ -58,7 +56,7 @@ class StageTable:
     bias: npt.NDArray[np.int32]
     """[experts]"""
     shares: tuple[float, ...]
-    """Of the documents that the tables were made from; together 1."""
+    """Shares of the documents that the tables were made from; together 1."""
 
 
 class Router:
@@ -207,12 +205,7 @@ def router_file(manifest_file: Path) -> Path:
 
 
 def load_router(manifest_file: Path, manifest: Manifest) -> Router | None:
-    """Reads the router beside a manifest; None when the manifest names none.
-
-    Raises:
-        ConfigError: the file is not there or cannot be read.
-        StateError: as `read_router`.
-    """
+    """Reads the router beside a manifest; None if the manifest names none. Raises ConfigError or StateError."""
     return None if manifest.routing is None else read_router(_read(router_file(manifest_file)), manifest)
 
 
@@ -236,13 +229,9 @@ TRIES: Final = 60
 
 
 def even_bias(scores: Integers, sizes: Integers, most: float) -> Integers:
-    """The bias by which no expert gets more than `most` times an equal share of the tokens, or the best that was found.
+    """The bias by which no expert gets more than `most` times an equal share of the tokens, or the best found.
 
-    A bias beside the scores instead of a term in a loss: Wang et al. 2024 (arXiv:2408.15664).
-
-    Args:
-        scores: [documents, experts]
-        sizes: the tokens of each document.
+    A bias beside the scores as in Wang et al. 2024 (arXiv:2408.15664). `scores`: [documents, experts].
     """
     experts = scores.shape[1]
     bias = best = np.zeros(experts, dtype=np.int64)

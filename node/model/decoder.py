@@ -17,13 +17,10 @@ from protocol.manifest.manifest import Manifest
 
 
 class Decoder:
-    """The blocks in order of depth between embedding and head: all of them, or those of some stages (`through`).
+    """The blocks between embedding and head: all of them, or those of some stages (`through`).
 
     Args:
-        manifest: whose model and stages it has.
-        parameters: float32, by the names and of the shapes of `node.model.shapes`. On the CPU they are used as they
-            are.
-        device: where it computes.
+        parameters: float32, as in `node.model.shapes`. On the CPU they are used in place.
     """
 
     def __init__(self, manifest: Manifest, parameters: Mapping[str, Tensor], device: torch.device) -> None:
@@ -42,7 +39,7 @@ class Decoder:
         self._ends = list(accumulate(manifest.stages.blocks))
         self._blocks = self._every_block
         self.stages = tuple(range(1, len(self._ends)))
-        """On its path, stage 0 not counted."""
+        """Stages on its path, without stage 0."""
 
     def through(self, stages: Sequence[int]) -> Decoder:
         """The decoder over the same weights with only these of the stages after stage 0 on the path."""
@@ -70,8 +67,7 @@ class Decoder:
 
     @torch.inference_mode()
     def next_logits(self, tokens: Sequence[int], past: Sequence[Past]) -> Tensor:
-        """The logits of the token that follows, float32 [vocabulary] on the CPU. The tokens follow those of the past
-        and are added to it.
+        """Adds tokens to the past and returns the next logits, float32 [vocabulary] on the CPU.
 
         Raises:
             ValueError: they do not fit, or are several after others (`node.model.blocks.Past`).
@@ -90,9 +86,5 @@ class Decoder:
 
 
 def decoder_bytes(manifest: Manifest) -> int:
-    """The least memory that a decoder of this run needs besides its parameters: the rotary tables while they are
-    computed.
-
-    Angles, cosines and sines in float64, and the latter two once more in float32.
-    """
+    """The memory of a decoder besides its parameters: rotary angles and tables in float64, and tables in float32."""
     return manifest.model.sequence * manifest.model.head_size * (3 * 8 + 2 * 4)

@@ -1,11 +1,6 @@
-"""Text generation: one token after the other, each chosen among those the model finds likely.
+"""Text generation, token by token.
 
-The model sees at most `model.sequence` tokens. Of a longer prompt it reads the last ones. When a token no longer fits,
-the older half of what it sees is forgotten, and the rest is read again from position 0: once in `sequence` / 2 tokens,
-so that the cost of a token stays that of one position.
-
-Sources: top-k sampling, Fan et al. 2018 (arXiv:1805.04833); top-p (nucleus) sampling, Holtzman et al. 2020
-(arXiv:1904.09751).
+Sources: top-k sampling, Fan et al. 2018 (arXiv:1805.04833); top-p sampling, Holtzman et al. 2020 (arXiv:1904.09751).
 """
 
 from __future__ import annotations
@@ -24,19 +19,12 @@ from swarm.vocabulary.errors import ConfigError, StateError
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """The rule by which a token is chosen. The filters apply one after the other: temperature, then `top_k`, then
-    `top_p`.
-
-    Raises:
-        ConfigError: a value is outside of what is allowed.
-    """
+    """The rule by which a token is chosen: temperature, `top_k`, then `top_p`. Raises ConfigError on a bad value."""
 
     temperature: float = 0.8
-    """0 always takes the likeliest token; 1 takes each as often as the model expects it."""
+    """0 always takes the likeliest token."""
     top_k: int | None = None
-    """Only the so many likeliest."""
     top_p: float = 1.0
-    """Only the fewest likeliest that together have this probability."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -53,28 +41,18 @@ class Sampling:
 def generate(
     decoder: Decoder, tokenizer: Tokenizer, prompt: Sequence[int], limit: int, sampling: Sampling
 ) -> Iterator[int]:
-    """Yields at most `limit` tokens that follow the prompt; the last is the end of a document if the model came to one.
-
-    An empty prompt is the beginning of a document. The same arguments give the same tokens on the same machine.
-
-    Raises:
-        StateError: the model's logits are not finite.
-    """
+    """Yields up to `limit` tokens, the last the end of a document if it comes. Raises StateError on bad logits."""
     yield from Continuation(decoder, tokenizer, prompt, limit, sampling).take(limit)
 
 
 class Continuation:
-    """A text while it is generated, which may go on with another decoder.
-
-    Args:
-        limit: most tokens to generate.
-    """
+    """A text while it is generated. It may continue with another decoder."""
 
     def __init__(
         self, decoder: Decoder, tokenizer: Tokenizer, prompt: Sequence[int], limit: int, sampling: Sampling
     ) -> None:
         self.tokens = list(prompt) or [tokenizer.end_of_document]
-        """So far: those of the prompt, or the end of a document, and what follows."""
+        """The tokens of the prompt, or the end of a document, and what follows."""
         self._left, self._sampling, self._tokenizer = limit, sampling, tokenizer
         self._generator = torch.Generator().manual_seed(sampling.seed)
         self._reader = _Reader(decoder, room=len(prompt) + limit)
@@ -86,11 +64,7 @@ class Continuation:
         return self._left == 0
 
     def take(self, count: int) -> Iterator[int]:
-        """Yields the next `count` tokens, or fewer where the text ends.
-
-        Raises:
-            StateError: the model's logits are not finite.
-        """
+        """Yields the next `count` tokens, or fewer if the text ends. Raises StateError if logits are not finite."""
         for _ in range(count):
             if self.has_ended:
                 return
@@ -107,11 +81,7 @@ class Continuation:
 
 
 def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    """Samples one token for float32 logits [tokens] on the CPU, as `generator` has it.
-
-    Raises:
-        StateError: a logit is not finite.
-    """
+    """Samples one token for float32 logits [tokens] on the CPU. Raises StateError if one is not finite."""
     if not bool(torch.isfinite(logits).all()):
         raise StateError("the model gives logits that are not finite: its training has diverged")
     if sampling.temperature == 0:

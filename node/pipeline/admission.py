@@ -1,7 +1,4 @@
-"""The check of a tensor's header against the manifest before any memory is spent on it.
-
-What the planner needs of the manifest.
-"""
+"""The check of a tensor's header against the manifest, before memory is allocated for it."""
 
 from __future__ import annotations
 
@@ -17,8 +14,7 @@ from swarm.vocabulary.pipeline_messages import Backward, Forward, MicrobatchTens
 from swarm.vocabulary.types import Codec, ModuleId, PeerId, short
 
 STEPS_BACK = 2
-"""That a path may take under `reordering = "adjacent"`, each to the stage just before the highest visited; as in
-SkipPipe's schedules (arXiv 2502.19913)."""
+"""Steps back under `reordering = "adjacent"`, each to the stage just before the highest visited (arXiv 2502.19913)."""
 
 
 def path_rules(manifest: Manifest) -> PathRules:
@@ -39,8 +35,7 @@ RouteFault = Callable[[MicrobatchTensor], str | None]
 
 
 def hidden_tensor(manifest: Manifest) -> TensorSpec:
-    """The specification of the tensors that travel between the stages of this run, in either direction; of the largest,
-    where microbatches are whole documents."""
+    """The specification of hidden states and their gradients; of the largest, if microbatches are whole documents."""
     dtype = DType.BFLOAT16 if manifest.model.dtype == "bfloat16" else DType.FLOAT32
     return TensorSpec(manifest.hidden_shape, dtype, Codec.NONE)
 
@@ -59,10 +54,8 @@ class Admission:
     """The admission rules of one run, for one peer.
 
     Args:
-        own: this peer.
         module: the module it hosts.
-        route_fault: why a message is not on a route that its data node has signed; None when it is
-            (`protocol.identity.signatures.Routes.fault`).
+        route_fault: as `protocol.identity.signatures.Routes.fault`.
     """
 
     def __init__(self, manifest: Manifest, own: PeerId, module: ModuleId, route_fault: RouteFault) -> None:
@@ -131,8 +124,7 @@ class Admission:
         return f"{announced}{of}; this run's are {own}, without documents"
 
     def _check_order(self, stages: list[int], *, evaluated: bool) -> None:
-        """The rule for paths is about training; the whole model, or any part of it, may be measured, from the first
-        stage on."""
+        """Checks a training path's order. An evaluation may visit any part of the model from the first stage on."""
         if evaluated:
             in_order = all(one < other for one, other in pairwise(stages))
             fault = None if in_order else f"not different stages in order: {stages}"

@@ -1,14 +1,7 @@
 """The runner of custody: admits and receives tensors, has them computed, sends the results on.
 
-A visit of a microbatch passes through `MicrobatchRunner` in this order:
-
-    admit       may the tensor come? then a buffer for it     (decided by Admission and Custody)
-    received    all of it is here
-    _compute    on the compute thread, then encoded           (the worker, `LinkCodecs`)
-    _send       to the next peer, until that one accepts      (decided by Custody)
-    _forget     the buffers, when custody is over
-
-`swarm.pipeline.custody` decides what comes next. `_carry_out` starts it.
+A visit passes through `MicrobatchRunner`'s admit, received, _compute, _send (until the next peer accepts) and _forget.
+`swarm.pipeline.custody` decides what comes next, `_carry_out` starts it.
 """
 
 from __future__ import annotations
@@ -85,7 +78,7 @@ MAX_WAITING_MESSAGES = 256
 MOST_SHORT_OF_MEMORY = 32
 """Computations in a row that may fail for want of memory. Then the module is too large for this machine."""
 BUFFERS_A_SLOT = 6
-"""An entry has two tensors, input and gradient, and each slot up to two more entries that are unsettled."""
+"""Input and gradient of an entry and up to two unsettled ones per slot."""
 MAX_LINKS: Final = 1024
 """Links whose codecs are remembered; the transport holds fewer open."""
 DESCRIBED_LINKS: Final = 64
@@ -145,9 +138,7 @@ class Worker(Protocol):
         ...
 
     def retract(self, job: Job) -> bool:
-        """Takes back the gradient that a BACKWARD or REPLAY has added. Returns whether there was one.
-
-        If an inner step was taken in between, the negative goes into the next sum.
+        """Takes back the gradient of a BACKWARD or REPLAY, after a step in the next sum. Returns whether there was one.
 
         Raises:
             SkipstoneError: it could not be computed; the gradient stays.
@@ -217,7 +208,6 @@ class LinkCodecs:
     """The codecs in use on this node's links.
 
     Args:
-        tensor: hidden states without a codec.
         visit_s: compute time of a microbatch at the slower end of the link to a peer, in seconds; 0 if not known.
         goodput: bytes per second of the link to a peer; 0 if not known.
     """

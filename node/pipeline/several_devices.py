@@ -1,10 +1,4 @@
-"""One part computed by several devices at once: each takes some of a microbatch's documents, and their gradients are
-summed.
-
-Devices of other memory than the first have a copy of the parameters, taken anew whenever those have changed; processor
-cores share them. What each device computes of a microbatch depends on its documents only, so a gradient that is taken
-back is the one that was added.
-"""
+"""One part computed by several devices at once: each takes some of a microbatch's documents. Gradients are summed."""
 
 from __future__ import annotations
 
@@ -30,7 +24,7 @@ from swarm.workload.device_shares import CUTTING, Dealing, deal, pieces
 Result = TypeVar("Result")
 
 SHORTEST_CUT: Final = 512
-"""Tokens for each device: of shorter documents the pieces would not be worth the meetings."""
+"""Tokens for each device below which documents are not cut."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,13 +67,7 @@ class DealtVisit(Visit):
 
 
 class Copies:
-    """A part on each of several devices.
-
-    Args:
-        part: on the first device.
-        threads: of the devices.
-        copies: one for each other device; made if none are given.
-    """
+    """A part on each of several devices. Those with other memory than the first have copies of the parameters."""
 
     def __init__(self, part: nn.Module, threads: DeviceThreads, copies: Sequence[nn.Module] | None = None) -> None:
         self._parts = [part, *(copies or (_on(device, part) for device in threads.devices[1:]))]
@@ -112,8 +100,8 @@ class SeveralDevices:
     """The passes of one part on several devices; see `node.model.passes.Passes`.
 
     Args:
-        quadratic_share: what attention costs, in tokens for each square of a document's.
-        choose: how documents of these costs are dealt to so many devices, cutting being so dear.
+        quadratic_share: cost of attention, in tokens per squared token of a document.
+        choose: deals documents by costs, number of devices and extra cost of cutting.
     """
 
     def __init__(
@@ -186,8 +174,7 @@ class SeveralDevices:
         return self._threads.at_once([partial(on, rank, part) for rank, part in enumerate(self._parts.fresh())])
 
     def _dealt(self, source: Tensor, documents: tuple[int, ...]) -> _Dealt:
-        """The shares of a microbatch: always the same for the same documents, so that what is taken back is what was
-        added."""
+        """The shares of a microbatch: a function of its documents, so that what is taken back is what was added."""
         count = len(self._parts)
         exchange = Exchange(count)
         if not documents:
@@ -215,8 +202,7 @@ class SeveralDevices:
 
 
 class SeveralHeads:
-    """The head of a data node on several devices, each with as many of a microbatch's tokens; see
-    `node.model.passes.HeadPasses`."""
+    """The head on several devices, each with an equal share of the tokens; see `node.model.passes.HeadPasses`."""
 
     def __init__(self, heads: Copies, threads: DeviceThreads) -> None:
         self._heads = heads

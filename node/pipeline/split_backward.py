@@ -1,13 +1,8 @@
-"""Backward passes in parts: without the linear layers' weights, which are put off to idle time, or block by block.
+"""Backward passes in parts: with deferred weight gradients, or block by block.
 
-A linear layer's weight gradient is the product of its output's gradient and its input. No peer waits for it before the
-inner step, so backward can send the gradient of the visit's input on first (`SplitDevice`), and compute the products in
-idle time, at the latest inside that step (`DeferredWeights`). The two factors take the place of the visit's graph in
-memory, which is larger. The split is that of zero-bubble schedules (Qi et al. 2024, arXiv:2401.10241).
-
-On devices whose memory is dear a stack computes block by block (`BlockByBlock`). A block whose graph was not kept is
-computed again from its input (Chen et al. 2016, arXiv:1604.06174), and its gradients are added before the next block's
-are computed: one graph of one block is all that backward ever needs.
+No peer waits for a linear layer's weight gradient, so `SplitDevice` computes the input's gradient first, and
+`DeferredWeights` the products in idle time (zero-bubble schedules, Qi et al. 2024, arXiv:2401.10241). `BlockByBlock`
+needs the graph of one block only, on devices with little memory (Chen et al. 2016, arXiv:1604.06174).
 """
 
 from __future__ import annotations
@@ -93,7 +88,7 @@ class SplitGradients:
 
     source: Tensor
     others: tuple[tuple[int, Tensor], ...]
-    """Gradients of the parameters that are no linear layer's weight, with their places."""
+    """Places and gradients of the parameters that are no linear layer's weight."""
     products: tuple[_Product, ...]
 
     @property
@@ -144,11 +139,7 @@ class Splitting(Protocol):
 
 
 class SplitDevice(OneDevice):
-    """The passes of a part on one device, whose backward pass can leave the weights of linear layers out.
-
-    Made once for a part, to whose linear layers it stays hooked. With hidden states narrower than float32 these share
-    one narrow copy of their weights among all graphs.
-    """
+    """The passes of a part on one device, whose backward pass can leave the weights of linear layers out."""
 
     def __init__(self, part: nn.Module, hidden_type: torch.dtype = torch.float32) -> None:
         super().__init__(part)
@@ -164,7 +155,7 @@ class SplitDevice(OneDevice):
         self._copies = [linear.narrow for linear in linears if linear.narrow is not None]
         whole = [linear.weight for linear in linears if linear.narrow is None]
         self._read = [*whole, *(parameter for _, parameter in self._others)]
-        """Parameters that graphs refer to themselves, not to a narrow copy."""
+        """Parameters that graphs refer to directly, not by a narrow copy."""
 
     def _note(self, weight: int, linear: nn.Module, values: tuple[Tensor, ...], output: Tensor) -> None:
         if self._noted is not None:
@@ -244,11 +235,11 @@ class _PutOff:
 
 
 class DeferredWeights:
-    """The weight gradients that a replica has put off. Used on the compute thread.
+    """The weight gradients that a replica has deferred. Used on the compute thread.
 
     Args:
-        chosen: whether they are put off, and why.
-        passes: the passes that can be split; None if weights are not put off.
+        chosen: whether they are deferred, and why.
+        passes: the passes that can be split; None if weights are not deferred.
         sums: get the gradients.
         submit: takes idle work.
     """
@@ -258,7 +249,6 @@ class DeferredWeights:
     ) -> None:
         self.chosen = chosen
         self.visits = 0
-        """Visits whose weight gradients were put off."""
         self.held_bytes = 0
         """Memory of the inputs and gradients that are kept now."""
         self.peak_bytes = 0
@@ -288,7 +278,7 @@ class DeferredWeights:
 
         Args:
             labels: predicted tokens; 0 for all.
-            ended: called when nothing is kept any more, with the seconds that it took; None when it was cancelled.
+            ended: called at the end with the seconds that it took; None if it was cancelled.
         """
         if self._sums.has(microbatch):
             return Addition.DUPLICATE
@@ -307,11 +297,7 @@ class DeferredWeights:
         return Addition.ADDED
 
     def finish(self) -> None:
-        """Computes all that was put off.
-
-        Raises:
-            ResourceExhausted: there is no memory for it; what has not been added is kept.
-        """
+        """Computes all that was deferred. Without memory raises ResourceExhausted and keeps what has not been added."""
         for waiting in list(self._waiting.values()):
             self._finish(waiting)
 
@@ -403,15 +389,11 @@ class AddedGradients:
     are_finite: Tensor
     """Whether all are, a bool on the device. If not, some have been added, all of them finite."""
     take_back: Callable[[], None]
-    """Takes what has been added out of the sums again, up to rounding."""
+    """Subtracts what has been added to the sums, up to rounding."""
 
 
 class BlockByBlock:
-    """The passes of a stack; see `node.model.passes.Passes`. Made once for a stack.
-
-    Args:
-        hidden_type: of the hidden states; if it is narrower than float32, all graphs share one copy of the weights.
-    """
+    """The passes of a stack; see `node.model.passes.Passes`. Made once for a stack, to which it stays hooked."""
 
     def __init__(self, stack: BlockStack, hidden_type: torch.dtype) -> None:
         blocks = [_Alone(block, stack.rotary) for block in stack.model["layers"].children()]
@@ -453,9 +435,9 @@ class BlockByBlock:
         return SplitGradients(gradient, others, tuple(product for half in halves for product in half.products))
 
     def backward_into(self, sums: Accumulator, visit: Visit, gradient: Tensor, weight: int) -> AddedGradients:
-        """Adds the parameters' gradients, scaled by `weight`, to the sums, without registering the microbatch.
+        """Adds parameter gradients, scaled by `weight`, without registering the microbatch.
 
-        Stops adding at the first block whose gradients may not be finite. Without memory, takes back what was added.
+        Stops at the first block whose gradients may not be finite. Without memory, takes back what was added.
         """
         assert isinstance(visit, BlockVisit)
         added = [0]

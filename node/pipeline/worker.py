@@ -1,6 +1,6 @@
 """The workers of a replica: forward and backward of a stage of blocks, and both ends of a path at a data node.
 
-Everything here runs on the compute thread, but for the functions that make a worker at the start.
+Workers run on the compute thread.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class WeightVersion:
 
     def __init__(self, weights: Weights) -> None:
         self.visits = 0
-        """Visits in flight whose forward pass was computed with it."""
+        """Visits in flight whose forward pass used it."""
         self._weights: Weights | None = weights
 
     @property
@@ -107,9 +107,8 @@ class WeightStash:
     """The versions of one part's weights that visits in flight were computed with.
 
     Args:
-        weights: returns the tensors that graphs refer to (`node.model.passes.Passes.weights`): always the same ones,
-            each in memory of its own, changed in place.
-        most: versions besides the current one; with 0 none outlives an inner step.
+        weights: as `node.model.passes.Passes.weights`.
+        most: versions besides the current one.
         room: bytes for copies.
     """
 
@@ -120,9 +119,7 @@ class WeightStash:
         # Weights that cannot be told apart by their memory could not be found in a graph.
         can_be_found = len(self._places) == len(self._weights) and size > 0
         self.copies = min(most, room // size) if can_be_found else 0
-        """Versions that may be kept."""
         self.bytes = self.copies * size
-        """Memory of these, taken or not."""
         self._unused: list[Weights] = []
         """Free copies. The system would zero fresh memory at every step."""
         self._copies: dict[WeightVersion, Weights] = {}
@@ -216,10 +213,7 @@ def _memory(tensor: Tensor) -> int:
 
 
 class GraphBudget:
-    """The memory of one replica for autograd graphs between forward and backward.
-
-    It is counted in tokens whose whole graph would take as much. The bytes per token are measured at the first visit.
-    """
+    """The memory of one replica for graphs, counted in tokens with a whole graph. Measured at the first visit."""
 
     def __init__(self, budget_bytes: int) -> None:
         self._budget = budget_bytes
@@ -231,9 +225,7 @@ class GraphBudget:
     def forward(
         self, passes: Passes, source: Tensor, documents: tuple[int, ...], around: Around = nullcontext
     ) -> tuple[Tensor, Visit | None, float]:
-        """Computes the part on `source` [rows, tokens, hidden], and keeps as much of the graph as fits.
-
-        That is all, or the graphs of some blocks and the inputs of the others, or nothing. The rest is not built.
+        """Computes the part on `source` [rows, tokens, hidden], and keeps the graph of all, some or no blocks.
 
         Returns:
             The result, the visit if anything is kept of it, and its share of the budget, until `release`.
@@ -303,12 +295,7 @@ def _measured(
 
 
 class ReplicaWorker(ABC):
-    """The common part of both workers; see `node.pipeline.runner.Worker`.
-
-    Args:
-        tensor: hidden states.
-        device: the first device.
-    """
+    """The common part of both workers; see `node.pipeline.runner.Worker`. `tensor`: hidden states."""
 
     def __init__(self, tensor: TensorSpec, device: torch.device) -> None:
         self.tensor = tensor
@@ -317,7 +304,7 @@ class ReplicaWorker(ABC):
         """Microbatches whose gradient has been added, those before a resumed snapshot included."""
         self.accumulated_tokens = 0
         self.recomputed = 0
-        """Visits whose forward pass had to be computed again for the backward pass."""
+        """Visits whose forward pass had to be computed again."""
 
     def compute(self, job: Job) -> Output:
         """Does a job.
@@ -358,12 +345,11 @@ class HopWorker(ReplicaWorker):
     """One replica of a module of blocks.
 
     Args:
-        part: the module, on its device.
-        optimizer: takes the inner steps; `accumulator` is its only one.
+        optimizer: its `accumulator` is its only one.
         graph_budget_bytes: memory for graphs between forward and backward; what does not fit is recomputed.
         quadratic_share: cost of attention by the manifest; 0 if microbatches are rows of one stream.
-        passes: of the module; by default those of one device.
-        deferred: the weight gradients that are put off; by default none are.
+        passes: None for those of one device.
+        deferred: None if no weight gradients are deferred.
         stashed: earlier versions of the weights, at most, in a quarter of that memory.
     """
 
@@ -524,10 +510,7 @@ class HopWorker(ReplicaWorker):
         return output
 
     def retract(self, job: Job) -> bool:
-        """Takes a gradient back; see `node.pipeline.runner.Worker`.
-
-        It is computed again with the parameters of now: exactly what was added if they have not changed since.
-        """
+        """Takes a gradient back, recomputed with the current parameters; see `node.pipeline.runner.Worker`."""
         self.wire.start()
         with device_errors():
             source = self.wire.received(job.input)
@@ -567,11 +550,7 @@ class StageZero:
 
 
 class DataWorker(ReplicaWorker):
-    """One data node's replica of stage 0: embedding at the start, norm, head and loss at the end.
-
-    Args:
-        embedding, head: the passes of its two parts.
-    """
+    """One data node's replica of stage 0: embedding at the start, norm, head and loss at the end."""
 
     def __init__(
         self, stage: StageZero, tensor: TensorSpec, device: torch.device, embedding: Passes, head: HeadPasses
@@ -679,16 +658,12 @@ def host_hop(
     threads: DeviceThreads | None = None,
     submit: Submit = AtDeadline,
 ) -> HopWorker:
-    """Makes a replica of a module of stage 1 or above, with the run's initial weights.
+    """Makes a replica of a module of stage 1 or above with initial weights. Raises ResourceExhausted if too large.
 
     Args:
-        device: holds its state.
         allowance: slots and moments.
         threads: of all devices that compute; None for `device` alone.
         submit: takes idle work.
-
-    Raises:
-        ResourceExhausted: the module does not fit into this machine's memory.
     """
     require_room(manifest, (module,), device, allowance.slots, allowance.moments)
     with device_errors():

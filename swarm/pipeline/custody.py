@@ -95,7 +95,6 @@ SHORTEST_LIFETIME_S = 60.0
 LIFETIME_IN_RESIDENCES = 20
 """Longest lifetime of a microbatch in residence times of its data node's microbatches, within the bounds above."""
 MAX_TIMED = 256
-"""Data nodes whose residence time is remembered."""
 
 RECALL_AGAIN_S = 1.0
 RECALL_PATIENCE_S = 8.0
@@ -105,8 +104,7 @@ GRADIENT_LIFETIME_S = 60.0
 
 ASK_S = 3.0
 MAX_ASKS = 20
-"""Unanswered questions after which a gradient is taken back: at most once goes before exactly once. Counted, not timed,
-so that a machine that slept does not take its own sleep for the data node's silence."""
+"""Unanswered questions after which a gradient is taken back. Counted, not timed, as a machine may sleep."""
 REMEMBERED = 16_384
 """Completed microbatches that a data node can still answer for."""
 
@@ -168,12 +166,7 @@ class ResidenceTimes:
 
 
 class Custody:
-    """The state machine of all entries of one peer.
-
-    Args:
-        own: this peer.
-        slots: microbatches of other peers held at once, at most. A data node's own need no slot.
-    """
+    """The state machine of all entries of one peer. `slots`: most microbatches of other peers; its own need none."""
 
     def __init__(self, own: PeerId, slots: int, replicas: Replicas) -> None:
         self.own = own

@@ -1,8 +1,6 @@
 """A data node's microbatches in flight: their counts, how many there may be (`Window`), and when a step is complete.
 
-A *step* is as many completed microbatches as have its tokens (`swarm.workload.step_rule`). With staleness z a
-microbatch of step s + 1 + z waits until step s is complete. With z = 0 all of a step is computed with the parameters
-after the last one.
+With staleness z a microbatch of step s + 1 + z waits until step s is complete.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ class Counts:
     completed: int = 0
     abandoned: int = 0
     duplicated: int = 0
-    """Completions of a microbatch that had completed already. Anything but 0 is a defect."""
+    """Repeated completions. Anything but 0 is a defect."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +54,7 @@ class FlightRules:
     Args:
         per_step: microbatches of one step, if all are of the largest size.
         staleness: steps that may begin before the current one is complete.
-        window: microbatches in flight at first, at most.
+        window: initial limit.
         steps: stop after this many; None means never.
         microbatch_tokens: tokens of one microbatch, at most.
     """
@@ -88,8 +86,7 @@ class Flights:
     """The account of a data node's microbatches.
 
     Args:
-        first_number: number of the first microbatch. A data node that comes back must not reuse a number of its earlier
-            life: other peers may still hold that microbatch.
+        first_number: first number not used by an earlier life, whose microbatches other peers may hold.
         steps_done: completed steps, those of earlier lives included.
     """
 
@@ -99,11 +96,10 @@ class Flights:
     counts: Counts = field(default_factory=Counts)
     steps_done: int = 0
     window: int = field(init=False)
-    """Microbatches in flight at most, as found by now (`Window`)."""
     next_number: int = field(init=False)
     _flying: dict[MicrobatchId, Flight] = field(default_factory=dict)
     _done: list[Flight] = field(default_factory=list)
-    """Completed microbatches of the step that is not complete yet."""
+    """Completed microbatches of the current step."""
 
     def __post_init__(self) -> None:
         self.next_number = self.first_number
@@ -167,10 +163,7 @@ class Flights:
         return StepDone(self.steps_done, sum(losses) / sum(each.scored for each in done), len(done))
 
     def abandon(self, microbatch: MicrobatchId) -> Flight | None:
-        """Gives a microbatch up. Returns its flight, or None if it is not in flight.
-
-        If it has no loss, no stage has used it, and its data may be launched again under a new number.
-        """
+        """Abandons a microbatch. Without a loss, its data may be launched again under a new number."""
         flight = self._flying.pop(microbatch, None)
         if flight is not None:
             self.counts = replace(self.counts, abandoned=self.counts.abandoned + 1)
@@ -181,7 +174,7 @@ class Flights:
 
 GAIN: Final = 2.0
 LEAST_IN_EPOCH: Final = 12
-"""Microbatches of an epoch, at least. Round trips differ by 10 to 20 %, the mean of so many by 5 %."""
+"""Fewest microbatches of an epoch. Round trips differ by 10 to 20 %, the mean of these by 5 %."""
 LEAST_IN_PROBE: Final = 6
 LOWERED: Final = 0.9
 """The window falls when two targets in a row are below this share of it."""
@@ -225,19 +218,10 @@ class _Probe:
 
 
 class Window:
-    """The number of microbatches that one data node may have in flight, found by measurements.
+    """The number of microbatches that one data node may have in flight: GAIN times the bandwidth-delay product.
 
-    By Little's law the number in flight is the pace times the round trip. While the window is too small no microbatch
-    queues, so twice as many in flight double the pace. Beyond the bandwidth-delay product (pace times round trip
-    without queueing) only queues grow. The window is GAIN times that product, as in BBR (Cardwell et al. 2016), so that
-    no peer is idle because the next microbatch is late. The round trip without queueing is the shortest mean of an
-    epoch, which is a window's worth of microbatches. Links change, so a probe lowers the window for two epochs now and
-    then, and measures in the second.
-
-    Args:
-        start: its first value.
-        least: its smallest value, whatever is measured.
-        most: its largest value, and why.
+    That is pace times round trip without queueing, as in BBR (Cardwell et al. 2016). A probe lowers the window for two
+    epochs now and then, and measures the round trip in the second. An epoch is a window's worth of microbatches.
     """
 
     def __init__(self, start: int, least: int, most: Reasoned[int]) -> None:

@@ -1,8 +1,4 @@
-"""The sizes of the latest microbatches of a data node: what is usual, and how far they are apart.
-
-Where microbatches are whole documents each has its own tokens, documents and cost. Times that were measured of one are
-divided by its cost in usual ones, and people see by the spread whether packing does its work.
-"""
+"""The sizes of a data node's latest microbatches: the usual one, and their spread."""
 
 from __future__ import annotations
 
@@ -13,7 +9,6 @@ from dataclasses import dataclass
 from typing import Final
 
 LATEST: Final = 64
-"""Microbatches that are remembered: about as many as are packed together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,9 +17,9 @@ class Size:
 
     tokens: int
     documents: tuple[int, ...]
-    """Tokens of each; empty where it is rows of one stream."""
+    """Tokens of each; empty if it is rows of one stream."""
     cost: float = 0.0
-    """In tokens, attention included, by the manifest; 0 where nobody asks."""
+    """In tokens, attention included; 0 if unused."""
 
     @property
     def squares(self) -> int:
@@ -38,23 +33,19 @@ class SizeSummary:
 
     microbatches: int = 0
     tokens: float = 0.0
-    """Mean of one."""
+    """Mean."""
     tokens_spread: float = 0.0
     cost: float = 0.0
-    """Mean of one, in tokens, attention included."""
+    """Mean, in tokens, attention included."""
     cost_spread: float = 0.0
     documents: float = 0.0
-    """Mean of one; 0 where microbatches are rows of one stream."""
+    """Mean; 0 if microbatches are rows of one stream."""
     padding: float = 0.0
-    """The part of the largest microbatch that the mean one leaves empty. Nothing is sent or computed for it."""
+    """Mean share of a largest microbatch that is empty. Nothing is sent or computed for it."""
 
 
 class MicrobatchSizes:
-    """The sizes of the latest microbatches.
-
-    Args:
-        most_tokens: of one microbatch.
-    """
+    """The sizes of the latest microbatches, which have `most_tokens` at most."""
 
     def __init__(self, most_tokens: int) -> None:
         self._most_tokens = most_tokens

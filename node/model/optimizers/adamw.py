@@ -1,12 +1,4 @@
-"""The arithmetic of AdamW over tensors, with moments in float32, or in 8 bits for large matrices.
-
-In float32: PyTorch's own kernel without `torch.optim.Optimizer`, whose first use imports the compiler, up to a second
-of CPU time for every node that starts.
-
-In 8 bits: the same kernel over a part of a matrix at a time, whose moments are unpacked, moved and packed again. By
-torch's operators alone: the scales of bitsandbytes (0.50.2) have no sign, so a checkpoint's float32 would not pack to
-the same bytes; its fused step knows no weights in two halves; and its wheel brings 129 MB of kernels.
-"""
+"""The arithmetic of AdamW over tensors, with moments in float32, or in 8 bits for large matrices."""
 
 from __future__ import annotations
 
@@ -29,16 +21,13 @@ class Moments:
     """AdamW's state of one parameter."""
 
     mean: Tensor
-    """Of the gradients; float32, shaped as the parameter."""
     variance: Tensor
-    """Mean of their squares; likewise."""
     steps: Tensor
-    """How many there were: one float32 on the parameter's device, where the fused kernel counts it."""
+    """One float32 on the parameter's device, where the fused kernel counts."""
 
 
 class AdamW(InnerRule[Moments]):
-    """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101). Vectors (norms) are not decayed: pulling a scale towards 0
-    regularises nothing."""
+    """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101). Vectors (norms) are not decayed."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], inner: InnerSection) -> None:
         super().__init__(parameters)
@@ -123,9 +112,7 @@ class EightBitMoments:
     """AdamW's state of one matrix."""
 
     mean: EightBit
-    """Of the gradients."""
     variance: EightBit
-    """Mean of their squares."""
     steps: int = 0
 
     @classmethod
@@ -136,8 +123,7 @@ class EightBitMoments:
 
 
 class EightBitAdamW(InnerRule[EightBitMoments]):
-    """AdamW with 8-bit moments (Dettmers et al. 2021, arXiv:2110.02861), for large
-    matrices (`node.model.shapes.has_eight_bits`)."""
+    """AdamW with 8-bit moments (Dettmers et al. 2021, arXiv:2110.02861), for large matrices."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], inner: InnerSection) -> None:
         super().__init__(parameters)

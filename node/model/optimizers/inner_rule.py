@@ -1,7 +1,4 @@
-"""What the inner step needs of an optimizer's arithmetic, and the seam through which a part of it is put off.
-
-It stands alone because each rule implements it and `node.model.optimizer` knows no more of any of them.
-"""
+"""The interface of an optimizer's arithmetic, and the seam by which it submits idle work."""
 
 from __future__ import annotations
 
@@ -32,11 +29,11 @@ class ParameterState:
     """An optimizer's state of one parameter that a step has moved."""
 
     steps: int
-    """That have moved it. A part without visits is left out of a step, so they may differ among parameters."""
+    """Steps that moved it. A part without visits does not step."""
     tensors: Mapping[str, Tensor]
-    """Float32, by what they are."""
+    """Float32 tensors by name."""
     packed: Mapping[str, PackedFloats] = field(default_factory=dict)
-    """Those that the rule keeps in fewer bytes, as they are there. A copy, and what is restored, has none."""
+    """Packed tensors in place. Copies and restored states have none."""
 
 
 class Deferred(Protocol):
@@ -52,8 +49,7 @@ class Deferred(Protocol):
 
 
 Submit = Callable[[Iterator[None], str], Deferred]
-"""Takes work that is cut into chunks of a few milliseconds, and its name. The chunks are computed in order, on the
-thread that computes, whenever there is time. Raises ResourceExhausted when too much waits there already."""
+"""Takes chunks of a few milliseconds for the compute thread, and a name. Raises ResourceExhausted if full."""
 
 
 class AtDeadline:
@@ -70,15 +66,12 @@ class AtDeadline:
 
 
 class InnerRule(ABC, Generic[State]):
-    """The arithmetic of an inner step over some parameters of a module, which are float32. Runs on the compute
-    thread."""
+    """The arithmetic of an inner step over some float32 parameters of a module, on the compute thread."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = tuple(parameters)
         self.states: dict[nn.Parameter, State] = {}
-        """Of the parameters that a step has moved."""
         self.packed: Mapping[nn.Parameter, PackedFloats] = {}
-        """What stands for those of the parameters that are kept in fewer bytes."""
 
     @abstractmethod
     def step(self, rate: float) -> None:

@@ -30,13 +30,7 @@ _SCALE_BYTES: Final = 4
 
 
 class EightBit(PackedFloats):
-    """A float32 tensor in 8 bits an element and a float32 scale a block; zeros to begin with.
-
-    An element that is not finite makes its whole block so: what has gone wrong is seen, as it would be in float32.
-
-    Args:
-        is_signed: whether elements may be below 0. If not, none above 0 becomes 0.
-    """
+    """A float32 tensor in 8 bits an element and a float32 scale a block, initially 0. Unsigned values stay above 0."""
 
     def __init__(self, shape: tuple[int, ...], device: torch.device, *, is_signed: bool) -> None:
         super().__init__(shape, device)
@@ -79,11 +73,7 @@ def _blocks_of(part: slice) -> slice:
 
 @functools.cache
 def dynamic_map(*, is_signed: bool) -> tuple[float, ...]:
-    """The 256 values, ascending, from those of the paper (as bitsandbytes' `create_dynamic_map` lays them out): the
-    middles of equal steps between a tenth and one, in each of seven decades twice as many as in the one below; 0; 1.
-    Where there are no signs each decade has the steps of the other half as well, and the end of the lowest one is in
-    the place of 0.
-    """
+    """The 256 ascending values of the paper, laid out as bitsandbytes' `create_dynamic_map` does."""
     positive: list[float] = []
     for decade in range(_DECADES):
         steps = 2**decade if is_signed else 2 ** (decade + 1)

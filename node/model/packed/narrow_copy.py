@@ -33,14 +33,7 @@ class Narrow(Protocol):
 
 
 class NarrowCopy:
-    """The copy of one float32 matrix, made anew in place when it is needed after a change.
-
-    A graph from before a change cannot be gone back through any more: torch says that one of its tensors was modified.
-
-    Args:
-        matrix: of which it is; on its device.
-        dtype: of the copy.
-    """
+    """The copy of a float32 matrix in the type of its products, renewed in place. It invalidates older graphs."""
 
     def __init__(self, matrix: nn.Parameter, dtype: torch.dtype) -> None:
         self._matrix = matrix

@@ -15,18 +15,13 @@ import torch
 from torch import Tensor
 
 PART: Final = 2**20
-"""Elements (4 MiB as float32) unpacked at a time on the CPU, whose caches hold them."""
+"""Elements (4 MiB as float32) unpacked at a time on the CPU, to fit its caches."""
 DEVICE_PART: Final = 2**22
-"""The same elsewhere: each part costs a GPU about 20 launches."""
+"""Elements unpacked at a time on a GPU, where each part costs about 20 launches."""
 
 
 class PackedFloats(ABC):
-    """A packed float32 tensor on a device.
-
-    Args:
-        shape: of the tensor.
-        device: where it is kept.
-    """
+    """A packed float32 tensor on a device."""
 
     def __init__(self, shape: tuple[int, ...], device: torch.device) -> None:
         self.shape = shape
@@ -37,9 +32,7 @@ class PackedFloats(ABC):
 
     @abstractmethod
     def read(self, part: slice) -> Tensor:
-        """Unpacks a part of the flattened tensor; the result, on the device, shares no memory with it. Parts begin at
-        multiples of `PART`, or anywhere where the kind allows it.
-        """
+        """Unpacks a part of the flattened tensor into new memory on the device. Parts begin at multiples of `PART`."""
 
     @abstractmethod
     def write(self, part: slice, values: Tensor) -> None:
@@ -69,4 +62,3 @@ class PackedFloats(ABC):
 
 
 Floats = Tensor | PackedFloats
-"""Float32 numbers, plain or packed."""

@@ -18,12 +18,7 @@ _HALF: Final = 1 << 15
 
 
 class SplitWeight(PackedFloats):
-    """The two halves of a matrix, on its device.
-
-    The upper half is the nearest bfloat16 number, of two that are equally near the larger one (by magnitude), where a
-    cast takes the even one: then the difference in the last bits fits 16 of them whatever the number is. It is a
-    `Narrow` matrix: a graph from before a change cannot be gone back through any more.
-    """
+    """A float32 matrix in two halves: the nearest bfloat16 matrix, used in products, and the 16 bits that it lacks."""
 
     dtype = torch.bfloat16
 
