@@ -57,7 +57,7 @@ def tokenize(
 
 def _documents(source: Source | HubStream, tokenizer: Tokenizer) -> Iterator[Tokens]:
     """Each with its end, as Megatron-LM's `--append-eod`; without those that are empty or cannot be read."""
-    from node.data.labels import whole_text
+    from node.data.documents import whole_text
 
     for name, read in _reads(source):
         try:

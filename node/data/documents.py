@@ -7,23 +7,130 @@ file's rank and its number there, so a file's number of rows need not be known. 
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from itertools import chain, islice
-from typing import Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from node.data.labels import MalformedDocumentError, Marked, Marking, whole_text
 from node.data.sources import Source
+from node.data.token_shards import READ_AS
 from node.data.tokenizers import Tokenizer, Tokens
 from node.experts.router import DocumentRouter
+from protocol.manifest.manifest import DataSection
 from swarm.vocabulary.errors import ConfigError
 from swarm.vocabulary.types import PeerId
+
+UNSCORED: Final = -100
+"""As `torch.nn.functional.cross_entropy` ignores by default."""
+ASSISTANT: Final = "assistant"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Marked:
+    """A document's tokens, its end included; none of a document that is empty."""
+
+    tokens: Tokens
+    wanted: Tokens | None = None
+    """The tokens as labels, UNSCORED where one is none; None where all are labels."""
+
+    @property
+    def is_of_use(self) -> bool:
+        return bool(self.tokens.size) if self.wanted is None else bool((self.wanted >= 0).any())
+
+
+Marking = Callable[[bytes], Marked]
+"""From a document's bytes to its tokens. Raises MalformedDocumentError."""
+
+
+class MalformedDocumentError(Exception):
+    """A document is not what the run's documents are; it is left out."""
+
+
+class _Message(NamedTuple):
+    role: str
+    content: str
+
+
+def marking(data: DataSection, tokenizer: Tokenizer) -> Marking:
+    """The way from the bytes of the run's documents to tokens and labels."""
+    if data.kind == "tokens":
+        return lambda document: made_before(document, tokenizer)
+    if data.labels == "assistant":
+        return lambda document: conversation(document, tokenizer)
+    return lambda document: whole_text(document, tokenizer)
+
+
+def whole_text(document: bytes, tokenizer: Tokenizer) -> Marked:
+    """A text, all of whose tokens are labels."""
+    tokens = tokenizer.encode(document)
+    return Marked(np.append(tokens, tokenizer.end_of_document) if tokens.size else tokens)
+
+
+def made_before(document: bytes, tokenizer: Tokenizer) -> Marked:
+    """Tokens made before, as READ_AS, with their end or not. Raises ConfigError if another tokenizer made them."""
+    tokens = np.frombuffer(document, dtype=READ_AS).astype(np.int64)
+    if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < tokenizer.size:
+        raise ConfigError(
+            f"data.source has tokens from {tokens.min()} to {tokens.max()}, the run's tokenizer {tokenizer.size}",
+            hint="Make the shards with the run's own tokenizer.",
+        )
+    ends = not tokens.size or tokens[-1] == tokenizer.end_of_document
+    return Marked(tokens if ends else np.append(tokens, tokenizer.end_of_document))
+
+
+def conversation(document: bytes, tokenizer: Tokenizer) -> Marked:
+    """A conversation, of whose tokens only the assistant's are labels. Raises MalformedDocumentError."""
+    tokens, wanted = list[Tokens](), list[Tokens]()
+    for text, is_said in _parts(_messages(document)):
+        found = tokenizer.encode(text.encode(errors="replace"))
+        tokens.append(found)
+        wanted.append(found if is_said else np.full(found.size, UNSCORED))
+    tokens.append(np.array([tokenizer.end_of_document]))
+    wanted.append(np.array([UNSCORED]))
+    return Marked(np.concatenate(tokens), np.concatenate(wanted))
+
+
+def _parts(messages: list[_Message]) -> Iterator[tuple[str, bool]]:
+    before = ""
+    for role, content in messages:
+        before += f"<|im_start|>{role}\n"
+        said = f"{content}<|im_end|>"
+        if role == ASSISTANT:
+            yield before, False
+            yield said, True
+            before = "\n"
+        else:
+            before += f"{said}\n"
+    yield before, False
+
+
+def _messages(document: bytes) -> list[_Message]:
+    try:
+        read: Any = json.loads(document)
+    except (ValueError, RecursionError) as error:
+        raise MalformedDocumentError(f"it is no JSON: {str(error)[:100]}") from None
+    messages = read.get("messages") if isinstance(read, dict) else None
+    if not isinstance(messages, list) or not messages:
+        raise MalformedDocumentError("it has no list of `messages`")
+    return [_message(each) for each in messages]
+
+
+def _message(each: Any) -> _Message:
+    role, content = (each.get("role"), each.get("content")) if isinstance(each, dict) else (None, None)
+    if not (isinstance(role, str) and isinstance(content, str)):
+        raise MalformedDocumentError("a message has no `role` or no `content` that is text")
+    return _Message(role, content)
+
+
+# ---- order and split -------------------------------------------------------------------------------------------------
+
 
 logger = logging.getLogger(__name__)
 
@@ -53,11 +160,10 @@ class Fragment:
     opening: Tokens = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     """The document's beginning without its end token, by which its route is chosen."""
     wanted: Tokens | None = None
-    """The tokens as labels; None if all are (`node.data.labels`)."""
+    """The tokens as labels; None if all are."""
 
     @property
     def labels(self) -> Tokens:
-        """The tokens as labels, UNSCORED where one is none."""
         return self.tokens if self.wanted is None else self.wanted
 
 
@@ -89,7 +195,6 @@ def permutation(key: str, count: int) -> npt.NDArray[np.int64]:
 
 
 def everything(name: str) -> bool:
-    """Selects all."""
     return True
 
 
@@ -185,7 +290,6 @@ class Documents:
 
 
 def _hash(text: str) -> int:
-    """64 bits."""
     return int.from_bytes(hashlib.sha256(text.encode(errors="surrogateescape")).digest()[:8], "big")
 
 
@@ -207,21 +311,16 @@ class FileStream(Protocol):
     @property
     def files(self) -> Sequence[str]:
         """Their names, in an order that is the same on every machine."""
-        ...
 
     def rows(self, file: str, start: int) -> Generator[Callable[[], bytes]]:
         """What reads the file's rows, from number `start` on."""
-        ...
 
     def expect(self, file: str) -> None:
         """Says that the file's rows are due next."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
 class Due:
-    """A document whose turn it is."""
-
     position: int
     name: str
     read: Callable[[], bytes]

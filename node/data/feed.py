@@ -13,9 +13,8 @@ from functools import partial
 from types import TracebackType
 from typing import Final, Self
 
-from node.data.documents import Documents, FileShare, Fragment, Place, is_held_out, owner
+from node.data.documents import Documents, FileShare, Fragment, Place, is_held_out, marking, owner
 from node.data.hub import source_keys
-from node.data.labels import marking
 from node.data.packing import Cursor, DocumentPacker, Microbatch, Packer, RowPacker, reading_place
 from node.data.places import Places, as_written
 from node.data.sources import open_source
@@ -67,13 +66,7 @@ def with_router(manifest: Manifest, source: str) -> tuple[Manifest, Router]:
 class TrainingFeed:
     """One data node's microbatches: its share of the documents that are not held out, epoch after epoch."""
 
-    def __init__(
-        self,
-        manifest: Manifest,
-        documents: Documents,
-        own: PeerId,
-        start: Cursor = START,
-    ) -> None:
+    def __init__(self, manifest: Manifest, documents: Documents, own: PeerId, start: Cursor = START) -> None:
         self._manifest = manifest
         self._own = own
         self._data_nodes: tuple[PeerId, ...] = (own,)
@@ -151,7 +144,6 @@ def held_out_microbatches(
 
 
 def _about(fragments: Iterator[Fragment], tokens: int) -> Iterator[Fragment]:
-    """The fragments until they have so many tokens."""
     for fragment in fragments:
         yield fragment
         tokens -= fragment.tokens.size
@@ -211,7 +203,6 @@ class Prefetcher:
         self._thread.join(timeout=5.0)
 
     def ready(self) -> Microbatch | None:
-        """The next microbatch, or None if it is not packed yet. Raises what ended the thread."""
         try:
             packed = self._packed.get_nowait()
         except queue.Empty:

@@ -75,7 +75,6 @@ class Listing:
         self.sizes = array("q", (size for _, size in entries))
 
     def size_of(self, name: str) -> int | None:
-        """The file's size in bytes; None when there is no such file."""
         at = bisect_left(self.names, name)
         return self.sizes[at] if at < len(self.names) and self.names[at] == name else None
 
@@ -174,7 +173,6 @@ class DocumentNames(Sequence[str]):
 
     def __init__(self, counts: Iterable[int]) -> None:
         self._ends = array("q", accumulate(counts))
-        """Number of documents up to and including each file."""
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0

@@ -20,8 +20,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from node.data.documents import Fragment, Place, permutation
-from node.data.labels import UNSCORED
+from node.data.documents import UNSCORED, Fragment, Place, permutation
 from node.data.tokenizers import Tokens
 from node.experts.router import DocumentRouter, even_bias
 from protocol.manifest.manifest import Manifest
@@ -55,7 +54,6 @@ class Microbatch:
     tokens: Tensor
     """int64 [rows, sequence]."""
     labels: Tensor
-    """int64 [rows, sequence]: the next token, or UNSCORED."""
     cost: float
     """In tokens, attention included (`quadratic_share` of the manifest)."""
     start: Cursor = field(default_factory=Cursor)
@@ -70,7 +68,6 @@ class Microbatch:
 
     @property
     def size(self) -> int:
-        """The number of tokens."""
         return self.tokens.numel()
 
     @property
@@ -84,7 +81,6 @@ class Microbatch:
 
     @property
     def workload(self) -> Size:
-        """What it asks of those who compute it."""
         return Size(self.size, self.documents, self.cost)
 
 
@@ -92,11 +88,8 @@ class Packer(Protocol):
     """Packs documents into microbatches, in the order in which they come."""
 
     cursor: Cursor
-    """Cursor of the next microbatch."""
 
-    def next(self) -> Microbatch | None:
-        """The next microbatch, or None when the documents have ended."""
-        ...
+    def next(self) -> Microbatch | None: ...
 
 
 # ---- rows of one stream ----------------------------------------------------------------------------------------------
@@ -234,7 +227,6 @@ class _Stretch:
     """The first labels that are left out of the loss."""
     source: Fragment
     affinity: Affinity = ()
-    """Known once its block is packed."""
     wanted: Tokens | None = None
 
     def tokens_of(self, piece: Piece) -> Tokens:
@@ -250,7 +242,6 @@ class _Stretch:
         return np.concatenate((np.full(unscored - piece.start, UNSCORED), labels[unscored : piece.stop]))
 
     def parted(self, tokens: int) -> tuple[_Stretch, _Stretch]:
-        """So many tokens of it, and the rest."""
         before, wanted = int(self.labels[tokens - 1]), self.wanted
         now, rest = (None, None) if wanted is None else (wanted[:tokens], wanted[tokens:])
         unscored = max(0, self.unscored - tokens)
@@ -423,7 +414,6 @@ class DocumentPacker:
         return Cursor(place, level=level, packing=PACKING)
 
     def _sizes(self, stretches: list[_Stretch]) -> tuple[list[int], list[int]]:
-        """The tokens of each, and which are cut."""
         cut = [index for index, stretch in enumerate(stretches) if self._is_cut(stretch)]
         return [stretch.labels.size for stretch in stretches], cut
 
@@ -458,10 +448,8 @@ def _evened(affinities: list[Affinity], sizes: list[int], most: float) -> list[A
 
 
 def _sum(affinities: list[Affinity]) -> Affinity:
-    """Of each expert over the documents."""
     return tuple(tuple(map(sum, zip(*of_stage, strict=True))) for of_stage in zip(*affinities, strict=True))
 
 
 def _row(parts: list[npt.NDArray[np.int64]]) -> torch.Tensor:
-    """int64 [1, tokens]."""
     return torch.from_numpy(np.concatenate(parts)).unsqueeze(0)

@@ -13,8 +13,6 @@ from swarm.vocabulary.types import Reasoned
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToldPlaces:
-    """The places that the person names on the command line."""
-
     text: Path | None = None
     tokenizer: Path | None = None
     hub: bool = False

@@ -41,11 +41,8 @@ class Source(Protocol):
     @property
     def names(self) -> Sequence[str]:
         """The documents' names: distinct, in an order that is the same on every machine with the same text."""
-        ...
 
-    def read(self, name: str) -> bytes:
-        """The document's text, usually UTF-8. Raises OSError if it cannot be read now."""
-        ...
+    def read(self, name: str) -> bytes: ...
 
 
 def open_source(section: DataSection, place: Path | None) -> Source | HubStream:

@@ -80,7 +80,6 @@ class _Shard:
         self.starts = array("Q", chain.from_iterable(pieces))
 
     def read(self, start: int) -> npt.NDArray[Any]:
-        """The tokens of the document that begins there. Raises OSError."""
         after = bisect_right(self.starts, start)
         count = (self.starts[after] if after < len(self.starts) else self._end) - start
         with self._listing.open(self._file) as file:
@@ -131,7 +130,6 @@ class ShardWriter:
         self.shards = self.documents = self.tokens = 0
 
     def write(self, documents: Iterable[Tokens]) -> None:
-        """Writes all of them. Raises OSError."""
         left = iter(documents)
         for first in left:
             self._shard(chain([first], left))
@@ -153,7 +151,6 @@ class ShardWriter:
 
 
 def _index(code: int, lengths: npt.NDArray[np.int32]) -> bytes:
-    """Of documents that are one sequence each."""
     count = lengths.size
     starts = (np.cumsum(lengths, dtype="<i8") - lengths) * _TYPES[code].itemsize
     header = _HEADER.pack(_MAGIC, 1, code, count, count + 1)

@@ -24,18 +24,14 @@ END_OF_DOCUMENT_NAMES: Final = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eo
 
 
 class Tokenizer(Protocol):
-    """The interface from text to tokens and back."""
-
     size: int
     end_of_document: int
 
     def encode(self, text: bytes) -> Tokens:
         """The document's tokens, without an end of document."""
-        ...
 
     def text_stream(self) -> TextStream:
         """A new stream that turns tokens that come one by one into text."""
-        ...
 
 
 class ByteTokenizer:
@@ -184,11 +180,9 @@ class TextStream(Protocol):
 
     def push(self, token: int) -> str:
         """The text that can be shown now that this token is known; often empty."""
-        ...
 
     def finish(self) -> str:
         """The text that was held back, once no token will follow."""
-        ...
 
 
 class ByteTextStream:

@@ -40,7 +40,6 @@ Labels = npt.NDArray[np.int64]
 RESTARTS: Final = 8
 ITERATIONS: Final = 15
 PER_ROUTE: Final = 8
-"""Fewest documents per route."""
 MAX_ROUTES: Final = 256
 PRIOR: Final = 256.0
 """Pairs of the mean of all documents that are added to a cluster's."""
@@ -170,7 +169,6 @@ def _apart(centres: Matrix) -> Matrix:
 
 
 def _cost(shared: npt.NDArray[np.int64], apart: Matrix, place: Labels) -> float:
-    """How unlike the clusters are that share experts."""
     return float((shared[np.ix_(place, place)] * apart).sum())
 
 

@@ -44,7 +44,6 @@ class DocumentRouter(Protocol):
 
     def affinity(self, name: str, opening: Tokens) -> Affinity:
         """Scores each expert of each stage after stage 0 for a document by its name or its first tokens."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,9 +51,7 @@ class StageTable:
     """The experts of one stage that has several."""
 
     entries: npt.NDArray[np.int8]
-    """[experts, BUCKETS]"""
     bias: npt.NDArray[np.int32]
-    """[experts]"""
     shares: tuple[float, ...]
     """Shares of the documents that the tables were made from; together 1."""
 
@@ -78,11 +75,9 @@ class Router:
 
     @property
     def experts(self) -> tuple[int, ...]:
-        """Of each stage, stage 0 included."""
         return (1, *(1 if table is None else len(table.bias) for table in self.tables))
 
     def affinity(self, name: str, opening: Tokens) -> Affinity:
-        """See `DocumentRouter`."""
         scores = np.zeros(self._count, dtype=np.int64)
         found = self._entries.take(buckets(opening[: self.prefix]), axis=1).sum(axis=1, dtype=np.int32)
         scores[self._several] = found + self._bias
@@ -108,7 +103,6 @@ class ChanceRouter:
         self._seed, self._experts = seed, experts[1:]
 
     def affinity(self, name: str, opening: Tokens) -> Affinity:
-        """See `DocumentRouter`."""
         key = f"route:{self._seed}:{name}".encode(errors="surrogateescape")
         raw = hashlib.shake_256(key).digest(2 * sum(self._experts))
         numbers = iter(struct.unpack(f"<{len(raw) // 2}H", raw))
@@ -116,7 +110,6 @@ class ChanceRouter:
 
 
 def buckets(tokens: Tokens) -> Tokens:
-    """The bucket of each pair of neighbouring tokens."""
     return (31 * tokens[1:] + 1009 * tokens[:-1] + 7) & (BUCKETS - 1)
 
 

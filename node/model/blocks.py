@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from node.model.cut_documents import CutDocuments
 from node.model.document_attention import document_attention
-from node.model.packed.narrow_copy import Narrow
-from node.model.packed.split_weight import SplitWeight
+from node.model.packed import Narrow, SplitWeight
 from protocol.manifest.model import ModelSection
 
 Documents = tuple[int, ...] | CutDocuments
@@ -39,7 +38,6 @@ class Linear(nn.Module):
         return F.linear(values, self.matrix(values.dtype))
 
     def matrix(self, dtype: torch.dtype) -> Tensor:
-        """The weight in the element type of a product."""
         if self.narrow is not None and self.narrow.dtype is dtype:
             return self.narrow.fresh()
         return self.weight.to(dtype)
@@ -240,7 +238,6 @@ class Attention(nn.Module):
         return output
 
     def _by_head(self, projected: Tensor) -> Tensor:
-        """[rows, tokens, heads x head_size] as [rows, heads, tokens, head_size]."""
         rows, tokens, _ = projected.shape
         return projected.view(rows, tokens, -1, self.head_size).transpose(1, 2)
 

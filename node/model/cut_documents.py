@@ -39,7 +39,6 @@ class Exchange:
         return [tensor for tensor in table if tensor is not None]
 
     def give_up(self) -> None:
-        """Ends this and every later meeting for all ranks."""
         self._barrier.abort()
 
 

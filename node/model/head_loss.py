@@ -20,7 +20,7 @@ STRIP: Final = 2**22
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadSum:
-    """A matrix, float32 or wider, to which the head's gradient is added `count` times."""
+    """A matrix, float32 or wider, to which the head's gradient is added `weight` times."""
 
     matrix: Tensor
     weight: float
@@ -59,7 +59,6 @@ def loss_and_gradient(
 
 @torch.no_grad()
 def loss_alone(hidden: Tensor, matrix: Tensor, labels: Tensor, logits_at_once: int) -> Tensor:
-    """Computes the summed cross entropy; see `loss_and_gradient`."""
     rooms = _Rooms(hidden, matrix, logits_at_once, None)
     loss = hidden.new_zeros((), dtype=torch.float32)
     for piece in rooms.pieces(len(hidden)):
@@ -104,11 +103,9 @@ class _Rooms:
             self._wide = torch.empty_like(self._products, dtype=into.matrix.dtype)
 
     def pieces(self, positions: int) -> list[slice]:
-        """The positions that are computed at a time."""
         return [slice(start, min(start + self._at_once, positions)) for start in range(0, positions, self._at_once)]
 
     def loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        """The summed loss of a piece."""
         return self._losses(hidden, labels)[0].sum()
 
     def loss_and_gradient_of_logits(self, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -135,7 +132,6 @@ class _Rooms:
         return losses, floats, total, (~ignored).to(floats.dtype), places
 
     def add(self, of_logits: Tensor, hidden: Tensor) -> None:
-        """Adds a piece's gradient for the matrix."""
         if self._into is None:
             return
         total, weight = self._into.matrix, self._into.weight

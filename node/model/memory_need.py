@@ -147,7 +147,6 @@ def what_fits(
 
 
 def room_on(device: torch.device) -> Room:
-    """The free memory for a device now."""
     memory = available_memory()
     if device.type == "cuda":
         return Room(memory, Reasoned(torch.cuda.mem_get_info(device)[0], "on the GPU"))
@@ -201,7 +200,6 @@ def _listed(stages: Sequence[int]) -> str:
 
 
 def _instead(manifest: Manifest, room: Room, microbatches: int, moments: MomentType) -> str:
-    """What would fit, as a sentence's end."""
     fitting = modules_that_fit(manifest.modules(), room, needs_of(manifest, microbatches, moments))
     if fitting:
         named = ", ".join(map(str, fitting[:_NAMED]))

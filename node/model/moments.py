@@ -14,16 +14,12 @@ if TYPE_CHECKING:
 
 
 class MomentType(enum.Enum):
-    """The form in which the moments of large matrices are kept."""
-
     FLOAT32 = "float32"
     EIGHT_BIT = "8bit"
 
 
 @dataclass(frozen=True, slots=True)
 class Allowance:
-    """What the person at a machine lets the module on it take."""
-
     slots: int = DEFAULT_SLOTS
     moments: MomentType = MomentType.FLOAT32
 

@@ -24,7 +24,7 @@ from protocol.manifest.manifest import Manifest
 from protocol.manifest.training import InnerSection, ScheduleSection, TrainingSection
 from swarm.vocabulary.errors import SkipstoneError, StateError
 from swarm.vocabulary.types import MicrobatchId, ModuleId
-from swarm.workload.step_rule import StepRule
+from swarm.workload.microbatch_sizes import StepRule
 
 Tensors = Mapping[str, Tensor]
 """Float32 on the CPU, by parameter name."""
@@ -36,8 +36,6 @@ RAMP_STEPS: Final = 10
 
 @dataclass(frozen=True, slots=True, eq=False)
 class InnerState:
-    """The state of the inner optimizer."""
-
     steps: int
     parameters: Mapping[str, ParameterState]
     """State on the CPU, by name, of the parameters that a step has moved."""
@@ -53,7 +51,6 @@ def learning_rate(training: TrainingSection, tokens: float) -> float:
 
 
 def _ratio(schedule: ScheduleSection, progress: float) -> float:
-    """Of the peak, so far after the warm-up."""
     if schedule.kind == "constant":
         return 1.0
     progress = min(1.0, progress)
@@ -62,8 +59,6 @@ def _ratio(schedule: ScheduleSection, progress: float) -> float:
 
 
 class Addition(enum.Enum):
-    """What became of a gradient."""
-
     ADDED = "added"
     DUPLICATE = "this microbatch has been added before"
     NOT_FINITE = "the gradient has elements that are not finite"
@@ -81,7 +76,6 @@ class Accumulator:
         self.tokens = 0
         """Tokens of these microbatches. Negative if more were taken back than added."""
         self.labels = 0
-        """Tokens that are predicted."""
         self.sums = tuple(torch.zeros(p.shape, dtype=_sum_type(p), device=p.device) for p in self.parameters)
         self._current: set[MicrobatchId] = set()
         self._recent: deque[set[MicrobatchId]] = deque(maxlen=REMEMBERED_STEPS)
@@ -96,7 +90,6 @@ class Accumulator:
         return microbatch in self._current or self.has_applied(microbatch)
 
     def has_applied(self, microbatch: MicrobatchId) -> bool:
-        """Whether the microbatch went into one of the remembered steps."""
         return any(microbatch in step for step in self._recent)
 
     def add(self, microbatch: MicrobatchId, tokens: int, gradients: Sequence[Tensor], labels: int = 0) -> Addition:
@@ -124,7 +117,7 @@ class Accumulator:
         self.sums[place][rows].add_(gradient, alpha=tokens)  # computed in the wider type of the two
 
     def retract(self, microbatch: MicrobatchId, tokens: int, gradients: Sequence[Tensor], labels: int = 0) -> bool:
-        """Takes a microbatch's gradients back. Returns False if it is not remembered."""
+        """Takes a microbatch's gradients back, after a step in the next sum. Returns False if it is not remembered."""
         added = next((ids for ids in (self._current, *self._recent) if microbatch in ids), None)
         if added is None or not are_finite(gradients):
             return False
@@ -169,7 +162,6 @@ class StepFigures:
 
     step: int
     visits: tuple[int, ...]
-    """Visits of each accumulator."""
     tokens: int
     """Tokens of the part with the most."""
     gradient_norm: float
@@ -224,7 +216,6 @@ class InnerOptimizer:
 
     @property
     def due(self) -> bool:
-        """Whether every part has seen the tokens of a step since the last one."""
         return all(self._rule.is_complete(accumulator.tokens) for accumulator in self._accumulators)
 
     def step(self) -> StepFigures:
@@ -266,7 +257,6 @@ class InnerOptimizer:
         )
 
     def moved(self, names: Mapping[str, Tensor]) -> frozenset[str]:
-        """Which of the module's parameters this moves."""
         return frozenset(self._named(names))
 
     def import_state(self, names: Mapping[str, Tensor], saved: InnerState) -> None:
@@ -378,7 +368,7 @@ def inner_optimizer(
 
 @torch.no_grad()
 def fold(sums: Sequence[Tensor], gradients: Sequence[Tensor], weight: int) -> None:
-    """Adds `count` times the gradients to the sums."""
+    """Adds `weight` times the gradients to the sums. Has all memory before the first is added."""
     if not sums:
         return
     if all(total.dtype is gradient.dtype for total, gradient in zip(sums, gradients, strict=True)):
@@ -396,5 +386,6 @@ def are_finite(gradients: Sequence[Tensor]) -> bool:
 
 
 def _sum_type(parameter: Tensor) -> torch.dtype:
-    """The element type of gradient sums."""
+    # Float64 makes the sum independent of the order of microbatches, so that a swarm agrees with one process. A card
+    # has little memory, and adds in no fixed order anyway.
     return torch.float64 if parameter.device.type == "cpu" else parameter.dtype

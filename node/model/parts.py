@@ -70,7 +70,6 @@ class HeadPart(nn.Module):
 
     @property
     def norm(self) -> RMSNorm:
-        """The final norm."""
         norm = self.model["norm"]
         assert isinstance(norm, RMSNorm)
         return norm
@@ -112,7 +111,6 @@ def build_block_stack(manifest: Manifest, module: ModuleId) -> BlockStack:
 
 
 def build_embedding(manifest: Manifest) -> EmbeddingPart:
-    """Builds stage 0's first part."""
     part = EmbeddingPart(manifest.model, manifest.stages.blocks[0])
     _fill(manifest, part)
     return part

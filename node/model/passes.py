@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from node.model.head_loss import HeadSum, loss_and_gradient
-from node.model.packed.narrow_copy import NarrowCopy
+from node.model.packed import NarrowCopy
 from node.model.parts import HeadPart
 
 FAR_FROM_OVERFLOW: Final = 1e30
@@ -44,27 +44,20 @@ class Passes(Protocol):
 
     def forward(self, source: Tensor, documents: tuple[int, ...], around: Around = nullcontext) -> Visit:
         """Computes the part on `source` [rows, tokens(, hidden)], keeping the graph."""
-        ...
 
     def backward(self, visit: Visit, gradient: Tensor) -> Gradients:
         """Computes the gradients of the visit's input and of the part's parameters; frees the graph."""
-        ...
 
-    def evaluate(self, source: Tensor, documents: tuple[int, ...]) -> Tensor:
-        """Computes the part on `source` without a graph."""
-        ...
+    def evaluate(self, source: Tensor, documents: tuple[int, ...]) -> Tensor: ...
 
     def parameters_changed(self) -> None:
         """Notes that the parameters have changed; graphs from before are of no use any more."""
-        ...
 
     def storages(self) -> set[int]:
         """Where the memory of parameters and constants begins."""
-        ...
 
     def weights(self) -> tuple[Tensor, ...]:
-        """The tensors that represent the parameters in graphs, changed in place. None while they are in use."""
-        ...
+        """The tensors that represent the parameters in graphs, changed in place. Empty if they cannot be replaced."""
 
 
 class OneDevice:
@@ -99,18 +92,14 @@ class HeadPasses(Protocol):
 
     def loss(self, hidden: Tensor, labels: Tensor) -> float:
         """Computes the mean loss in nats per token of `hidden` [rows, tokens, hidden], without a graph."""
-        ...
 
     def loss_into(self, hidden: Tensor, labels: Tensor, sums: Sequence[Tensor], weight: int) -> HeadVisit | None:
-        """Computes mean loss and gradients, and adds `count` times those of the parameters to `sums`, if not None.
+        """Computes mean loss and gradients, and adds `weight` times those of the parameters to `sums`, if any.
 
         Returns None, with nothing added, if the gradients may not be finite.
         """
-        ...
 
-    def parameters_changed(self) -> None:
-        """Notes that the parameters have changed."""
-        ...
+    def parameters_changed(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -118,9 +107,7 @@ class HeadVisit:
     """The results of the head's two passes."""
 
     loss: float
-    """Mean, in nats per token."""
     source: Tensor
-    """The gradient of the hidden states."""
     take_back: Callable[[], None]
     """Subtracts what has been added to the sums, up to their rounding."""
 
@@ -215,6 +202,8 @@ def gradients_of(
 
 class _End(torch.autograd.Function):
     """A scalar whose gradient for `result` is the given one."""
+
+    # `torch.autograd.grad` with a gradient would import sympy to compare shapes: 0.6 s and 34 MB for every node.
 
     @staticmethod
     def forward(ctx: Any, result: Tensor, gradient: Tensor) -> Tensor:

@@ -39,7 +39,6 @@ def parameter_shapes(manifest: Manifest, module: ModuleId) -> dict[str, Shape]:
 
 
 def is_block_matrix(name: str, shape: Shape) -> bool:
-    """Whether a parameter is one of the matrices of a transformer block."""
     return len(shape) == 2 and name not in (EMBEDDING, HEAD)
 
 
@@ -55,7 +54,6 @@ def demand_of(manifest: Manifest, module: ModuleId) -> float:
 
 
 def parameter_bytes(shapes: Mapping[str, Shape]) -> int:
-    """The bytes that parameters of these shapes take in memory and in a file."""
     return BYTES_PER_PARAMETER * sum(math.prod(shape) for shape in shapes.values())
 
 

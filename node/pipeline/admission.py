@@ -43,10 +43,7 @@ def hidden_tensor(manifest: Manifest) -> TensorSpec:
 def allowed_codecs(manifest: Manifest) -> dict[Traffic, tuple[Codec, ...]]:
     """The allowed codecs of microbatches, mildest first: what a sender chooses from and a receiver takes."""
     half = hidden_tensor(manifest).dtype is DType.BFLOAT16
-    limits = {
-        Traffic.ACTIVATIONS: manifest.codecs.activations,
-        Traffic.GRADIENTS: manifest.codecs.gradients,
-    }
+    limits = {Traffic.ACTIVATIONS: manifest.codecs.activations, Traffic.GRADIENTS: manifest.codecs.gradients}
     return {traffic: ladder(Codec[limit.upper()], half_precision=half) for traffic, limit in limits.items()}
 
 

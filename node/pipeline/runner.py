@@ -102,7 +102,6 @@ class Job:
     documents: tuple[int, ...] = ()
     """Tokens of each document; empty if the microbatch is rows of one stream."""
     codec: Codec = Codec.NONE
-    """Codec of the output."""
     check_codec: bool = False
     """Whether to measure the error of the output's encoding."""
     labels: int = 0
@@ -115,10 +114,8 @@ class Output:
 
     tensor: Encoded | None = None
     loss: float | None = None
-    """Nats per token."""
     step_due: bool = False
     error: float | None = None
-    """Relative error of the encoding, if the job asked for it."""
 
 
 class Worker(Protocol):
@@ -127,7 +124,6 @@ class Worker(Protocol):
     @property
     def tensor(self) -> TensorSpec:
         """Hidden states and their gradients."""
-        ...
 
     def compute(self, job: Job) -> Output:
         """Does a job. Its tensors, and `Output.tensor`, which may share their memory, stay as they are until `forget`.
@@ -135,7 +131,6 @@ class Worker(Protocol):
         Raises:
             SkipstoneError: it could not be done, and no gradient was added.
         """
-        ...
 
     def retract(self, job: Job) -> bool:
         """Takes back the gradient of a BACKWARD or REPLAY, after a step in the next sum. Returns whether there was one.
@@ -143,15 +138,12 @@ class Worker(Protocol):
         Raises:
             SkipstoneError: it could not be computed; the gradient stays.
         """
-        ...
 
     def forget(self, ticket: int) -> None:
         """Frees what was kept for an entry. Then the memory of its tensors may be written again."""
-        ...
 
     def step(self) -> StepFigures | None:
         """Takes the inner step that is due; None if an earlier call took it."""
-        ...
 
 
 class WorkerThread:
@@ -296,19 +288,15 @@ class Host(Protocol):
 
     def visited(self, microbatch: MicrobatchId) -> None:
         """A gradient that was added counts."""
-        ...
 
     def retracted(self, microbatch: MicrobatchId) -> None:
         """A gradient that was added did not count, and has been taken back."""
-        ...
 
     def stepped(self, figures: StepFigures) -> None:
         """An inner step has been taken."""
-        ...
 
     def not_reached(self, peer: PeerId, error: PeerError) -> None:
         """A message or a tensor could not be sent."""
-        ...
 
 
 # ---- tensors ---------------------------------------------------------------------------------------------------------
@@ -336,16 +324,7 @@ class Tensors:
     ) -> Job:
         """Returns a job on them."""
         return Job(
-            self.ticket,
-            key,
-            work,
-            purpose,
-            self.input,
-            self.gradient,
-            self.documents,
-            codec,
-            check_codec,
-            self.labels,
+            self.ticket, key, work, purpose, self.input, self.gradient, self.documents, codec, check_codec, self.labels
         )
 
 

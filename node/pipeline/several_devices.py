@@ -29,8 +29,6 @@ SHORTEST_CUT: Final = 512
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Share:
-    """What one device computes of a microbatch."""
-
     places: Tensor
     """Indices of its rows, or of its tokens in the only row: int64 on the CPU."""
     documents: tuple[int, ...] | CutDocuments

@@ -26,7 +26,7 @@ from node.model.blocks import Documents, Linear, Rotary
 from node.model.device import device_errors
 from node.model.optimizer import Accumulator, Addition
 from node.model.optimizers.inner_rule import AtDeadline, Deferred, Submit
-from node.model.packed.narrow_copy import NarrowCopy
+from node.model.packed import NarrowCopy
 from node.model.parts import BlockStack
 from node.model.passes import Around, Gradients, OneDevice, Visit
 from swarm.vocabulary.errors import ResourceExhausted
@@ -93,7 +93,6 @@ class SplitGradients:
 
     @property
     def held_bytes(self) -> int:
-        """Memory of what is kept for the second half."""
         kept = [tensor for product in self.products for tensor in (product.values, product.gradients)]
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in kept}
         return sum(storages.values())
@@ -135,7 +134,6 @@ class Splitting(Protocol):
 
     def first_half(self, visit: Visit, gradient: Tensor) -> SplitGradients:
         """Computes the gradients of the visit's input and of all parameters but the linear layers' weights."""
-        ...
 
 
 class SplitDevice(OneDevice):
@@ -229,7 +227,6 @@ class _PutOff:
     labels: int = 0
     """Predicted tokens; 0 for all."""
     begun: bool = False
-    """Whether some of it has been added."""
     seconds: float = 0.0
     work: Deferred | None = None
 
@@ -259,7 +256,6 @@ class DeferredWeights:
 
     @property
     def waiting(self) -> int:
-        """Visits whose weight gradients have not been computed yet."""
         return len(self._waiting)
 
     def first_half(self, visit: Visit, gradient: Tensor) -> SplitGradients:

@@ -70,7 +70,6 @@ class Wire:
         """Seconds spent on encoding and decoding, with GPU work meanwhile."""
         self._expected: list[Tensor] = []
         self._copied: torch.cuda.Event | None = None
-        """Set behind the last copy to the device."""
 
     def start(self) -> None:
         """Starts another job: nothing is expected of it yet."""

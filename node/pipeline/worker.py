@@ -23,14 +23,7 @@ from node.model.memory_need import require_room
 from node.model.moments import ORDINARY, Allowance
 from node.model.optimizer import Accumulator, Addition, InnerOptimizer, StepFigures, inner_optimizer
 from node.model.optimizers.inner_rule import AtDeadline, Submit
-from node.model.parts import (
-    HIDDEN_TYPES,
-    EmbeddingPart,
-    HeadPart,
-    build_block_stack,
-    build_embedding,
-    build_head,
-)
+from node.model.parts import HIDDEN_TYPES, EmbeddingPart, HeadPart, build_block_stack, build_embedding, build_head
 from node.model.passes import Around, HeadPasses, OneDevice, Passes, Visit
 from node.observability.failpoints import crash_point
 from node.pipeline.admission import hidden_tensor
@@ -205,7 +198,6 @@ class WeightStash:
 
 
 def _memory(tensor: Tensor) -> int:
-    """Returns where the tensor's memory begins."""
     return tensor.untyped_storage().data_ptr()
 
 
@@ -218,9 +210,7 @@ class GraphBudget:
     def __init__(self, budget_bytes: int) -> None:
         self._budget = budget_bytes
         self._of_one: float | None = None
-        """Bytes per token."""
         self._kept = 0.0
-        """Tokens whose graphs are kept."""
 
     def forward(
         self, passes: Passes, source: Tensor, documents: tuple[int, ...], around: Around = nullcontext
@@ -267,7 +257,6 @@ class GraphBudget:
 
 
 def of_tokens(hidden: Tensor) -> int:
-    """Returns the number of tokens in [rows, tokens, hidden]."""
     return hidden.shape[0] * hidden.shape[1]
 
 
@@ -338,7 +327,6 @@ class _Kept:
     weights: WeightVersion
     forward_s: float = 0.0
     share: float = 0.0
-    """Share of the budget for graphs."""
 
 
 class HopWorker(ReplicaWorker):
@@ -459,7 +447,6 @@ class HopWorker(ReplicaWorker):
         return replace(output, step_due=self.optimizer.due)
 
     def _again(self, source: Tensor, documents: tuple[int, ...]) -> Visit:
-        """Computes a visit again, for its backward pass."""
         if isinstance(self.passes, BlockByBlock):
             return self.passes.forward(source, documents, graphs=0)
         return self.passes.forward(source, documents)
@@ -545,7 +532,6 @@ class StageZero:
 
     @property
     def parts(self) -> tuple[nn.Module, ...]:
-        """All that its rounds average."""
         return (self.embedding, self.head)
 
 

@@ -46,7 +46,6 @@ class RoundCodecs:
         return self.contribution not in _LEAVE_LITTLE
 
     def of(self, message: RoundPiece) -> Codec:
-        """The codec of a message's tensor."""
         return self.contribution if isinstance(message, Contribution) else self.result
 
 

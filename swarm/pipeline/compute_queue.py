@@ -93,7 +93,6 @@ class ComputeQueue:
         """A heap by: upkeep or not, place in line, order of arrival."""
         self._numbers = itertools.count()
         self._idle: dict[IdleWork, None] = {}
-        """In order of arrival."""
         self.expected: tuple[float, ...] = ()
         """Times at which jobs will come, by the clock of `take`. A job that is CHUNK_S late is not waited for."""
 
@@ -140,7 +139,6 @@ class ComputeQueue:
             work.cancel()
 
     def clear(self) -> list[Job]:
-        """Gives up all idle work, and removes and returns all jobs, the most urgent first."""
         self.give_up_idle_work()
         jobs = [job for *_, job in sorted(self._jobs, key=lambda each: each[:3])]
         self._jobs.clear()
@@ -165,7 +163,6 @@ class ArrivalForecast:
 
     @property
     def expected(self) -> tuple[float, ...]:
-        """The times, and that of the last arrival, whose job is about to be queued."""
         return (*(each.expected for each in self._arriving.values()), self._latest)
 
     def announced(self, sender: PeerId, tensor: Hashable, size_bytes: int, now: float) -> None:

@@ -127,14 +127,12 @@ class Replicas(Protocol):
     def choose(self, module: ModuleId, without: frozenset[PeerId]) -> Reasoned[PeerId | None]:
         """Returns the best replica of a module outside the given set, or None."""
 
-    def hosts(self, peer: PeerId, module: ModuleId) -> bool:
-        """Whether a peer announces the module."""
+    def hosts(self, peer: PeerId, module: ModuleId) -> bool: ...
 
     def is_given_up(self, peer: PeerId) -> bool:
         """Whether the peer does not answer any more, so that more than a link has broken."""
 
-    def is_linked(self, peer: PeerId) -> bool:
-        """Whether there is a link to a peer now."""
+    def is_linked(self, peer: PeerId) -> bool: ...
 
     def goes_round(self, module: ModuleId) -> bool:
         """Whether new paths avoid the module because none of its replicas can be reached."""

@@ -88,9 +88,7 @@ class Entry:
     deadline: float
     """Time at which it is forgotten unless something happens to it before."""
     sender: PeerId | None = None
-    """Peer it first came from; None at a data node's start."""
     since: float = 0.0
-    """Arrival time of the first tensor."""
     target: PeerId | None = None
     """Peer it is handed to, or that owes the input."""
     tried: frozenset[PeerId] = frozenset()
@@ -100,16 +98,13 @@ class Entry:
     retry_at: float | None = None
     """Time of the next offer, recall or question."""
     refusals: int = 0
-    """Times in a row that every replica was busy."""
     failing_since: float | None = None
     """Time since which the target cannot be reached, or owes a recalled input."""
     came: float = 0.0
-    """Arrival time of the latest tensor."""
     waited_s: float = 0.0
     """Time from then until its computation began."""
     computed_s: float = 0.0
     handed: float = 0.0
-    """Time of the latest offer."""
     asked: int = 0
     """Questions to the data node whether the gradient counts."""
 

@@ -12,7 +12,7 @@ from typing import Final
 
 from swarm.pipeline.custody import KEPT_FOR_OTHERS
 from swarm.vocabulary.types import MicrobatchId, Path, PeerId, Reasoned
-from swarm.workload.step_rule import StepRule
+from swarm.workload.microbatch_sizes import StepRule
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,6 @@ class FlightRules:
 
     @property
     def step(self) -> StepRule:
-        """The rule by which microbatches make steps."""
         return StepRule(self.per_step * self.microbatch_tokens, self.microbatch_tokens)
 
     @property
@@ -111,14 +110,12 @@ class Flights:
 
     @property
     def finished(self) -> bool:
-        """Whether all requested steps are complete and no microbatch is in flight."""
         return self.rules.steps is not None and self.steps_done >= self.rules.steps and not self._flying
 
     def get(self, microbatch: MicrobatchId) -> Flight | None:
         return self._flying.get(microbatch)
 
     def may_start(self) -> Reasoned[bool]:
-        """Whether another microbatch may start now."""
         rules = self.rules
         if len(self._flying) >= self.window:
             return Reasoned(False, f"the window of {self.window} is full")
@@ -196,14 +193,11 @@ USED: Final = 0.6
 
 @dataclass(frozen=True, slots=True)
 class _Epoch:
-    """Means over an epoch."""
-
     flying: float
     trip_s: float
 
     @property
     def pace(self) -> float:
-        """Completed microbatches per second."""
         return self.flying / self.trip_s
 
 
@@ -233,7 +227,6 @@ class Window:
         self._sums: list[tuple[int, float]] = []
         """Number in flight and round trip of each microbatch of this epoch."""
         self._unloaded_s = math.inf
-        """Round trip without queueing."""
         self._target_before = math.inf
         self._lowered_from: _Epoch | None = None
         """The epoch before the window fell."""
@@ -251,7 +244,6 @@ class Window:
         return Reasoned(most, f"{self._most.reason}; {self._why}")
 
     def bound(self, most: Reasoned[int]) -> None:
-        """Sets its largest value."""
         self._most = most
 
     def completed(self, started: float, now: float, flying: int) -> None:

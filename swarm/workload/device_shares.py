@@ -19,7 +19,6 @@ from swarm.vocabulary.types import Reasoned
 CUTTING: Final = 0.06
 """Relative extra cost of a cut document: keys and values are exchanged in every block."""
 LEAST_PIECE: Final = 16
-"""Smallest piece, in tokens."""
 EVEN: Final = 0.002
 """Relative excess of the largest load at which exchanges end."""
 EXCHANGED: Final = 32
@@ -36,11 +35,9 @@ class Dealing:
     shares: tuple[float, ...]
     """Shares of every cut document by device; together 1, or all 0."""
     loads: tuple[float, ...]
-    """Predicted costs by device."""
 
     @property
     def unevenness(self) -> float:
-        """The largest load over the mean."""
         return max(self.loads) * len(self.loads) / sum(self.loads)
 
 
@@ -65,7 +62,6 @@ def deal(costs: Sequence[float], devices: int, cutting: float = CUTTING) -> Reas
 
 
 def deal_whole(costs: Sequence[float], devices: int) -> Dealing:
-    """Deals documents and cuts none."""
     return _deal(costs, devices, frozenset(), 0.0)
 
 

@@ -13,8 +13,6 @@ LATEST: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """The size of one microbatch."""
-
     tokens: int
     documents: tuple[int, ...]
     """Tokens of each; empty if it is rows of one stream."""
@@ -33,7 +31,6 @@ class SizeSummary:
 
     microbatches: int = 0
     tokens: float = 0.0
-    """Mean."""
     tokens_spread: float = 0.0
     cost: float = 0.0
     """Mean, in tokens, attention included."""
@@ -53,12 +50,10 @@ class MicrobatchSizes:
 
     @property
     def tokens(self) -> float:
-        """Of a usual microbatch."""
         return self._mean(lambda size: size.tokens) if self._latest else self._most_tokens
 
     @property
     def squares(self) -> float:
-        """Of a usual microbatch's documents."""
         return self._mean(lambda size: size.squares)
 
     def add(self, size: Size) -> float:
@@ -75,7 +70,6 @@ class MicrobatchSizes:
 
 
 def summary_of(sizes: Sequence[Size], most_tokens: int) -> SizeSummary:
-    """The summary of these sizes, of microbatches that have so many tokens at most."""
     if not sizes:
         return SizeSummary()
     tokens, tokens_spread = _mean_and_spread([size.tokens for size in sizes])
@@ -88,3 +82,23 @@ def _mean_and_spread(figures: Sequence[float]) -> tuple[float, float]:
     mean = math.fsum(figures) / len(figures)
     variance = math.fsum((figure - mean) ** 2 for figure in figures) / len(figures)
     return mean, math.sqrt(variance) / mean if mean else 0.0
+
+
+# ---- inner steps -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class StepRule:
+    """The tokens of an inner step. It is complete when less than half of a largest microbatch is missing.
+
+    Args:
+        inner_tokens: a multiple of `microbatch_tokens`.
+        microbatch_tokens: of one microbatch, at most.
+    """
+
+    inner_tokens: int
+    microbatch_tokens: int = 1
+
+    def is_complete(self, tokens: int, steps: int = 1) -> bool:
+        """Whether so many tokens are enough for so many steps."""
+        return 2 * tokens >= 2 * steps * self.inner_tokens - self.microbatch_tokens

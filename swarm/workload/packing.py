@@ -26,7 +26,6 @@ from swarm.vocabulary.types import MAX_DOCUMENTS
 RATE_AGAIN: Final = 0.7
 """Relative length at which the rate of what is left is computed again."""
 EXCHANGES: Final = 64
-"""Exchanges of documents after dealing."""
 OTHERS: Final = 4
 """Microbatches next to the most expensive and the cheapest that are tried too."""
 EVEN: Final = 0.01
@@ -36,8 +35,6 @@ SHORTEST_CUT: Final = 16
 
 
 class Piece(NamedTuple):
-    """A document, or a piece of one."""
-
     document: int
     start: int
     stop: int
@@ -45,10 +42,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What a run's microbatches have room for."""
-
     sequence: int
-    """Most tokens of a piece."""
     tokens: int
     """Most tokens of a microbatch; at least `sequence`."""
     quadratic_share: float
@@ -65,7 +59,6 @@ class Bin:
     cost: float = 0.0
     tokens: int = 0
     pieces: list[int] = field(default_factory=list)
-    """Indices."""
     aim: float = 0.0
     """Wanted cost above the mean."""
 
@@ -115,12 +108,10 @@ class Filling:
 
     @property
     def mean(self) -> float:
-        """The cost of a microbatch."""
         return math.fsum(found.cost for found in self.bins) / len(self.bins)
 
     @property
     def unevenness(self) -> float:
-        """The largest cost over the mean."""
         return max(found.beside for found in self.bins) / self.mean
 
     def lower(self, bound: float) -> None:

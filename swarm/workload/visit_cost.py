@@ -17,7 +17,6 @@ from swarm.vocabulary.statistics import Ewma
 KEPT: Final = 0.98
 """Decay of the samples' weights: about fifty count."""
 PRIOR: Final = 1e-3
-"""Weight of the manifest's coefficients against one sample."""
 MOST_TIMES: Final = 2.0
 """Longest visit over the expected one that counts; a longer one was delayed by something else."""
 TRUSTED: Final = 8
@@ -35,18 +34,14 @@ class VisitCost:
     def __init__(self, quadratic_share: float) -> None:
         self._share = quadratic_share
         self._products = [[0.0] * 4 for _ in range(4)]
-        """Weighted feature products."""
         self._sums = [0.0] * 4
-        """Weighted products of features and seconds."""
         self._means = [Ewma(1 - KEPT) for _ in range(4)]
         """Features of the usual microbatch."""
         self._now = Ewma()
-        """Seconds over those expected."""
         self._samples = 0
         self._fitted: _Vector | None = None
 
     def add(self, tokens: int, squares: int, documents: int, seconds: float) -> None:
-        """Takes in the time of one visit."""
         features = (float(tokens), float(squares), float(documents), 1.0)
         expected = self.seconds(tokens, squares, documents) if self._samples >= TRUSTED else math.inf
         if expected < math.inf:
@@ -62,7 +57,6 @@ class VisitCost:
             self._fitted = None
 
     def seconds(self, tokens: float, squares: float, documents: float) -> float:
-        """The time of a visit as fitted; 0 before the first sample."""
         features = (tokens, squares, documents, 1.0)
         return math.fsum(each * one for each, one in zip(self._coefficients(), features, strict=True))
 

@@ -12,14 +12,12 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from node.model.optimizers.inner_rule import FLOAT_BYTES, InnerRule, ParameterState, Shape, zeros_of
-from node.model.packed.eight_bit import EightBit, eight_bit_bytes
+from node.model.packed import EightBit, eight_bit_bytes
 from protocol.manifest.training import InnerSection
 
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """AdamW's state of one parameter."""
-
     mean: Tensor
     variance: Tensor
     steps: Tensor
@@ -63,7 +61,6 @@ class AdamW(InnerRule[Moments]):
 
     @staticmethod
     def state_bytes(shape: Shape) -> int:
-        """Of the state of a parameter."""
         return 2 * FLOAT_BYTES * math.prod(shape)
 
     def exported(self, state: Moments) -> ParameterState:
@@ -89,6 +86,7 @@ def apply_adamw(
     decay: float,
 ) -> None:
     """Takes one step with tensors and moments in place; counts it in `steps`."""
+    # Not `torch.optim.Optimizer`, whose first use imports the compiler: up to a second for every node that starts.
     adamw(
         moved,
         gradients,
@@ -109,8 +107,6 @@ def apply_adamw(
 
 @dataclass(slots=True)
 class EightBitMoments:
-    """AdamW's state of one matrix."""
-
     mean: EightBit
     variance: EightBit
     steps: int = 0
@@ -151,7 +147,6 @@ class EightBitAdamW(InnerRule[EightBitMoments]):
 
     @staticmethod
     def state_bytes(shape: Shape) -> int:
-        """Of the state of a matrix."""
         return 2 * eight_bit_bytes(math.prod(shape))
 
     def exported(self, state: EightBitMoments) -> ParameterState:

@@ -12,7 +12,7 @@ from typing import Generic, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from node.model.packed.packed_floats import PackedFloats
+from node.model.packed import PackedFloats
 
 Shape = tuple[int, ...]
 FLOAT_BYTES = 4
@@ -31,7 +31,6 @@ class ParameterState:
     steps: int
     """Steps that moved it. A part without visits does not step."""
     tensors: Mapping[str, Tensor]
-    """Float32 tensors by name."""
     packed: Mapping[str, PackedFloats] = field(default_factory=dict)
     """Packed tensors in place. Copies and restored states have none."""
 
@@ -41,11 +40,8 @@ class Deferred(Protocol):
 
     def finish(self) -> None:
         """Computes what has not been computed yet; raises what the work raises, or has raised before."""
-        ...
 
-    def cancel(self) -> None:
-        """Gives the work up."""
-        ...
+    def cancel(self) -> None: ...
 
 
 Submit = Callable[[Iterator[None], str], Deferred]
@@ -108,5 +104,4 @@ class InnerRule(ABC, Generic[State]):
             held.write(part, values)
 
     def clear(self) -> None:
-        """Forgets all state."""
         self.states.clear()

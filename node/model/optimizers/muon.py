@@ -23,8 +23,6 @@ _RMS: Final = 0.2
 
 @dataclass(slots=True)
 class Momentum:
-    """Muon's state of one matrix."""
-
     mean: Tensor
     steps: int = 0
 
@@ -57,7 +55,6 @@ class Muon(InnerRule[Momentum]):
 
     @staticmethod
     def state_bytes(shape: Shape) -> int:
-        """Of the state of a matrix."""
         return FLOAT_BYTES * math.prod(shape)
 
     def exported(self, state: Momentum) -> ParameterState:

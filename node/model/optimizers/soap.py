@@ -158,13 +158,11 @@ class Preconditioned:
     refresh: Refresh | None = None
 
     def turned(self, matrix: Tensor) -> Tensor:
-        """The matrix in the basis."""
         if "left" in self.bases:
             matrix = self.bases["left"].T @ matrix
         return matrix @ self.bases["right"] if "right" in self.bases else matrix
 
     def turned_back(self, matrix: Tensor) -> Tensor:
-        """What is in the basis as it was."""
         if "left" in self.bases:
             matrix = self.bases["left"] @ matrix
         return matrix @ self.bases["right"].T if "right" in self.bases else matrix
@@ -289,7 +287,6 @@ class Soap(InnerRule[Preconditioned]):
 
 
 def based_sides(shape: Shape, largest: int) -> dict[str, int]:
-    """The sides of a matrix that have a basis, with their lengths."""
     return {side: length for side, length in zip(SIDES, shape, strict=True) if length <= largest}
 
 
