@@ -33,8 +33,7 @@ def tokenize(
     """Tokenize a text into shards, in the format of Megatron-LM, for a run's tokens:FOLDER."""
     from node.data.hub import source_keys
     from node.data.places import as_written
-    from node.data.sources import open_source
-    from node.data.token_shards import ShardWriter
+    from node.data.sources import ShardWriter, open_source
     from node.data.tokenizers import ByteTokenizer, FileTokenizer, tokenizer_keys
     from protocol.manifest.manifest import data_section
 

@@ -19,8 +19,7 @@ from typing import Any, Final, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from node.data.sources import Source
-from node.data.token_shards import READ_AS
+from node.data.sources import READ_AS, Source
 from node.data.tokenizers import Tokenizer, Tokens
 from node.experts.router import DocumentRouter
 from protocol.manifest.manifest import DataSection
@@ -199,12 +198,7 @@ def everything(name: str) -> bool:
 
 
 class Documents:
-    """A source's documents as tokens, in the order of each epoch.
-
-    Args:
-        source: documents by name, or a stream of files.
-        mark: makes tokens of a document's bytes; None for plain text.
-    """
+    """A source's documents as tokens, in the order of each epoch. `mark` makes tokens of bytes; None for plain text."""
 
     def __init__(
         self,
@@ -233,12 +227,7 @@ class Documents:
     def epoch(
         self, start: Place, wanted: Selection, files: Selection = everything, *, ahead: bool = False
     ) -> Iterator[Fragment]:
-        """The wanted documents from `start` to the end of its epoch. A document that was begun is finished in any case.
-
-        Args:
-            files: selects the files of a stream that may have wanted documents.
-            ahead: whether to prefetch the next file.
-        """
+        """The wanted documents from `start` to the end of its epoch, with the begun one. `ahead`: prefetch files."""
         for due in self._due(start, wanted, files, ahead):
             offset = start.offset if due.position == start.position else 0
             marked = self._marked(due)

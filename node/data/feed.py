@@ -38,11 +38,6 @@ def open_documents(manifest: Manifest, where: Places | None = None, router: Rout
     return _documents(manifest, where or as_written(manifest.data), routing)
 
 
-def open_text(manifest: Manifest) -> Documents:
-    """Opens a source and tokenizer without routes, for the fit of a router. Raises as `open_documents`."""
-    return _documents(manifest, as_written(manifest.data), None)
-
-
 def _documents(manifest: Manifest, where: Places, routing: DocumentRouter | None) -> Documents:
     tokenizer = open_tokenizer(manifest, where.tokenizer)
     source = open_source(manifest.data, where.text)
@@ -56,7 +51,7 @@ def with_router(manifest: Manifest, source: str) -> tuple[Manifest, Router]:
     if not manifest.stages.has_experts:
         raise ConfigError("--route-from is of no use in a run without experts", hint="Say how many with --experts.")
     seed, held_out = manifest.seed, manifest.data.held_out
-    opened = open_text(text)
+    opened = _documents(text, as_written(text.data), None)
     documents = list(opened.openings(lambda name: not is_held_out(seed, name, held_out), FITTED_TO, DEFAULT_PREFIX))
     router = fit_router(documents, manifest.stages.experts_of_each, DEFAULT_PREFIX, seed).router
     routing = {"router": router_digest(router.to_bytes()), "prefix": DEFAULT_PREFIX}
@@ -72,7 +67,8 @@ class TrainingFeed:
         self._data_nodes: tuple[PeerId, ...] = (own,)
         of_names = partial(owner, manifest.seed)
         self._share = None if documents.files is None else FileShare(own, documents.files, of_names)
-        fragments = documents.endless(_reading_place(manifest, start), self._is_mine, self._may_have_mine)
+        place = reading_place(start.block) if manifest.packs_documents else start.block
+        fragments = documents.endless(place, self._is_mine, self._may_have_mine)
         if manifest.packs_documents:
             self._packer: Packer = DocumentPacker(manifest, fragments, start, router=documents.router)
         else:
@@ -84,10 +80,7 @@ class TrainingFeed:
         return self._packer.cursor
 
     def next(self, data_nodes: tuple[PeerId, ...] = ()) -> Microbatch:
-        """The next microbatch with a label for these live data nodes; a change counts from the packer's next block.
-
-        Raises ConfigError if a whole epoch has nothing for this data node.
-        """
+        """The next microbatch with a label for these live data nodes. Raises ConfigError if a whole epoch has none."""
         self._data_nodes = tuple(sorted({*data_nodes, self._own}))
         while True:  # an epoch without a label is an error of the documents
             microbatch = self._packer.next()
@@ -151,10 +144,6 @@ def _about(fragments: Iterator[Fragment], tokens: int) -> Iterator[Fragment]:
             return
 
 
-def _reading_place(manifest: Manifest, start: Cursor) -> Place:
-    return reading_place(start.block) if manifest.packs_documents else start.block
-
-
 def _row_packer(manifest: Manifest, fragments: Iterator[Fragment], start: Cursor) -> RowPacker:
     return RowPacker(
         fragments,
@@ -170,13 +159,7 @@ def _row_packer(manifest: Manifest, fragments: Iterator[Fragment], start: Cursor
 
 
 class Prefetcher:
-    """A bounded queue of microbatches in front of a feed.
-
-    Args:
-        data_nodes: the live data nodes, asked before each microbatch is packed.
-        arrived: called on the event loop after each one.
-        depth: microbatches packed ahead.
-    """
+    """A bounded queue in front of a feed. `arrived` is called on the event loop after each microbatch."""
 
     def __init__(
         self, feed: TrainingFeed, data_nodes: Callable[[], tuple[PeerId, ...]], arrived: Callable[[], None], depth: int

@@ -119,12 +119,7 @@ def _any(name: str) -> bool:
 
 
 def files_below(root: Path, folder: Wanted = _any, file: Wanted = _any) -> Listing:
-    """Lists the non-empty regular files below a folder, without links. Raises OSError, or ConfigError if too many.
-
-    Args:
-        folder: selects the folders that are searched.
-        file: selects the files.
-    """
+    """Lists the non-empty regular files below a folder, without links. Raises OSError, or ConfigError if too many."""
     root = resolved(root)
     return Listing(root, _walk(str(root), folder, file))
 

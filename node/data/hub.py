@@ -80,10 +80,7 @@ def newest_commit(place: str) -> str:
 
 
 def source_keys(source: str, revision: str | None = None) -> dict[str, Any]:
-    """The manifest's `[data]` keys for a source, with the newest commit of a data set if none is given.
-
-    Raises ConfigError.
-    """
+    """The manifest's `[data]` keys for a source, with a data set's newest commit by default. Raises ConfigError."""
     kind, _, place = source.partition(":")
     if revision is None and kind == "huggingface" and HUB_PLACE.fullmatch(place):
         revision = newest_commit(place)
@@ -92,10 +89,7 @@ def source_keys(source: str, revision: str | None = None) -> dict[str, Any]:
 
 
 class FileCache(ABC):
-    """Thread-safe cache of fetched files, bounded by bytes, least recently used first out.
-
-    Raises ConfigError if a file is larger than the bound allows. `sizes`: of all files, in bytes.
-    """
+    """Thread-safe cache of fetched files, bounded by bytes, least recently used first out. Raises ConfigError."""
 
     def __init__(self, sizes: Mapping[str, int], most_bytes: int) -> None:
         for name, size in sizes.items():
@@ -121,10 +115,7 @@ class FileCache(ABC):
 
     @contextmanager
     def opened(self, name: str) -> Iterator[Path]:
-        """Waits for the file, and keeps it until the end of the block.
-
-        Raises SkipstoneError if the fetch fails, ResourceExhausted if all files are being read.
-        """
+        """Keeps the file within the block. Raises SkipstoneError, or ResourceExhausted if all files are being read."""
         with self._lock:
             self._readers[name] += 1
         try:
@@ -185,12 +176,7 @@ class FileCache(ABC):
 
 
 class HubStream(FileCache):
-    """Rows of a data set's files. Thread-safe. Raises ConfigError if the hub does not list it, or its files do not fit.
-
-    Args:
-        place: `NAME[:CONFIG[:SPLIT[:COLUMN]]]`.
-        revision: its commit.
-    """
+    """Rows of a data set's files at a commit. Thread-safe. Raises ConfigError if the hub does not list it."""
 
     def __init__(
         self,
@@ -413,12 +399,7 @@ Row = Callable[[], bytes]
 
 
 def rows_of(path: Path, column: str, start: int, *, is_chat: bool) -> Iterator[Row]:
-    """Reads the rows of a file from number `start` on. Raises ConfigError or OSError.
-
-    Args:
-        path: ends in one of SUFFIXES.
-        column: holds the document, which is a text, or the `messages` of a conversation.
-    """
+    """Reads the rows of a file of one of SUFFIXES from number `start` on. Raises ConfigError or OSError."""
     if path.name.endswith(PARQUET):
         found = _column(path, column, start)
         return (partial(_document, value, is_chat) for value in found)

@@ -279,12 +279,10 @@ def tokens_of_last(taken: int, microbatch_tokens: int) -> int:
 
 
 class DocumentPacker:
-    """Packs a stream of fragments into microbatches of whole documents. Holds at most one block and one document.
+    """Packs fragments from `reading_place(start.block)` on into microbatches of whole documents, block by block.
 
     Args:
-        fragments: begin at `reading_place(start.block)`.
         unscored: the first tokens of each document that are left out of the loss.
-        uneven: as UNEVEN.
     """
 
     def __init__(

@@ -30,11 +30,7 @@ class Places:
 
 
 def may_open(named: str, option: str, told: Path | None, *, own: bool) -> Reasoned[Path | None]:
-    """The place where a path of a manifest is opened, or None if it must not be.
-
-    The manifest's own path counts only if this machine's key signed it (`own`), and never if it is hidden (`~/.ssh`).
-    `told` is the value of the command-line `option`.
-    """
+    """The place where a path of a manifest is opened, or None. `told` is the value of the command-line `option`."""
     if told is not None:
         return Reasoned(told, f"where {option} says")
     if not own:

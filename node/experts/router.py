@@ -126,12 +126,7 @@ def read_router(data: bytes, manifest: Manifest) -> Router:
             f"the router of run {manifest.name} has the BLAKE3 hash {manifest.routing.router}, this is another one",
             hint="Take the file that `skipstone new` wrote beside the manifest, or join by a link.",
         )
-    return check_fits(parse_router(data), manifest)
-
-
-def check_fits(router: Router, manifest: Manifest) -> Router:
-    """The router, if it is for the stages and the prefix of this manifest. Raises StateError when it is not."""
-    assert manifest.routing is not None, "whoever asks for a router has a run with one"
+    router = parse_router(data)
     if router.experts != manifest.stages.experts_of_each or router.prefix != manifest.routing.prefix:
         raise StateError(
             f"the router is for stages of {router.experts} experts and a prefix of {router.prefix} tokens; the manifest"
@@ -222,10 +217,7 @@ TRIES: Final = 60
 
 
 def even_bias(scores: Integers, sizes: Integers, most: float) -> Integers:
-    """The bias by which no expert gets more than `most` times an equal share of the tokens, or the best found.
-
-    A bias beside the scores as in Wang et al. 2024 (arXiv:2408.15664). `scores`: [documents, experts].
-    """
+    """The bias with which no expert has over `most` times an equal share of tokens (arXiv:2408.15664), or nearly."""
     experts = scores.shape[1]
     bias = best = np.zeros(experts, dtype=np.int64)
     step, least = max(1, int(np.abs(scores).mean())), math.inf

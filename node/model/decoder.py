@@ -24,11 +24,7 @@ from swarm.vocabulary.errors import ConfigError, StateError
 
 
 class Decoder:
-    """The blocks between embedding and head: all of them, or those of some stages (`through`).
-
-    Args:
-        parameters: float32, as in `node.model.shapes`. On the CPU they are used in place.
-    """
+    """The blocks between embedding and head, all or `through` some stages. On the CPU parameters are used in place."""
 
     def __init__(self, manifest: Manifest, parameters: Mapping[str, Tensor], device: torch.device) -> None:
         self.sequence = manifest.model.sequence

@@ -80,11 +80,6 @@ class Accumulator:
         self._current: set[MicrobatchId] = set()
         self._recent: deque[set[MicrobatchId]] = deque(maxlen=REMEMBERED_STEPS)
 
-    @property
-    def is_wide(self) -> bool:
-        """Whether the sums have more digits than the parameters."""
-        return any(total.dtype is not p.dtype for total, p in zip(self.sums, self.parameters, strict=True))
-
     def has(self, microbatch: MicrobatchId) -> bool:
         """Whether the microbatch is in the current sum or went into one of the remembered steps."""
         return microbatch in self._current or self.has_applied(microbatch)

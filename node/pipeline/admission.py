@@ -48,12 +48,7 @@ def allowed_codecs(manifest: Manifest) -> dict[Traffic, tuple[Codec, ...]]:
 
 
 class Admission:
-    """The admission rules of one run, for one peer.
-
-    Args:
-        module: the module it hosts.
-        route_fault: as `protocol.identity.signatures.Routes.fault`.
-    """
+    """The admission rules of one run, for one peer that hosts `module`."""
 
     def __init__(self, manifest: Manifest, own: PeerId, module: ModuleId, route_fault: RouteFault) -> None:
         self._own = own

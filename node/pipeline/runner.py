@@ -126,18 +126,10 @@ class Worker(Protocol):
         """Hidden states and their gradients."""
 
     def compute(self, job: Job) -> Output:
-        """Does a job. Its tensors, and `Output.tensor`, which may share their memory, stay as they are until `forget`.
-
-        Raises:
-            SkipstoneError: it could not be done, and no gradient was added.
-        """
+        """Does a job. Its tensors and `Output.tensor`, which may share their memory, stay until `forget`."""
 
     def retract(self, job: Job) -> bool:
-        """Takes back the gradient of a BACKWARD or REPLAY, after a step in the next sum. Returns whether there was one.
-
-        Raises:
-            SkipstoneError: it could not be computed; the gradient stays.
-        """
+        """Takes back a gradient, after a step in the next sum. Returns whether there was one."""
 
     def forget(self, ticket: int) -> None:
         """Frees what was kept for an entry. Then the memory of its tensors may be written again."""
@@ -147,12 +139,7 @@ class Worker(Protocol):
 
 
 class WorkerThread:
-    """A worker as seen from the event loop. Raises what the worker and `ComputeThread.run` raise.
-
-    Args:
-        after_step: called on the thread after each inner step, in the same job.
-        allocate: makes the receive buffers; None for ordinary memory.
-    """
+    """A worker as seen from the event loop. Raises what the worker and `ComputeThread.run` raise."""
 
     def __init__(
         self,

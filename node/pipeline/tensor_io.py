@@ -28,11 +28,7 @@ def receive_buffers(device: torch.device) -> Callable[[int], memoryview]:
 
 
 def tensor_of(encoded: Encoded, device: torch.device) -> Tensor:
-    """The tensor of a message. On the CPU, with NONE, it shares the message's memory.
-
-    Raises:
-        ProtocolViolation: it is no encoding, or an element is not finite.
-    """
+    """The tensor of a message; on the CPU, with NONE, in its memory. Raises ProtocolViolation if it is not finite."""
     tensor = _decoded(encoded, device, or_violates)
     if not are_finite(tensor):
         raise ProtocolViolation(_NOT_FINITE)
@@ -103,11 +99,7 @@ class Wire:
             self._expected.append(holds)
 
     def output(self, tensor: Tensor, job: Job, loss: float | None = None) -> Output:
-        """The output of a job, encoded as it asks. With NONE, on the CPU, it shares the tensor's memory.
-
-        Raises:
-            ProtocolViolation: something that was received, or was expected, is invalid.
-        """
+        """Encodes a job's output; with NONE, on the CPU, in place. Raises ProtocolViolation on bad input."""
         begun = time.perf_counter()
         tensor = tensor.detach().contiguous()
         # Waits for nothing: it is there when the encoding is, which is copied after it.

@@ -27,9 +27,8 @@ from node.model.parts import HIDDEN_TYPES, EmbeddingPart, HeadPart, build_block_
 from node.model.passes import Around, HeadPasses, OneDevice, Passes, Visit
 from node.observability.failpoints import crash_point
 from node.pipeline.admission import hidden_tensor
+from node.pipeline.device_passes import BlockByBlock, DeferredWeights, SplitDevice, body_passes, head_passes
 from node.pipeline.runner import Job, Output
-from node.pipeline.several_devices import body_passes, head_passes
-from node.pipeline.split_backward import BlockByBlock, DeferredWeights, SplitDevice
 from node.pipeline.tensor_io import Wire
 from protocol.interfaces.tensor_spec import TensorSpec
 from protocol.manifest.manifest import Manifest
@@ -97,13 +96,7 @@ class _Saved:
 
 
 class WeightStash:
-    """The versions of one part's weights that visits in flight were computed with.
-
-    Args:
-        weights: as `node.model.passes.Passes.weights`.
-        most: versions besides the current one.
-        room: bytes for copies.
-    """
+    """The versions of one part's weights that visits in flight were computed with, at most `most` in `room` bytes."""
 
     def __init__(self, weights: Callable[[], Weights], most: int, room: int) -> None:
         self._up_to_date, self._weights = weights, weights()
@@ -215,11 +208,7 @@ class GraphBudget:
     def forward(
         self, passes: Passes, source: Tensor, documents: tuple[int, ...], around: Around = nullcontext
     ) -> tuple[Tensor, Visit | None, float]:
-        """Computes the part on `source` [rows, tokens, hidden], and keeps the graph of all, some or no blocks.
-
-        Returns:
-            The result, the visit if anything is kept of it, and its share of the budget, until `release`.
-        """
+        """Computes the part on `source`. Returns result, visit if kept, and its share of the budget until `release`."""
         tokens = of_tokens(source)
         if isinstance(passes, BlockByBlock):
             return self._blocks(passes, source, documents, around)
@@ -296,12 +285,7 @@ class ReplicaWorker(ABC):
         """Visits whose forward pass had to be computed again."""
 
     def compute(self, job: Job) -> Output:
-        """Does a job.
-
-        Raises:
-            ProtocolViolation: a received tensor, or a gradient that follows from it, is not finite.
-            StateError: the microbatch has been given up meanwhile.
-        """
+        """Does a job. Raises ProtocolViolation on a non-finite tensor, StateError on an abandoned microbatch."""
         self.wire.start()
         with device_errors():
             return self._compute(job)
@@ -333,12 +317,8 @@ class HopWorker(ReplicaWorker):
     """One replica of a module of blocks.
 
     Args:
-        optimizer: its `accumulator` is its only one.
-        graph_budget_bytes: memory for graphs between forward and backward; what does not fit is recomputed.
+        graph_budget_bytes: memory for graphs, a quarter of it for `stashed` earlier versions of the weights.
         quadratic_share: cost of attention by the manifest; 0 if microbatches are rows of one stream.
-        passes: None for those of one device.
-        deferred: None if no weight gradients are deferred.
-        stashed: earlier versions of the weights, at most, in a quarter of that memory.
     """
 
     def __init__(
@@ -644,13 +624,7 @@ def host_hop(
     threads: DeviceThreads | None = None,
     submit: Submit = AtDeadline,
 ) -> HopWorker:
-    """Makes a replica of a module of stage 1 or above with initial weights. Raises ResourceExhausted if too large.
-
-    Args:
-        allowance: slots and moments.
-        threads: of all devices that compute; None for `device` alone.
-        submit: takes idle work.
-    """
+    """Makes a replica of a module of stage 1 or above with initial weights. Raises ResourceExhausted if too large."""
     require_room(manifest, (module,), device, allowance.slots, allowance.moments)
     with device_errors():
         part = build_block_stack(manifest, module).to(device)

@@ -54,9 +54,7 @@ class FlightRules:
     Args:
         per_step: microbatches of one step, if all are of the largest size.
         staleness: steps that may begin before the current one is complete.
-        window: initial limit.
         steps: stop after this many; None means never.
-        microbatch_tokens: tokens of one microbatch, at most.
     """
 
     per_step: int
@@ -86,7 +84,6 @@ class Flights:
 
     Args:
         first_number: first number not used by an earlier life, whose microbatches other peers may hold.
-        steps_done: completed steps, those of earlier lives included.
     """
 
     own: PeerId
@@ -322,12 +319,7 @@ class Window:
 
 
 def room_at_hops(slots: Iterable[Sequence[int]], visited: float, data_nodes: int) -> Reasoned[int] | None:
-    """Returns the microbatches that find slots at the hops, for one of `data_nodes`. None if no slots are known.
-
-    Args:
-        slots: slots of the replicas of each stage after 0.
-        visited: share of these stages that a path visits.
-    """
+    """Returns the microbatches of one of `data_nodes` that find slots, if paths visit a share of the stages."""
     rooms = [
         (sum(min(each - each // KEPT_FOR_OTHERS, each / max(1, data_nodes)) for each in replicas), stage)
         for stage, replicas in enumerate(slots, start=1)

@@ -42,12 +42,7 @@ class Dealing:
 
 
 def deal(costs: Sequence[float], devices: int, cutting: float = CUTTING) -> Reasoned[Dealing]:
-    """Deals documents to equal devices with the least predicted time, cutting the fewest. Deterministic.
-
-    Args:
-        costs: above 0; at least one.
-        cutting: relative extra cost of a cut document; infinite if none can be cut.
-    """
+    """Deals documents to equal devices with the least predicted time, cutting the fewest (at `cutting` extra cost)."""
     found = deal_whole(costs, devices)
     uncut = found.unevenness
     if cutting < float("inf"):

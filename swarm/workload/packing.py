@@ -81,12 +81,11 @@ class _Costs(dict[int, float]):
 
 
 class Filling:
-    """Microbatches filled with pieces, as few as they fit into but `count` at least.
+    """Microbatches filled with pieces, as few as they fit into but one for each of `aims` (cost above the mean).
 
     Args:
         cut: documents that may be cut further.
         poured: indices of pieces of cut documents that are dealt last.
-        aims: wanted cost of each microbatch above the mean; as many as there are to be, at least 1.
     """
 
     def __init__(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from itertools import combinations
+from operator import mul
 from typing import Final
 
 from swarm.vocabulary.announcement import NO_SPEED, Speed
@@ -96,7 +97,7 @@ class VisitCost:
             whole = [0.0] * 4
             for i, value in zip(chosen, found, strict=True):
                 whole[i] = value
-            error = math.fsum(whole[i] * (math.fsum(map(_product, matrix[i], whole)) - 2 * sums[i]) for i in range(4))
+            error = math.fsum(whole[i] * (math.fsum(map(mul, matrix[i], whole)) - 2 * sums[i]) for i in range(4))
             if best is None or error < best[0]:
                 best = error, tuple(value / scale for value, scale in zip(whole, scales, strict=True))
         return (usual / scales[0], 0.0, 0.0, 0.0) if best is None else best[1]
@@ -107,10 +108,6 @@ class VisitCost:
         yield (of_squares, -1.0, 0.0, 0.0), PRIOR
         yield (0.0, 0.0, 1.0, 0.0), PRIOR
         yield (0.0, 0.0, 0.0, 1.0), PRIOR
-
-
-def _product(one: float, other: float) -> float:
-    return one * other
 
 
 def _solved(matrix: list[list[float]], sums: list[float]) -> list[float] | None:
