@@ -9,16 +9,17 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from itertools import chain, islice
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from node.data.hub import HubStream
 from node.data.sources import READ_AS, Source
 from node.data.tokenizers import Tokenizer, Tokens
 from node.experts.router import DocumentRouter
@@ -202,7 +203,7 @@ class Documents:
 
     def __init__(
         self,
-        source: Source | FileStream,
+        source: Source | HubStream,
         tokenizer: Tokenizer,
         seed: int,
         router: DocumentRouter | None = None,
@@ -290,22 +291,7 @@ ROWS: Final = 2**32
 FILES_EACH: Final = 16
 """Files per data node from which on whole files are dealt: with fewer, a data node might get none."""
 
-Wanted = Callable[[str], bool]
 Owner = Callable[[str, tuple[PeerId, ...]], PeerId]
-
-
-class FileStream(Protocol):
-    """Rows by file."""
-
-    @property
-    def files(self) -> Sequence[str]:
-        """Their names, in an order that is the same on every machine."""
-
-    def rows(self, file: str, start: int) -> Generator[Callable[[], bytes]]:
-        """What reads the file's rows, from number `start` on."""
-
-    def expect(self, file: str) -> None:
-        """Says that the file's rows are due next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,10 +303,10 @@ class Due:
 
 
 def due_rows(
-    stream: FileStream,
+    stream: HubStream,
     orders: Callable[[int], npt.NDArray[np.int64]],
     start: tuple[int, int, bool],
-    wanted: tuple[Wanted, Wanted],
+    wanted: tuple[Selection, Selection],
     *,
     ahead: bool,
 ) -> Iterator[Due]:

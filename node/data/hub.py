@@ -17,7 +17,6 @@ import shutil
 import threading
 import uuid
 import weakref
-from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -88,26 +87,68 @@ def source_keys(source: str, revision: str | None = None) -> dict[str, Any]:
     return {"source": source, "files": None, "revision": revision, "dealt_by": by}
 
 
-class FileCache(ABC):
-    """Thread-safe cache of fetched files, bounded by bytes, least recently used first out. Raises ConfigError."""
+class HubStream:
+    """Rows of a data set's files at a commit, with the least recently used files removed. Thread-safe.
 
-    def __init__(self, sizes: Mapping[str, int], most_bytes: int) -> None:
-        for name, size in sizes.items():
-            if size * SHARE_OF_ONE > most_bytes:
+    Raises ConfigError if the hub does not list it, or a file is too large.
+    """
+
+    def __init__(
+        self,
+        place: str,
+        revision: str,
+        *,
+        is_chat: bool = False,
+        kept_bytes: int = KEPT_BYTES,
+        pause: Pause | None = None,
+    ) -> None:
+        self._place, self._revision, self._is_chat = hub_place(place, is_chat=is_chat), revision, is_chat
+        self._api, self._pause = _api(), pause or threading.Event().wait
+        self._sizes = self._listed()
+        for name, size in self._sizes.items():
+            if size * SHARE_OF_ONE > kept_bytes:
                 raise ConfigError(
-                    f"data.source: {name} has {size} bytes, more than a quarter of the {most_bytes} that are kept",
+                    f"data.source: {name} has {size} bytes, more than a quarter of the {kept_bytes} that are kept",
                     hint="Use a data set of smaller files, or a folder of your own with path:FOLDER.",
                 )
-        self._sizes, self._most = sizes, most_bytes
+        self._most = kept_bytes
         self._files: OrderedDict[str, Future[Path]] = OrderedDict()
         """Here or being fetched, the least recently used first."""
         self._readers: Counter[str] = Counter()
         self._ahead: threading.Thread | None = None
         self._lock = threading.Lock()
+        self.files = tuple(self._sizes)
+        try:
+            self._folder = _own_folder(self)
+        except OSError as error:
+            raise ConfigError(
+                f"no place for a data set's files: {error.filename}: {error.strerror}",
+                hint="Name a folder that can be written with the variable HF_HOME.",
+            ) from error
 
-    @abstractmethod
+    def rows(self, file: str, start: int) -> Generator[Row]:
+        """Reads a file's rows from number `start` on; waits for the file. Raises SkipstoneError."""
+        with self.opened(file) as path:
+            try:
+                yield from rows_of(path, self._place.column, start, is_chat=self._is_chat)
+            except OSError as error:
+                raise ConfigError(f"data.source: {file} cannot be read: {error.strerror or error}") from error
+
     def fetch(self, name: str) -> Path:
-        """Fetches a file; called for one name once at a time. Raises SkipstoneError."""
+        """Fetches a file into this stream's folder. Raises ConfigError or ResourceExhausted."""
+        size = self._sizes[name]
+        if (free := shutil.disk_usage(self._folder).free) < size:
+            raise ResourceExhausted(f"{self._folder}: {name} has {size} bytes, and {free} are free")
+        options = {"repo_type": "dataset", "revision": self._revision, "local_dir": self._folder, "token": False}
+
+        def ask() -> Path:
+            path = Path(self._api.hf_hub_download(self._place.name, name, **options))
+            if (found := path.stat().st_size) != size:
+                path.unlink()
+                raise OSError(f"it has {found} bytes in place of {size}")
+            return path
+
+        return _insisted(ask, f"{name} of {self._place.name}", self._pause)
 
     @property
     def bytes(self) -> int:
@@ -173,55 +214,6 @@ class FileCache(ABC):
             file.set_exception(error)
         else:
             file.set_result(path)
-
-
-class HubStream(FileCache):
-    """Rows of a data set's files at a commit. Thread-safe. Raises ConfigError if the hub does not list it."""
-
-    def __init__(
-        self,
-        place: str,
-        revision: str,
-        *,
-        is_chat: bool = False,
-        kept_bytes: int = KEPT_BYTES,
-        pause: Pause | None = None,
-    ) -> None:
-        self._place, self._revision, self._is_chat = hub_place(place, is_chat=is_chat), revision, is_chat
-        self._api, self._pause = _api(), pause or threading.Event().wait
-        super().__init__(self._listed(), kept_bytes)
-        self.files = tuple(self._sizes)
-        try:
-            self._folder = _own_folder(self)
-        except OSError as error:
-            raise ConfigError(
-                f"no place for a data set's files: {error.filename}: {error.strerror}",
-                hint="Name a folder that can be written with the variable HF_HOME.",
-            ) from error
-
-    def rows(self, file: str, start: int) -> Generator[Row]:
-        """Reads a file's rows from number `start` on; waits for the file. Raises SkipstoneError."""
-        with self.opened(file) as path:
-            try:
-                yield from rows_of(path, self._place.column, start, is_chat=self._is_chat)
-            except OSError as error:
-                raise ConfigError(f"data.source: {file} cannot be read: {error.strerror or error}") from error
-
-    def fetch(self, name: str) -> Path:
-        """Fetches a file into this stream's folder. Raises ConfigError or ResourceExhausted."""
-        size = self._sizes[name]
-        if (free := shutil.disk_usage(self._folder).free) < size:
-            raise ResourceExhausted(f"{self._folder}: {name} has {size} bytes, and {free} are free")
-        options = {"repo_type": "dataset", "revision": self._revision, "local_dir": self._folder, "token": False}
-
-        def ask() -> Path:
-            path = Path(self._api.hf_hub_download(self._place.name, name, **options))
-            if (found := path.stat().st_size) != size:
-                path.unlink()
-                raise OSError(f"it has {found} bytes in place of {size}")
-            return path
-
-        return _insisted(ask, f"{name} of {self._place.name}", self._pause)
 
     def _listed(self) -> dict[str, int]:
         name, revision = self._place.name, self._revision

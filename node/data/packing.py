@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -82,14 +82,6 @@ class Microbatch:
     @property
     def workload(self) -> Size:
         return Size(self.size, self.documents, self.cost)
-
-
-class Packer(Protocol):
-    """Packs documents into microbatches, in the order in which they come."""
-
-    cursor: Cursor
-
-    def next(self) -> Microbatch | None: ...
 
 
 # ---- rows of one stream ----------------------------------------------------------------------------------------------
@@ -423,6 +415,9 @@ class DocumentPacker:
     def _at(self) -> str:
         place = self.cursor.block
         return f"{self._seed}:{place.epoch}:{place.position}:{place.offset}"
+
+
+Packer = RowPacker | DocumentPacker
 
 
 def _stretches(fragments: Iterator[Fragment], unscored: int) -> Iterator[tuple[Place, _Stretch]]:

@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -23,17 +23,6 @@ END_OF_DOCUMENT_NAMES: Final = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eo
 """Names of the end of a document in tokenizer files, most specific first."""
 
 
-class Tokenizer(Protocol):
-    size: int
-    end_of_document: int
-
-    def encode(self, text: bytes) -> Tokens:
-        """The document's tokens, without an end of document."""
-
-    def text_stream(self) -> TextStream:
-        """A new stream that turns tokens that come one by one into text."""
-
-
 class ByteTokenizer:
     """The byte tokenizer: a token is a byte; 256 ends a document. Needs no file, and takes text in any encoding."""
 
@@ -41,6 +30,7 @@ class ByteTokenizer:
     end_of_document = 256
 
     def encode(self, text: bytes) -> Tokens:
+        """The document's tokens, without an end of document."""
         return np.frombuffer(text, dtype=np.uint8).astype(np.int64)
 
     def text_stream(self) -> TextStream:
@@ -78,6 +68,9 @@ class FileTokenizer:
         with _panics_told():
             text: str = self._tokenizer.decode(tokens)
         return text
+
+
+Tokenizer = ByteTokenizer | FileTokenizer
 
 
 def open_tokenizer(manifest: Manifest, file: Path | None) -> Tokenizer:
@@ -175,16 +168,6 @@ MOST_HELD_BACK: Final = 8
 """Tokens. A UTF-8 character has at most 4 bytes."""
 
 
-class TextStream(Protocol):
-    """A stream of text pieces which, one after the other, are the text of all tokens."""
-
-    def push(self, token: int) -> str:
-        """The text that can be shown now that this token is known; often empty."""
-
-    def finish(self) -> str:
-        """The text that was held back, once no token will follow."""
-
-
 class ByteTextStream:
     """Text of the byte tokenizer: tokens up to 255 are bytes of UTF-8; malformed ones become U+FFFD."""
 
@@ -192,9 +175,11 @@ class ByteTextStream:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token: int) -> str:
+        """The text that can be shown now that this token is known; often empty."""
         return self._decoder.decode(bytes([token])) if token < 256 else ""
 
     def finish(self) -> str:
+        """The text that was held back, once no token will follow."""
         return self._decoder.decode(b"", final=True)
 
 
@@ -225,3 +210,6 @@ class WindowTextStream:
     def _new_text(self) -> str:
         before = self._decode(self._shown)
         return self._decode([*self._shown, *self._held_back])[len(before) :]
+
+
+TextStream = ByteTextStream | WindowTextStream

@@ -14,7 +14,7 @@ import math
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -37,13 +37,6 @@ _VERSION: Final = 1
 _HEADER: Final = struct.Struct(f"<{len(_MAGIC)}sHHH")
 _EXPERT: Final = struct.Struct("<Ii")
 _SUFFIX: Final = ".router"
-
-
-class DocumentRouter(Protocol):
-    """Scores a document for the experts of each stage."""
-
-    def affinity(self, name: str, opening: Tokens) -> Affinity:
-        """Scores each expert of each stage after stage 0 for a document by its name or its first tokens."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,6 +71,7 @@ class Router:
         return (1, *(1 if table is None else len(table.bias) for table in self.tables))
 
     def affinity(self, name: str, opening: Tokens) -> Affinity:
+        """Scores each expert of each stage after stage 0 for a document by its first tokens."""
         scores = np.zeros(self._count, dtype=np.int64)
         found = self._entries.take(buckets(opening[: self.prefix]), axis=1).sum(axis=1, dtype=np.int32)
         scores[self._several] = found + self._bias
@@ -107,6 +101,9 @@ class ChanceRouter:
         raw = hashlib.shake_256(key).digest(2 * sum(self._experts))
         numbers = iter(struct.unpack(f"<{len(raw) // 2}H", raw))
         return tuple(tuple(next(numbers) for _ in range(experts)) for experts in self._experts)
+
+
+DocumentRouter = Router | ChanceRouter
 
 
 def buckets(tokens: Tokens) -> Tokens:

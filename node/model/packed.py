@@ -6,7 +6,7 @@ import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Final, Protocol
+from typing import Final
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -58,21 +58,6 @@ class PackedFloats(ABC):
 
 
 Floats = Tensor | PackedFloats
-
-
-class Narrow(Protocol):
-    """A matrix that products are made with, in place of a float32 one."""
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    @property
-    def storage(self) -> int: ...
-
-    def fresh(self) -> Tensor:
-        """The matrix as the float32 one is now, an autograd leaf of its own."""
-
-    def changed(self) -> None: ...
 
 
 class NarrowCopy:
@@ -142,6 +127,9 @@ class SplitWeight(PackedFloats):
         self._upper[part] = upper.to(torch.int16)
         self._lower[part] = (bits - upper.bitwise_left_shift_(16)).to(torch.int16)
 
+
+Narrow = NarrowCopy | SplitWeight
+"""A matrix that products are made with, in place of a float32 one. `fresh` is an autograd leaf of its own."""
 
 BLOCK: Final = 256
 _DECADES: Final = 7

@@ -52,7 +52,7 @@ def puts_weights_off(staleness: int, devices: int) -> Reasoned[bool]:
 
 
 class IdleWork:
-    """A piece of idle work. Implements `node.model.optimizers.inner_rule.Deferred`."""
+    """A piece of idle work."""
 
     def __init__(self, waiting: dict[IdleWork, None], chunks: Iterator[None], name: str) -> None:
         self.name = name

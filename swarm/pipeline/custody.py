@@ -1,16 +1,22 @@
 """Custody of microbatches: the state machine that every peer on a path runs, data node included.
 
-A peer keeps a microbatch in custody until the receiver says PASSED_ON, so exactly one peer acts when another one dies.
-One `Entry` is one microbatch at one position of its path:
+A peer that sends a microbatch on keeps it in custody until the receiver says PASSED_ON. So at any moment exactly one
+living peer knows that it has to act when another one dies. One `Entry` is one microbatch at one position of its path:
 
     RECEIVING -> FORWARD -> HANDING_ON -> GUARDING -> AWAITING -> BACKWARD -> HANDING_BACK -> GUARDING_BACK -> SETTLING
     -> (gone) RECEIVING_GRADIENT -> RECALLING ------------------------------^   (a substitute)
 
-Position -1 is the data node at the start: no RECEIVING, and its BACKWARD completes the microbatch. Position len(hops)
-is its end, which stays in GUARDING_BACK until the start is done, so that a microbatch turns once.
+* Position -1 is the data node at the start: no RECEIVING, and its BACKWARD completes the microbatch.
+* Position len(hops) is the data node at the end: after FORWARD, which is the loss, comes HANDING_BACK. It stays in
+  GUARDING_BACK until its start is done: a microbatch turns round once, whatever copies of it arrive later.
+* A microbatch that is only evaluated is gone as soon as the next peer has accepted it.
 
-A substitute replaces a hop lost on the way back: it recalls the input and computes both passes. Two replicas may have
-added one gradient. The data node names the replicas that count (Settled); others take their gradient back.
+A substitute replaces a hop that was lost on the way back. It gets the gradient from the hop after, recalls the input
+from the hop before, and computes both passes in one. Two replicas may so have added a gradient for one microbatch.
+Each peer takes one gradient only, so a single chain reaches the data node, which names the replicas of that chain
+(Settled). A hop keeps input and gradient until then: named, its gradient counts; not named, it takes it back.
+
+Nothing here does IO. `Custody.handle` takes an event and the time, and returns the actions to carry out, in order.
 """
 
 from __future__ import annotations

@@ -7,12 +7,13 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from node.model.packed import PackedFloats
+from swarm.pipeline.compute_queue import IdleWork
 
 Shape = tuple[int, ...]
 FLOAT_BYTES = 4
@@ -35,19 +36,6 @@ class ParameterState:
     """Packed tensors in place. Copies and restored states have none."""
 
 
-class Deferred(Protocol):
-    """Work that was put off. Of these calls one is made, once, on the thread that computes."""
-
-    def finish(self) -> None:
-        """Computes what has not been computed yet; raises what the work raises, or has raised before."""
-
-    def cancel(self) -> None: ...
-
-
-Submit = Callable[[Iterator[None], str], Deferred]
-"""Takes chunks of a few milliseconds for the compute thread, and a name. Raises ResourceExhausted if full."""
-
-
 class AtDeadline:
     """Work that is put off until it is needed: what there is to do where nobody knows of idle time."""
 
@@ -59,6 +47,13 @@ class AtDeadline:
 
     def cancel(self) -> None:
         self._work = iter(())
+
+
+Deferred = AtDeadline | IdleWork
+"""Idle work. `finish` computes the rest and raises its errors, `cancel` drops it; one of the two is called once."""
+
+Submit = Callable[[Iterator[None], str], Deferred]
+"""Takes chunks of a few milliseconds for the compute thread, and a name. Raises ResourceExhausted if full."""
 
 
 class InnerRule(ABC, Generic[State]):
