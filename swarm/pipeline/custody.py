@@ -148,14 +148,12 @@ class ResidenceTimes:
         self._mean_s: dict[PeerId, float] = {}
 
     def note(self, data_node: PeerId, seconds: float) -> None:
-        """Adds the residence time of a microbatch that has passed in both directions."""
         known = self._mean_s.pop(data_node, seconds)
         self._mean_s[data_node] = known + (seconds - known) / 8
         if len(self._mean_s) > MAX_TIMED:
             del self._mean_s[next(iter(self._mean_s))]
 
     def longest_s(self, data_node: PeerId) -> float:
-        """Returns the longest lifetime of one of its microbatches, in seconds."""
         if not self._mean_s:
             return LONGEST_LIFETIME_S
         # An unknown data node may be as slow as the slowest one. Known ones keep their own bound whatever others do.
@@ -193,7 +191,6 @@ class Custody:
         return sum(e.path.data_node != self.own and e.phase is not Phase.SETTLING for e in self._entries.values())
 
     def touch(self, key: Key, now: float) -> None:
-        """Renews the deadline of a microbatch that has moved somewhere on its path."""
         entry = self.get(key)
         if entry is not None:
             self._renew(entry, now)
@@ -205,7 +202,6 @@ class Custody:
         self._entries[entry.key] = entry
 
     def _renew(self, entry: Entry, now: float) -> None:
-        """Puts an entry with a new deadline."""
         data_node, allowed_s = entry.path.data_node, entry.lifetime_s
         if data_node == self.own:
             pass
@@ -270,7 +266,6 @@ class Custody:
         return Reasoned(Place.FREE, "a slot is free")
 
     def _add(self, entry: Entry, now: float) -> None:
-        """Puts a new entry, or one that replaces another."""
         self._put(entry)
         if self._is_unlinked(entry.path.data_node):
             # Without a link we cannot tell whether the data node exists, so its grace period starts now.
@@ -405,7 +400,6 @@ class Custody:
         self._unlinked = (self._unlinked | {data_node}) & {entry.path.data_node for entry in self.entries()}
 
     def _relink(self, peer: PeerId, now: float) -> None:
-        """Ends the grace period of a data node's microbatches."""
         if peer in self._unlinked:
             self._unlinked.remove(peer)
             for entry in self._moving(peer):

@@ -152,8 +152,6 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class TensorArrived:
-    """The tensor of an admitted message is complete."""
-
     message: Forward | Backward
 
 
@@ -166,8 +164,6 @@ class BrokenOff:
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """A Compute action is done; it took `seconds` on the device."""
-
     key: Key
     seconds: float = 0.0
 
@@ -182,8 +178,6 @@ class ComputeFailed:
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """A small message about a microbatch arrived."""
-
     sender: PeerId
     message: Receipt | Close | Recall | Settled | Unsettled
 
@@ -198,8 +192,6 @@ class PeerLost:
 
 @dataclass(frozen=True, slots=True)
 class PeerBack:
-    """There is a link to a peer, again or for the first time."""
-
     peer: PeerId
 
 
@@ -228,8 +220,6 @@ class Work(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """Compute on the tensors of this entry."""
-
     key: Key
     work: Work
     purpose: Purpose
@@ -246,8 +236,6 @@ class SendOutput:
 
 @dataclass(frozen=True, slots=True)
 class Tell:
-    """Send a small message."""
-
     to: PeerId
     message: MicrobatchControl
 
@@ -275,8 +263,6 @@ class Retract:
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """Free the slot, the buffers and the graph of an entry that is gone."""
-
     key: Key
     reason: str
 

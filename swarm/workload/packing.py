@@ -17,6 +17,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from heapq import heapify, heappop, heappush
 from itertools import accumulate, pairwise, zip_longest
 from typing import Final, NamedTuple
@@ -68,18 +69,6 @@ class Bin:
         return self.cost - self.aim
 
 
-class _Costs(dict[int, float]):
-    """Of pieces by their tokens."""
-
-    def __init__(self, room: Room) -> None:
-        super().__init__()
-        self._room = room
-
-    def __missing__(self, length: int) -> float:
-        found = self[length] = self._room.cost(length)
-        return found
-
-
 class Filling:
     """Microbatches filled with pieces, as few as they fit into but one for each of `aims` (cost above the mean).
 
@@ -92,7 +81,7 @@ class Filling:
         self, pieces: Sequence[Piece], cut: Collection[int], poured: Collection[int], room: Room, aims: Sequence[float]
     ) -> None:
         self.pieces, self.poured = list(pieces), poured
-        self._cut, self._room, self._costs = cut, room, _Costs(room)
+        self._cut, self._room, self._costs = cut, room, cache(room.cost)
         self._lengths = [piece.stop - piece.start for piece in pieces]
         dealt = [index for index in range(len(pieces)) if index not in poured]
         longest_first = sorted(dealt, key=self._lengths.__getitem__, reverse=True)
@@ -130,7 +119,7 @@ class Filling:
     def _deal(self, longest_first: Sequence[int]) -> list[int]:
         """Deals pieces, to further microbatches where a whole document does not fit; returns what else does not."""
         bins, lengths, costs, most_tokens = self.bins, self._lengths, self._costs, self._room.tokens
-        left_tokens, left_cost = sum(lengths), math.fsum(costs[length] for length in lengths)
+        left_tokens, left_cost = sum(lengths), math.fsum(costs(length) for length in lengths)
         rate, rate_until = 0.0, max(lengths)
         """Cost of a token of what is left."""
         open_ones: list[tuple[float, int]] = []
@@ -157,7 +146,7 @@ class Filling:
             else:
                 bins.append(Bin())
                 place = len(bins) - 1
-            found, cost = bins[place], costs[length]
+            found, cost = bins[place], costs(length)
             found.pieces.append(index)
             found.cost += cost
             found.tokens += length
@@ -171,7 +160,7 @@ class Filling:
         if not poured:
             return
         tokens = sum(self._lengths[index] for index in poured)
-        rate = math.fsum(self._costs[self._lengths[index]] for index in poured) / tokens
+        rate = math.fsum(self._costs(self._lengths[index]) for index in poured) / tokens
         full = -(-(sum(found.tokens for found in self.bins) + tokens) // len(self.bins))
         rests = [(-self._lengths[index], index) for index in poured]
         heapify(rests)
@@ -203,12 +192,12 @@ class Filling:
 
     def _take(self, found: Bin, index: int) -> None:
         found.pieces.append(index)
-        found.cost += self._costs[self._lengths[index]]
+        found.cost += self._costs(self._lengths[index])
         found.tokens += self._lengths[index]
 
     def _give(self, found: Bin, index: int) -> None:
         found.pieces.remove(index)
-        found.cost -= self._costs[self._lengths[index]]
+        found.cost -= self._costs(self._lengths[index])
         found.tokens -= self._lengths[index]
 
     # ---- cutting -----------------------------------------------------------------------------------------------------
@@ -217,10 +206,10 @@ class Filling:
         """Cuts a piece so that the two cost `less` less, or in halves: x and y tokens save 2 x y of the squares."""
         length, squares = self._lengths[index], less / self._room.quadratic_share
         apart = math.isqrt(max(0, length * length - math.ceil(2 * squares)))
-        found.cost -= self._costs[length]
+        found.cost -= self._costs(length)
         rest = self._cut_off(index, min(length - 1, max((length + 1) // 2, (length + apart) // 2)))
         found.pieces.append(rest)
-        found.cost += self._costs[self._lengths[index]] + self._costs[self._lengths[rest]]
+        found.cost += self._costs(self._lengths[index]) + self._costs(self._lengths[rest])
 
     def _cut_off(self, index: int, kept: int) -> int:
         """Keeps so many tokens of a piece, and returns the index of the rest."""
@@ -267,10 +256,10 @@ class Filling:
         best: tuple[float, int, int] | None = None
         for given in ours:
             least = given - room  # so long at least is what has to be given back, or there is no room
-            place = bisect_left(theirs, costs[given] - gap / 2, key=costs.__getitem__)
+            place = bisect_left(theirs, costs(given) - gap / 2, key=costs)
             at = bisect_left(theirs, least)
             for taken in (0, *theirs[max(0, place - 1) : place + 1], *theirs[at : at + 1]):
-                moved = costs[given] - (costs[taken] if taken else 0.0)
+                moved = costs(given) - (costs(taken) if taken else 0.0)
                 may = taken >= least and (taken or len(poor.pieces) < MAX_DOCUMENTS)
                 gain = 2 * moved * (gap - moved)
                 if may and gain > 0 and (best is None or gain > best[0]):
