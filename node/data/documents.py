@@ -183,7 +183,6 @@ def owner(seed: int, name: str, data_nodes: Sequence[PeerId]) -> PeerId:
 
 
 def epoch_order(seed: int, epoch: int, count: int) -> npt.NDArray[np.int64]:
-    """The order in which an epoch walks `count` documents."""
     return permutation(f"order:{seed}:{epoch}", count)
 
 
@@ -217,7 +216,6 @@ class Documents:
 
     @property
     def files(self) -> int | None:
-        """How many files are dealt; None where documents are."""
         return None if isinstance(self._source, Source) else len(self._source.files)
 
     def openings(self, wanted: Selection, count: int, tokens: int) -> Iterator[tuple[Tokens, int]]:
@@ -350,11 +348,9 @@ class FileShare:
         self._of_file = lru_cache(maxsize=1024)(owner)
 
     def has_file(self, file: str, data_nodes: tuple[PeerId, ...]) -> bool:
-        """Whether something of the file may be its own."""
         return not self._by_files(data_nodes) or self._of_file(file, data_nodes) == self._own
 
     def has_row(self, name: str, data_nodes: tuple[PeerId, ...]) -> bool:
-        """Whether a row of a file, by its name `FILE@NUMBER`, is its own."""
         if self._by_files(data_nodes):
             return self._of_file(name.rpartition("@")[0], data_nodes) == self._own
         return self._owner(name, data_nodes) == self._own

@@ -238,14 +238,12 @@ class ReadingPosition:
             self._next = max(self._next, text.end)
 
     def came_back(self, text: Microbatch) -> None:
-        """Notes that its gradient has reached every stage of its path."""
         with self._lock:
             microbatch = self._under_way.pop(text.start, None)
             if microbatch is not None:
                 self._back.append((text.start, microbatch))
 
     def dropped(self, text: Microbatch) -> None:
-        """Notes that it will not set out again."""
         with self._lock:
             self._under_way.pop(text.start, None)
 

@@ -63,7 +63,6 @@ class Listing:
     """Regular files below a folder, with their sizes, in the order of their relative names (with `/`)."""
 
     def __init__(self, root: Path, found: Iterator[tuple[str, int]]) -> None:
-        """Raises ConfigError for more than `MAX_FILES`."""
         self.root = root
         entries = []
         for entry in found:
@@ -125,12 +124,10 @@ def files_below(root: Path, folder: Wanted = _any, file: Wanted = _any) -> Listi
 
 
 def visible_below(root: Path) -> Listing:
-    """The listing as of `files_below`, without files and folders whose names begin with a dot."""
     return files_below(root, _is_visible, _is_visible)
 
 
 def single_file(path: Path) -> Listing:
-    """The listing of one file. Raises OSError when it is not there or no regular file."""
     path = resolved(path)
     found = os.lstat(path)
     _check_regular(found, path)

@@ -122,7 +122,6 @@ class RowPacker:
         self._block: _RowBlock | None = None
 
     def next(self) -> Microbatch | None:
-        """The next microbatch, or None when the fragments end before one is full."""
         if self._block is None:
             self._block = self._next_block()
         if self._block is None:
@@ -258,7 +257,6 @@ def reading_place(block: Place) -> Place:
 
 
 def tokens_of_block(microbatch_tokens: int, *, routed: bool = False) -> int:
-    """Tokens packed together, by the tokens of a microbatch."""
     room = max(BLOCK_TOKENS, BLOCK_MICROBATCHES * microbatch_tokens)
     if routed:
         return int(FULL * ROUTED * room)
@@ -299,7 +297,6 @@ class DocumentPacker:
         self._block: _Block | None = None
 
     def next(self) -> Microbatch | None:
-        """The next microbatch, or None when the fragments have ended."""
         if self._block is None:
             self._block = self._next_block()
         if self._block is None:
@@ -323,7 +320,6 @@ class DocumentPacker:
         )
 
     def _next_block(self) -> _Block | None:
-        """Packs as many documents as a block may have, or as there are."""
         read, room, place = list[tuple[Place, _Stretch]](), self._block_tokens, self.cursor.block
         while (found := self._next_stretch()) is not None:
             at, stretch = found

@@ -51,7 +51,6 @@ def may_open(named: str, option: str, told: Path | None, *, own: bool) -> Reason
 
 
 def tokenizer_place(data: DataSection, told: Path | None, *, own: bool) -> Reasoned[Path | None]:
-    """The place of the tokenizer's file, of a manifest that names one; see `may_open`."""
     return may_open(data.tokenizer.removeprefix("file:"), "--tokenizer", told, own=own)
 
 

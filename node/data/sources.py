@@ -113,7 +113,6 @@ class LineSource:
     """Lines of a listing's `.jsonl` files, or of its only file, named `NAME@OFFSET`. Opening it reads all files."""
 
     def __init__(self, listing: Listing) -> None:
-        """Raises ConfigError: a file cannot be read, there is no line, or there are too many."""
         self.listing = listing
         names = (
             listing.names if len(listing.names) == 1 else [name for name in listing.names if name.endswith(".jsonl")]
@@ -163,7 +162,6 @@ def files_at(path: Path) -> FileSource:
 
 
 def shards_at(path: Path) -> TokenShards:
-    """The source of the shards of tokens below a folder. Raises as `files_at`."""
     with _mapped(path):
         return TokenShards(visible_below(path))
 
@@ -175,7 +173,6 @@ def _at(place: Path, section: DataSection) -> FileSource | LineSource | TokenSha
 
 
 def lines_at(path: Path) -> LineSource:
-    """The source of the lines of a file, or of the `.jsonl` files below a folder. Raises as `files_at`."""
     with _mapped(path):
         return LineSource(visible_below(path) if path.is_dir() else single_file(path))
 
@@ -224,7 +221,6 @@ class TokenShards:
     """Documents of a listing's shards, named `NAME@TOKEN`; they are read as tokens of type READ_AS."""
 
     def __init__(self, listing: Listing) -> None:
-        """Raises ConfigError: a shard is none, or there are none or too many documents."""
         self.listing = listing
         names = [name.removesuffix(".idx") for name in listing.names if name.endswith(".idx")]
         try:
@@ -245,8 +241,6 @@ class TokenShards:
 
 
 class _Shard:
-    """One pair of files: where its documents begin, in tokens, none longer than PIECE_TOKENS."""
-
     def __init__(self, listing: Listing, name: str) -> None:
         self._listing, self._file = listing, f"{name}.bin"
         with listing.open(f"{name}.idx") as file:

@@ -120,7 +120,6 @@ def tokenizer_keys(path: Path) -> dict[str, str]:
 
 
 def _content(path: Path) -> bytes:
-    """Raises OSError when it cannot be read, ConfigError when it is too large."""
     with open_regular(resolved(path)) as file:  # whoever names a link means what it leads to
         content = file.read(MAX_TOKENIZER_BYTES + 1)
     if len(content) > MAX_TOKENIZER_BYTES:

@@ -53,8 +53,6 @@ EVEN: Final = 1.02
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fitted:
-    """A router, and what it makes of the documents that it was fitted to."""
-
     router: Router
     routes: npt.NDArray[np.int64]
     """[documents, stages after stage 0]"""

@@ -41,8 +41,6 @@ _SUFFIX: Final = ".router"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StageTable:
-    """The experts of one stage that has several."""
-
     entries: npt.NDArray[np.int8]
     bias: npt.NDArray[np.int32]
     shares: tuple[float, ...]
@@ -93,7 +91,6 @@ class ChanceRouter:
     """Deals documents to experts by chance: of the seed and the document's name, so on every machine alike."""
 
     def __init__(self, seed: int, experts: tuple[int, ...]) -> None:
-        """`experts` of each stage, stage 0 included."""
         self._seed, self._experts = seed, experts[1:]
 
     def affinity(self, name: str, opening: Tokens) -> Affinity:
@@ -111,7 +108,6 @@ def buckets(tokens: Tokens) -> Tokens:
 
 
 def router_digest(data: bytes) -> str:
-    """The hash that the manifest names a router by."""
     return blake3(data).hexdigest()
 
 
@@ -230,6 +226,5 @@ def even_bias(scores: Integers, sizes: Integers, most: float) -> Integers:
 
 
 def shares_of_tokens(scores: Integers, sizes: Integers) -> npt.NDArray[np.float64]:
-    """The share of each expert where every document goes to the best."""
     found: npt.NDArray[np.float64] = np.bincount(scores.argmax(axis=1), sizes, scores.shape[1]) / sizes.sum()
     return found

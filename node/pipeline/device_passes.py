@@ -49,8 +49,6 @@ _LARGEST: Final = torch.finfo(torch.float32).max
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Noted:
-    """A linear layer in a forward pass."""
-
     weight: int
     """Place of its weight among the part's parameters."""
     values: Tensor
@@ -60,8 +58,6 @@ class _Noted:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SplitVisit(Visit):
-    """A visit whose linear layers were noted."""
-
     noted: tuple[_Noted, ...]
 
 
@@ -434,7 +430,6 @@ class BlockByBlock:
         return AddedGradients(source, are_finite, lambda: self._take_back(sums, visit, gradient, weight, added))
 
     def _take_back(self, sums: Accumulator, visit: BlockVisit, gradient: Tensor, weight: int, added: list[int]) -> None:
-        """Computes the same again, as far as it came."""
         if added[0]:
             again = self.forward(visit.source, visit.documents, graphs=0)
             self._add(sums, again, gradient, -weight, [0], added[0])
@@ -515,8 +510,6 @@ class _Dealt:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DealtVisit(Visit):
-    """A visit of which several devices hold a part each."""
-
     dealt: _Dealt
     parts: tuple[Visit | None, ...]
 
@@ -726,7 +719,6 @@ def head_passes(head: HeadPart, threads: DeviceThreads | None) -> HeadPasses:
 
 
 def _on(device: torch.device, part: nn.Module) -> nn.Module:
-    """The part on that device: itself where it is there."""
     return part if _device_of(part) == device else deepcopy(part).to(device)
 
 

@@ -206,7 +206,6 @@ class LinkCodecs:
         self._too_coarse: set[tuple[Traffic, Codec]] = set()
 
     def choose(self, to: PeerId, traffic: Traffic) -> Codec:
-        """Chooses the codec of the next tensor for a peer."""
         levels = self._levels[traffic]
         while len(levels) > 1 and (traffic, levels[-1]) in self._too_coarse:
             levels = levels[:-1]
@@ -223,7 +222,6 @@ class LinkCodecs:
             self._too_coarse.add((traffic, codec))
 
     def lost(self, peer: PeerId) -> None:
-        """Forgets the choices for a link that ended."""
         self._chosen.pop(peer, None)
 
     def describe(self) -> CodecStatus:
@@ -309,7 +307,6 @@ class Tensors:
     def job(
         self, key: Key, work: Work, purpose: Purpose, codec: Codec = Codec.NONE, *, check_codec: bool = False
     ) -> Job:
-        """Returns a job on them."""
         return Job(
             self.ticket, key, work, purpose, self.input, self.gradient, self.documents, codec, check_codec, self.labels
         )
@@ -379,7 +376,6 @@ class MicrobatchRunner(MachineRunner[Event, Action]):
         self._takes_new_work = yes
 
     def abandon(self, microbatch: MicrobatchId, detail: str) -> None:
-        """Abandons one of this data node's microbatches."""
         for action in self.custody.abandon(microbatch, detail):
             self._carry_out(action)
 
@@ -389,7 +385,6 @@ class MicrobatchRunner(MachineRunner[Event, Action]):
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is held and nothing is owed (see `nothing_owed`)."""
         return len(self.custody) == 0 and not self._tasks.owed
 
     # ---- a tensor arrives --------------------------------------------------------------------------------------------
@@ -445,7 +440,6 @@ class MicrobatchRunner(MachineRunner[Event, Action]):
     # ---- a message arrives -------------------------------------------------------------------------------------------
 
     def receive(self, sender: PeerId, message: MicrobatchControl) -> None:
-        """Takes in a small message."""
         if isinstance(message, Stranded):
             if self._is_of_ours(sender, message, self._ends.may_hold) and self._knows_route(sender, message):
                 self._stranded(message)
@@ -590,7 +584,6 @@ class MicrobatchRunner(MachineRunner[Event, Action]):
     # ---- its tensors -------------------------------------------------------------------------------------------------
 
     def _take(self, key: Key, kind: type[MicrobatchTensor]) -> Tensors:
-        """Returns an entry's tensors, with the one that has just arrived, if any."""
         tensors = self._tensors.get(key)
         if tensors is None:
             tensors = self._tensors[key] = Tensors(next(self._tickets))
@@ -602,7 +595,6 @@ class MicrobatchRunner(MachineRunner[Event, Action]):
         return tensors
 
     def _begin_with(self, tensors: Tensors, work: Callable[[Tensors], Coroutine[Any, Any, None]]) -> None:
-        """Starts a task that uses an entry's tensors."""
         tensors.users += 1  # from here on, so that a Forget before the task starts cannot free them
 
         async def use() -> None:

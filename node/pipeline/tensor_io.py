@@ -68,7 +68,6 @@ class Wire:
         self._copied: torch.cuda.Event | None = None
 
     def start(self) -> None:
-        """Starts another job: nothing is expected of it yet."""
         self._expected.clear()
 
     def let_go(self) -> None:

@@ -68,7 +68,6 @@ class WeightVersion:
         return self._weights is not None
 
     def refer_to(self, weights: Weights | None) -> None:
-        """Sets where it is from now on; None when it is gone."""
         self._weights = weights
 
     def __getitem__(self, place: int) -> Tensor:
@@ -79,8 +78,6 @@ class WeightVersion:
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """A graph's view of one of the weights."""
-
     place: int
     size: torch.Size
     stride: tuple[int | torch.SymInt, ...]
@@ -89,8 +86,6 @@ class _Seen:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Saved:
-    """A tensor of a graph that is no weight, and its version then."""
-
     tensor: Tensor
     version: int
 
@@ -159,11 +154,9 @@ class WeightStash:
                 kept.copy_(tensor)
 
     def changed(self) -> None:
-        """Notes that the weights have changed otherwise: the current version is gone."""
         self._go_on_from(None)
 
     def _go_on_from(self, copy: Weights | None) -> None:
-        """Begins another version; the one before is in the copy, if there is one."""
         self.current.refer_to(copy)
         self.current = WeightVersion(self._weights)
 
@@ -352,7 +345,6 @@ class HopWorker(ReplicaWorker):
 
     @property
     def unapplied(self) -> Accumulator:
-        """The microbatches that have not gone into an inner step yet."""
         return self._accumulator
 
     def parameters_changed(self) -> None:
@@ -432,7 +424,6 @@ class HopWorker(ReplicaWorker):
         return self.passes.forward(source, documents)
 
     def _add(self, job: Job, visit: Visit, gradient: Tensor, size: Size, begun: float) -> Output:
-        """Computes all gradients now, and adds those of the parameters to the sums."""
         microbatch, total = job.key.microbatch, self._accumulator
         if isinstance(self.passes, BlockByBlock):  # where memory is dear, they are added as they are computed
             is_new = not total.has(microbatch)
@@ -456,8 +447,6 @@ class HopWorker(ReplicaWorker):
         return output
 
     def _put_off(self, job: Job, visit: Visit, gradient: Tensor, size: Size, begun: float) -> Output:
-        """Computes the gradient of the input now, and puts the weight gradients off."""
-
         def ended(seconds: float | None) -> None:
             self._graphs.release(size.tokens)
             if seconds is not None:

@@ -52,7 +52,7 @@ def puts_weights_off(staleness: int, devices: int) -> Reasoned[bool]:
 
 
 class IdleWork:
-    """A piece of idle work."""
+    """A piece of idle work, in chunks."""
 
     def __init__(self, waiting: dict[IdleWork, None], chunks: Iterator[None], name: str) -> None:
         self.name = name
@@ -101,7 +101,6 @@ class ComputeQueue:
         return len(self._idle)
 
     def put(self, priority: Priority, job: Job) -> None:
-        """Adds a job. Raises ResourceExhausted when too many wait."""
         if len(self._jobs) >= self._limit:
             raise ResourceExhausted(f"{self._limit} jobs wait for the compute device")
         number = next(self._numbers)
@@ -172,7 +171,6 @@ class ArrivalForecast:
         self._arriving[sender, tensor] = _Arriving(size_bytes, now, expected)
 
     def arrived(self, sender: PeerId, tensor: Hashable, now: float) -> None:
-        """Takes in that a tensor is complete."""
         arriving = self._arriving.pop((sender, tensor), None)
         self._latest = now
         if arriving is None or not arriving.size_bytes:

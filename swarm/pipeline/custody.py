@@ -624,7 +624,6 @@ class Custody:
         return self._give_up(entry, detail, now) if is_relaunched or self._may_skip(entry) else []
 
     def _offer_elsewhere(self, entry: Entry, now: float) -> list[Action]:
-        """Offers it to another replica of the next module, if there is one."""
         module, target = entry.next_module, entry.target
         if module is None or target is None:
             return []
@@ -667,7 +666,6 @@ class Custody:
         return [_recall(entry, before)]
 
     def _recall_answered(self, entry: Entry, receipt: Receipt) -> list[Action]:
-        """Handles the receipt that the hop before sends instead of the input."""
         match receipt.status:
             case ReceiptStatus.PASSED_ON:
                 return self._give_back(entry, ReceiptStatus.PASSED_ON, "the gradient is there already")
@@ -783,7 +781,6 @@ class Custody:
         return [Finished(microbatch, path), *forgotten, *(Tell(peer, Settled(microbatch, path)) for peer in peers)]
 
     def abandon(self, microbatch: MicrobatchId, detail: str) -> list[Action]:
-        """Abandons a microbatch at its data node: forgets both ends and tells every hop."""
         held = self._of(microbatch)
         peers = dict.fromkeys(hop.peer for entry in held for hop in entry.path.hops if hop.peer != self.own)
         gone: list[Action] = [self._drop(entry, detail) for entry in held]

@@ -21,8 +21,6 @@ from swarm.vocabulary.types import MicrobatchId, ModuleId, Path, PeerId
 
 
 class Phase(enum.Enum):
-    """The progress of an entry."""
-
     RECEIVING = enum.auto()
     FORWARD = enum.auto()
     HANDING_ON = enum.auto()
@@ -47,8 +45,6 @@ ADDED = frozenset({Phase.HANDING_BACK, Phase.GUARDING_BACK, Phase.SETTLING})
 
 
 class Place(enum.Enum):
-    """The answer to an announced tensor: whether it is admitted."""
-
     FREE = enum.auto()
     BUSY = enum.auto()
     REFUSED = enum.auto()
@@ -122,12 +118,10 @@ class Entry:
 
     @property
     def next_position(self) -> int:
-        """Position of the peer that gets it from here."""
         return self.key.position + (1 if self.direction is Direction.FORWARD else -1)
 
     @property
     def previous_position(self) -> int:
-        """Position of the peer that it came from."""
         return self.key.position - (1 if self.direction is Direction.FORWARD else -1)
 
     @property
@@ -206,8 +200,6 @@ Event = Started | TensorArrived | BrokenOff | Computed | ComputeFailed | Arrived
 
 
 class Work(enum.Enum):
-    """The kind of a computation."""
-
     FORWARD = enum.auto()
     """Input to output; at a data node's start, tokens to hidden states."""
     LOSS = enum.auto()

@@ -69,7 +69,6 @@ class FlightRules:
 
     @property
     def most_in_flight(self) -> int:
-        """Largest number in flight with the first window, if all are of the largest size."""
         return min(self.window, self.most_by_staleness)
 
     @property
@@ -133,7 +132,6 @@ class Flights:
         return flight
 
     def returned(self, microbatch: MicrobatchId, path: Path, loss: float) -> None:
-        """Notes the loss of a microbatch, and the path that it really took."""
         flight = self._flying.get(microbatch)
         if flight is not None:
             self._flying[microbatch] = replace(flight, path=path, loss=loss)

@@ -134,7 +134,6 @@ def _exchange(whole: list[list[int]], loads: list[float], costs: Sequence[float]
 
 
 def _level(loads: Sequence[float], more: float) -> float:
-    """The level to which `more` fills up the emptiest of the loads."""
     rising = sorted(loads)
     for count in range(1, len(rising) + 1):
         level = (more + sum(rising[:count])) / count
@@ -144,7 +143,6 @@ def _level(loads: Sequence[float], more: float) -> float:
 
 
 def _ends(middle: int, shares: Sequence[float]) -> list[int]:
-    """Where each device's piece of the head ends."""
     kept = [share if share * middle >= LEAST_PIECE else 0.0 for share in shares]
     if not any(kept):
         kept = [float(index == 0) for index in range(len(shares))]

@@ -13,6 +13,8 @@ LATEST: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class Size:
+    """The size of one microbatch."""
+
     tokens: int
     documents: tuple[int, ...]
     """Tokens of each; empty if it is rows of one stream."""

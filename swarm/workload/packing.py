@@ -361,8 +361,6 @@ STEEPEST: Final = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """Microbatches of one block."""
-
     microbatches: tuple[tuple[Piece, ...], ...]
     """Microbatches in order, each with its pieces in rising order."""
     costs: tuple[float, ...]

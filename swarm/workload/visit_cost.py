@@ -111,7 +111,6 @@ class VisitCost:
 
 
 def _solved(matrix: list[list[float]], sums: list[float]) -> list[float] | None:
-    """The solution of a few linear equations, by elimination; None where there is not one."""
     size = len(sums)
     rows = [[*row, value] for row, value in zip(matrix, sums, strict=True)]
     for column in range(size):
