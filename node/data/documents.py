@@ -19,6 +19,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from node.data.files import Selection, everything
 from node.data.hub import HubStream
 from node.data.sources import READ_AS, Source
 from node.data.tokenizers import Tokenizer, Tokens
@@ -137,8 +138,6 @@ logger = logging.getLogger(__name__)
 MOST_TOLD: Final = 100
 """Excluded documents that are logged."""
 
-Selection = Callable[[str], bool]
-
 
 @dataclass(frozen=True, slots=True, order=True)
 class Place:
@@ -191,10 +190,6 @@ def permutation(key: str, count: int) -> npt.NDArray[np.int64]:
     digest = hashlib.sha256(key.encode()).digest()
     generator = np.random.Philox(key=int.from_bytes(digest[:16], "little"))
     return np.argsort(generator.random_raw(count), kind="stable")
-
-
-def everything(name: str) -> bool:
-    return True
 
 
 class Documents:

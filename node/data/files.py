@@ -35,8 +35,7 @@ _OPEN_FLAGS: Final = (
     | getattr(os, "O_BINARY", 0)
 )
 
-Wanted = Callable[[str], bool]
-"""Selects a name without its folders."""
+Selection = Callable[[str], bool]
 
 
 def open_regular(path: Path) -> BinaryIO:
@@ -113,11 +112,11 @@ class Listing:
         )
 
 
-def _any(name: str) -> bool:
+def everything(name: str) -> bool:
     return True
 
 
-def files_below(root: Path, folder: Wanted = _any, file: Wanted = _any) -> Listing:
+def files_below(root: Path, folder: Selection = everything, file: Selection = everything) -> Listing:
     """Lists the non-empty regular files below a folder, without links. Raises OSError, or ConfigError if too many."""
     root = resolved(root)
     return Listing(root, _walk(str(root), folder, file))
@@ -134,7 +133,7 @@ def single_file(path: Path) -> Listing:
     return Listing(path.parent, iter([(path.name, found.st_size)] if found.st_size else []))
 
 
-def _walk(root: str, folder: Wanted, file: Wanted) -> Iterator[tuple[str, int]]:
+def _walk(root: str, folder: Selection, file: Selection) -> Iterator[tuple[str, int]]:
     for at, folders, names in os.walk(root):
         folders[:] = [name for name in folders if folder(name) and not _is_machine(Path(at, name))]
         prefix = "" if at == root else f"{Path(at).relative_to(root).as_posix()}/"
