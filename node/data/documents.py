@@ -1,4 +1,4 @@
-"""The order and split of documents, which follow from the seed and the documents' names alone.
+"""Documents as tokens and labels, in an order and split that follow from the seed and their names alone.
 
 A data set read file by file walks the files in a random order, and each file's rows in theirs. A row's place is its
 file's rank and its number there, so a file's number of rows need not be known. The packer shuffles within its blocks.
@@ -99,6 +99,7 @@ def conversation(document: bytes, tokenizer: Tokenizer) -> Marked:
 
 
 def _parts(messages: list[_Message]) -> Iterator[tuple[str, bool]]:
+    # ChatML. A tokenizer's own template is a Jinja program, and no stranger's program is run here.
     before = ""
     for role, content in messages:
         before += f"<|im_start|>{role}\n"

@@ -180,6 +180,7 @@ class _Reader:
 
     def follow(self, token: int) -> Tensor:
         if len(self._seen) == self._decoder.sequence:
+            # The older half is forgotten, so that a token costs about one position.
             return self.start([*self._seen[-(self._decoder.sequence // 2) :], token])
         self._seen.append(token)
         return self._decoder.next_logits([token], self._past)
