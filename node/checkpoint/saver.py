@@ -20,7 +20,7 @@ from node.concurrency.task_groups import set_or_after
 from node.model.device import copied
 from node.model.initialization import floats_of, parameters_of
 from node.model.optimizer import InnerOptimizer
-from node.model.packed.packed_floats import Floats
+from node.model.packed import Floats
 from node.observability.events import EventSink, Note
 from swarm.vocabulary.errors import ResourceExhausted, StateError
 

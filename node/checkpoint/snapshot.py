@@ -27,7 +27,7 @@ from node.data.packing import Cursor
 from node.model.device import bytes_of_tensor
 from node.model.optimizer import InnerState
 from node.model.optimizers.inner_rule import ParameterState
-from node.model.packed.packed_floats import Floats
+from node.model.packed import Floats
 from swarm.vocabulary.errors import CorruptSnapshot, ProtocolViolation
 from swarm.vocabulary.types import AnchorVersion, ModuleId, PeerId, RunId
 

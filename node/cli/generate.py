@@ -21,8 +21,7 @@ from swarm.experts.routes import name_of_route
 
 if TYPE_CHECKING:
     from node.data.tokenizers import Tokenizer
-    from node.model.decoder import Decoder
-    from node.model.generation import Sampling
+    from node.model.decoder import Decoder, Sampling
     from swarm.vocabulary.types import Route
 
 
@@ -52,7 +51,7 @@ def generate(
     experts only the modules of the text's path are fetched.
     """
     tell("skipstone generate: reading the model")
-    from node.model.generation import Sampling
+    from node.model.decoder import Sampling
 
     sampling = Sampling(temperature, top_k, top_p, secrets.randbits(32) if seed is None else seed)
     asked = _Asked(os.fsencode(prompt), tokens, sampling, device, stages_per_path, path, again_every)
@@ -74,8 +73,8 @@ async def _generate(source: str, tokenizer_file: Path | None, asked: _Asked, *, 
     from node.data.places import ToldPlaces
     from node.export.open_model import open_model
     from node.export.source import model_on_path
+    from node.model.decoder import Continuation
     from node.model.device import choose_device
-    from node.model.generation import Continuation
     from node.network.loss_report import AskedPaths
 
     where = choose_device(asked.device).value

@@ -33,8 +33,7 @@ def tokenize(
     """Tokenize a text into shards, in the format of Megatron-LM, for a run's tokens:FOLDER."""
     from node.data.hub import source_keys
     from node.data.places import as_written
-    from node.data.sources import open_source
-    from node.data.token_shards import ShardWriter
+    from node.data.sources import ShardWriter, open_source
     from node.data.tokenizers import ByteTokenizer, FileTokenizer, tokenizer_keys
     from protocol.manifest.manifest import data_section
 
@@ -56,8 +55,8 @@ def tokenize(
 
 
 def _documents(source: Source | HubStream, tokenizer: Tokenizer) -> Iterator[Tokens]:
-    """Tokens of each readable, non-empty document with its end, as Megatron-LM's `--append-eod`."""
-    from node.data.labels import whole_text
+    """Each with its end, as Megatron-LM's `--append-eod`; without those that are empty or cannot be read."""
+    from node.data.documents import whole_text
 
     for name, read in _reads(source):
         try:

@@ -64,7 +64,7 @@ class TaskTracker:
 
     def __init__(self) -> None:
         self._tasks: asyncio.TaskGroup | None = None
-        self._begun: set[asyncio.Task[None]] = set()
+        self._begun: set[asyncio.Task[Any]] = set()
         self._owed = 0
         self._paid = asyncio.Event()
 
@@ -86,7 +86,7 @@ class TaskTracker:
             finally:
                 self._tasks = None
 
-    def begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None] | None:
+    def begin(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any] | None:
         """Starts a task; None outside of `running`."""
         if self._tasks is None:
             work.close()

@@ -1,42 +1,143 @@
-"""The order and split of documents: which are read, in which order, and by whom.
+"""Documents as tokens and labels, in an order and split that follow from the seed and their names alone.
 
-All of it follows from the seed and the documents' names. Every data node walks the same order and leaves out what is
-not its own, so data nodes need not talk about data. Where two machines have slightly different text (another patch
-release of Python), equal names are still treated alike.
-
-A data set that is read file by file has an order of its own: an epoch walks the files in a random order, and a file's
-rows as they lie in it. A row's place in the epoch is its file's rank and its number there, so the number of rows of a
-file need not be known before it is fetched. Only the packer's blocks, of about a million tokens, are shuffled.
+A data set read file by file walks the files in a random order, and each file's rows in theirs. A row's place is its
+file's rank and its number there, so a file's number of rows need not be known. The packer shuffles within its blocks.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from itertools import chain, islice
-from typing import Final, Protocol
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from node.data.labels import MalformedDocumentError, Marked, Marking, whole_text
-from node.data.sources import Source
+from node.data.files import Selection, everything
+from node.data.hub import HubStream
+from node.data.sources import READ_AS, Source
 from node.data.tokenizers import Tokenizer, Tokens
 from node.experts.router import DocumentRouter
+from protocol.manifest.manifest import DataSection
 from swarm.vocabulary.errors import ConfigError
 from swarm.vocabulary.types import PeerId
+
+UNSCORED: Final = -100
+"""As `torch.nn.functional.cross_entropy` ignores by default."""
+ASSISTANT: Final = "assistant"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Marked:
+    """A document's tokens, its end included; none of a document that is empty."""
+
+    tokens: Tokens
+    wanted: Tokens | None = None
+    """The tokens as labels, UNSCORED where one is none; None where all are labels."""
+
+    @property
+    def is_of_use(self) -> bool:
+        return bool(self.tokens.size) if self.wanted is None else bool((self.wanted >= 0).any())
+
+
+Marking = Callable[[bytes], Marked]
+"""From a document's bytes to its tokens. Raises MalformedDocumentError."""
+
+
+class MalformedDocumentError(Exception):
+    """A document is not what the run's documents are; it is left out."""
+
+
+class _Message(NamedTuple):
+    role: str
+    content: str
+
+
+def marking(data: DataSection, tokenizer: Tokenizer) -> Marking:
+    """The way from the bytes of the run's documents to tokens and labels."""
+    if data.kind == "tokens":
+        return lambda document: made_before(document, tokenizer)
+    if data.labels == "assistant":
+        return lambda document: conversation(document, tokenizer)
+    return lambda document: whole_text(document, tokenizer)
+
+
+def whole_text(document: bytes, tokenizer: Tokenizer) -> Marked:
+    """A text, all of whose tokens are labels."""
+    tokens = tokenizer.encode(document)
+    return Marked(np.append(tokens, tokenizer.end_of_document) if tokens.size else tokens)
+
+
+def made_before(document: bytes, tokenizer: Tokenizer) -> Marked:
+    """Tokens made before, as READ_AS, with their end or not. Raises ConfigError if another tokenizer made them."""
+    tokens = np.frombuffer(document, dtype=READ_AS).astype(np.int64)
+    if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < tokenizer.size:
+        raise ConfigError(
+            f"data.source has tokens from {tokens.min()} to {tokens.max()}, the run's tokenizer {tokenizer.size}",
+            hint="Make the shards with the run's own tokenizer.",
+        )
+    ends = not tokens.size or tokens[-1] == tokenizer.end_of_document
+    return Marked(tokens if ends else np.append(tokens, tokenizer.end_of_document))
+
+
+def conversation(document: bytes, tokenizer: Tokenizer) -> Marked:
+    """A conversation, of whose tokens only the assistant's are labels. Raises MalformedDocumentError."""
+    tokens, wanted = list[Tokens](), list[Tokens]()
+    for text, is_said in _parts(_messages(document)):
+        found = tokenizer.encode(text.encode(errors="replace"))
+        tokens.append(found)
+        wanted.append(found if is_said else np.full(found.size, UNSCORED))
+    tokens.append(np.array([tokenizer.end_of_document]))
+    wanted.append(np.array([UNSCORED]))
+    return Marked(np.concatenate(tokens), np.concatenate(wanted))
+
+
+def _parts(messages: list[_Message]) -> Iterator[tuple[str, bool]]:
+    # ChatML. A tokenizer's own template is a Jinja program, and no stranger's program is run here.
+    before = ""
+    for role, content in messages:
+        before += f"<|im_start|>{role}\n"
+        said = f"{content}<|im_end|>"
+        if role == ASSISTANT:
+            yield before, False
+            yield said, True
+            before = "\n"
+        else:
+            before += f"{said}\n"
+    yield before, False
+
+
+def _messages(document: bytes) -> list[_Message]:
+    try:
+        read: Any = json.loads(document)
+    except (ValueError, RecursionError) as error:
+        raise MalformedDocumentError(f"it is no JSON: {str(error)[:100]}") from None
+    messages = read.get("messages") if isinstance(read, dict) else None
+    if not isinstance(messages, list) or not messages:
+        raise MalformedDocumentError("it has no list of `messages`")
+    return [_message(each) for each in messages]
+
+
+def _message(each: Any) -> _Message:
+    role, content = (each.get("role"), each.get("content")) if isinstance(each, dict) else (None, None)
+    if not (isinstance(role, str) and isinstance(content, str)):
+        raise MalformedDocumentError("a message has no `role` or no `content` that is text")
+    return _Message(role, content)
+
+
+# ---- order and split -------------------------------------------------------------------------------------------------
+
 
 logger = logging.getLogger(__name__)
 
 MOST_TOLD: Final = 100
-"""Documents that are left out, of each of which a line is logged; there may be millions of them."""
-
-Selection = Callable[[str], bool]
-"""Says of a document's name whether to read it."""
+"""Excluded documents that are logged."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -45,7 +146,6 @@ class Place:
 
     epoch: int = 0
     position: int = 0
-    """Index into the epoch's order."""
     offset: int = 0
     """Tokens of that document before this one."""
 
@@ -57,15 +157,13 @@ class Fragment:
     start: Place
     tokens: Tokens
     name: str = ""
-    """Of the document."""
     opening: Tokens = field(default_factory=lambda: np.empty(0, dtype=np.int64))
-    """The document from its beginning on, its end left out: what its route is chosen by."""
+    """The document's beginning without its end token, by which its route is chosen."""
     wanted: Tokens | None = None
-    """The tokens as labels, where not all of them are (`node.data.labels`)."""
+    """The tokens as labels; None if all are."""
 
     @property
     def labels(self) -> Tokens:
-        """The tokens as labels, UNSCORED where one is none."""
         return self.tokens if self.wanted is None else self.wanted
 
 
@@ -85,7 +183,6 @@ def owner(seed: int, name: str, data_nodes: Sequence[PeerId]) -> PeerId:
 
 
 def epoch_order(seed: int, epoch: int, count: int) -> npt.NDArray[np.int64]:
-    """The order in which an epoch walks `count` documents."""
     return permutation(f"order:{seed}:{epoch}", count)
 
 
@@ -96,23 +193,12 @@ def permutation(key: str, count: int) -> npt.NDArray[np.int64]:
     return np.argsort(generator.random_raw(count), kind="stable")
 
 
-def everything(name: str) -> bool:
-    """Selects all."""
-    return True
-
-
 class Documents:
-    """A source's documents as tokens, in the order of each epoch. Holds one epoch's order and no text.
-
-    Args:
-        source: documents by name, in an order over all of them, or a stream of files.
-        router: of a run with experts; whoever packs the documents asks it for their routes.
-        mark: makes tokens of a document's bytes; None for a text by the tokenizer, all of whose tokens are labels.
-    """
+    """A source's documents as tokens, in the order of each epoch. `mark` makes tokens of bytes; None for plain text."""
 
     def __init__(
         self,
-        source: Source | FileStream,
+        source: Source | HubStream,
         tokenizer: Tokenizer,
         seed: int,
         router: DocumentRouter | None = None,
@@ -126,7 +212,6 @@ class Documents:
 
     @property
     def files(self) -> int | None:
-        """How many files are dealt; None where documents are."""
         return None if isinstance(self._source, Source) else len(self._source.files)
 
     def openings(self, wanted: Selection, count: int, tokens: int) -> Iterator[tuple[Tokens, int]]:
@@ -137,12 +222,7 @@ class Documents:
     def epoch(
         self, start: Place, wanted: Selection, files: Selection = everything, *, ahead: bool = False
     ) -> Iterator[Fragment]:
-        """The wanted documents from `start` to the end of its epoch; a document that was begun is finished in any case.
-
-        Args:
-            files: selects the files of a stream that may have wanted documents; no other is opened.
-            ahead: whether the next file is fetched meanwhile.
-        """
+        """The wanted documents from `start` to the end of its epoch, with the begun one. `ahead`: prefetch files."""
         for due in self._due(start, wanted, files, ahead):
             offset = start.offset if due.position == start.position else 0
             marked = self._marked(due)
@@ -152,11 +232,7 @@ class Documents:
                 yield Fragment(Place(start.epoch, due.position, offset), tokens[offset:], due.name, tokens[:-1], rest)
 
     def endless(self, start: Place, wanted: Selection, files: Selection = everything) -> Iterator[Fragment]:
-        """The wanted documents, epoch after epoch.
-
-        Raises:
-            ConfigError: a whole epoch has no wanted document with a label in it.
-        """
+        """The wanted documents, epoch after epoch. Raises ConfigError if a whole epoch has none with a label."""
         while True:
             empty = True
             for fragment in self.epoch(start, wanted, files, ahead=True):
@@ -198,7 +274,6 @@ class Documents:
 
 
 def _hash(text: str) -> int:
-    """64 bits."""
     return int.from_bytes(hashlib.sha256(text.encode(errors="surrogateescape")).digest()[:8], "big")
 
 
@@ -208,46 +283,24 @@ def _hash(text: str) -> int:
 ROWS: Final = 2**32
 """More than a file has."""
 FILES_EACH: Final = 16
-"""Files for each data node from which on whole files are dealt: of fewer, one data node in a million might get none."""
+"""Files per data node from which on whole files are dealt: with fewer, a data node might get none."""
 
-Wanted = Callable[[str], bool]
 Owner = Callable[[str, tuple[PeerId, ...]], PeerId]
-"""The data node of a name among these (`node.data.documents.owner`)."""
-
-
-class FileStream(Protocol):
-    """Rows by file."""
-
-    @property
-    def files(self) -> Sequence[str]:
-        """Their names, in an order that is the same on every machine."""
-        ...
-
-    def rows(self, file: str, start: int) -> Generator[Callable[[], bytes]]:
-        """What reads the file's rows, from number `start` on."""
-        ...
-
-    def expect(self, file: str) -> None:
-        """Says that the file's rows are due next."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
 class Due:
-    """A document whose turn it is."""
-
     position: int
-    """In the epoch's order."""
     name: str
     read: Callable[[], bytes]
-    """Raises OSError when it cannot be read, and is left out."""
+    """Raises OSError if it cannot be read."""
 
 
 def due_rows(
-    stream: FileStream,
+    stream: HubStream,
     orders: Callable[[int], npt.NDArray[np.int64]],
     start: tuple[int, int, bool],
-    wanted: tuple[Wanted, Wanted],
+    wanted: tuple[Selection, Selection],
     *,
     ahead: bool,
 ) -> Iterator[Due]:
@@ -257,7 +310,7 @@ def due_rows(
         orders: the order in which an epoch walks the files.
         start: the epoch, the position, and whether the row there was begun and is read in any case.
         wanted: selects files, and rows. A file is left as soon as it is no longer wanted.
-        ahead: whether the next wanted file is fetched meanwhile.
+        ahead: whether to prefetch the next wanted file.
     """
     epoch, position, is_begun = start
     of_files, of_rows = wanted
@@ -291,11 +344,9 @@ class FileShare:
         self._of_file = lru_cache(maxsize=1024)(owner)
 
     def has_file(self, file: str, data_nodes: tuple[PeerId, ...]) -> bool:
-        """Whether something of the file may be its own."""
         return not self._by_files(data_nodes) or self._of_file(file, data_nodes) == self._own
 
     def has_row(self, name: str, data_nodes: tuple[PeerId, ...]) -> bool:
-        """Whether a row of a file, by its name `FILE@NUMBER`, is its own."""
         if self._by_files(data_nodes):
             return self._of_file(name.rpartition("@")[0], data_nodes) == self._own
         return self._owner(name, data_nodes) == self._own

@@ -13,9 +13,8 @@ from functools import partial
 from types import TracebackType
 from typing import Final, Self
 
-from node.data.documents import Documents, FileShare, Fragment, Place, is_held_out, owner
+from node.data.documents import Documents, FileShare, Fragment, Place, is_held_out, marking, owner
 from node.data.hub import source_keys
-from node.data.labels import marking
 from node.data.packing import Cursor, DocumentPacker, Microbatch, Packer, RowPacker, reading_place
 from node.data.places import Places, as_written
 from node.data.sources import open_source
@@ -28,28 +27,14 @@ from swarm.vocabulary.types import MicrobatchId, PeerId
 
 START: Final = Cursor()
 FITTED_TO: Final = 4096
-"""Largest number of documents that a router is fitted to."""
 ENOUGH: Final = 2
-"""Times the tokens of the held-out microbatches that are wanted are read for them, of a data set that is read file by
-file: no microbatch is quite full."""
+"""Tokens read from a stream for held-out microbatches, over those wanted: no microbatch is quite full."""
 
 
 def open_documents(manifest: Manifest, where: Places | None = None, router: Router | None = None) -> Documents:
-    """Opens the manifest's source and tokenizer on this machine.
-
-    Args:
-        where: what may be opened; None for what the manifest says, if it is our own.
-
-    Raises:
-        ConfigError, ManifestError: as `open_source`, `open_tokenizer` and `document_router`.
-    """
+    """Opens the manifest's source and tokenizer here. `where`: None for the manifest's places, if it is our own."""
     routing = document_router(manifest, router)
     return _documents(manifest, where or as_written(manifest.data), routing)
-
-
-def open_text(manifest: Manifest) -> Documents:
-    """Opens a source and tokenizer without routes, for the fit of a router. Raises as `open_documents`."""
-    return _documents(manifest, as_written(manifest.data), None)
 
 
 def _documents(manifest: Manifest, where: Places, routing: DocumentRouter | None) -> Documents:
@@ -59,18 +44,13 @@ def _documents(manifest: Manifest, where: Places, routing: DocumentRouter | None
 
 
 def with_router(manifest: Manifest, source: str) -> tuple[Manifest, Router]:
-    """Fits a router to documents of a source that are not held out; returns the manifest that names it, too.
-
-    Raises:
-        ConfigError: the source is not here, or a router cannot be fitted to it.
-        ManifestError: the source is malformed, or the run has no experts.
-    """
+    """Fits a router to documents that are not held out. Returns the manifest that names it, too."""
     table = manifest.model_dump()
     text = manifest_from_table(table | {"data": table["data"] | source_keys(source)})
     if not manifest.stages.has_experts:
         raise ConfigError("--route-from is of no use in a run without experts", hint="Say how many with --experts.")
     seed, held_out = manifest.seed, manifest.data.held_out
-    opened = open_text(text)
+    opened = _documents(text, as_written(text.data), None)
     documents = list(opened.openings(lambda name: not is_held_out(seed, name, held_out), FITTED_TO, DEFAULT_PREFIX))
     router = fit_router(documents, manifest.stages.experts_of_each, DEFAULT_PREFIX, seed).router
     routing = {"router": router_digest(router.to_bytes()), "prefix": DEFAULT_PREFIX}
@@ -80,19 +60,14 @@ def with_router(manifest: Manifest, source: str) -> tuple[Manifest, Router]:
 class TrainingFeed:
     """One data node's microbatches: its share of the documents that are not held out, epoch after epoch."""
 
-    def __init__(
-        self,
-        manifest: Manifest,
-        documents: Documents,
-        own: PeerId,
-        start: Cursor = START,
-    ) -> None:
+    def __init__(self, manifest: Manifest, documents: Documents, own: PeerId, start: Cursor = START) -> None:
         self._manifest = manifest
         self._own = own
         self._data_nodes: tuple[PeerId, ...] = (own,)
         of_names = partial(owner, manifest.seed)
         self._share = None if documents.files is None else FileShare(own, documents.files, of_names)
-        fragments = documents.endless(_reading_place(manifest, start), self._is_mine, self._may_have_mine)
+        place = reading_place(start.block) if manifest.packs_documents else start.block
+        fragments = documents.endless(place, self._is_mine, self._may_have_mine)
         if manifest.packs_documents:
             self._packer: Packer = DocumentPacker(manifest, fragments, start, router=documents.router)
         else:
@@ -104,13 +79,7 @@ class TrainingFeed:
         return self._packer.cursor
 
     def next(self, data_nodes: tuple[PeerId, ...] = ()) -> Microbatch:
-        """The next microbatch with a label in it, when these data nodes are live (this one always counts as live).
-
-        A change of the data nodes takes effect with the next block of the packer.
-
-        Raises:
-            ConfigError: a whole epoch has nothing for this data node.
-        """
+        """The next microbatch with a label for these live data nodes. Raises ConfigError if a whole epoch has none."""
         self._data_nodes = tuple(sorted({*data_nodes, self._own}))
         while True:  # an epoch without a label is an error of the documents
             microbatch = self._packer.next()
@@ -134,13 +103,10 @@ class TrainingFeed:
 def held_out_microbatches(
     manifest: Manifest, count: int, documents: Documents | None = None, unscored: int | None = None
 ) -> Iterator[Microbatch]:
-    """The first `count` microbatches of the held-out documents, or as many whole ones as there are.
+    """The first `count` held-out microbatches, or as many whole ones as there are. Raises ConfigError if none is.
 
     Args:
         unscored: the first tokens of each document that are no labels; None for those that its route is chosen by.
-
-    Raises:
-        ConfigError: the held-out text does not fill one; also as `open_documents`.
     """
     seed, share = manifest.seed, manifest.data.held_out
     opened = documents or open_documents(manifest)
@@ -170,16 +136,11 @@ def held_out_microbatches(
 
 
 def _about(fragments: Iterator[Fragment], tokens: int) -> Iterator[Fragment]:
-    """The fragments until they have so many tokens."""
     for fragment in fragments:
         yield fragment
         tokens -= fragment.tokens.size
         if tokens <= 0:
             return
-
-
-def _reading_place(manifest: Manifest, start: Cursor) -> Place:
-    return reading_place(start.block) if manifest.packs_documents else start.block
 
 
 def _row_packer(manifest: Manifest, fragments: Iterator[Fragment], start: Cursor) -> RowPacker:
@@ -197,13 +158,7 @@ def _row_packer(manifest: Manifest, fragments: Iterator[Fragment], start: Cursor
 
 
 class Prefetcher:
-    """A bounded queue of microbatches in front of a feed.
-
-    Args:
-        data_nodes: the live data nodes now; asked before each microbatch is packed.
-        arrived: called on the event loop after each one.
-        depth: microbatches packed ahead.
-    """
+    """A bounded queue in front of a feed. `arrived` is called on the event loop after each microbatch."""
 
     def __init__(
         self, feed: TrainingFeed, data_nodes: Callable[[], tuple[PeerId, ...]], arrived: Callable[[], None], depth: int
@@ -230,7 +185,6 @@ class Prefetcher:
         self._thread.join(timeout=5.0)
 
     def ready(self) -> Microbatch | None:
-        """The next microbatch, or None if it is not packed yet. Raises what ended the thread."""
         try:
             packed = self._packed.get_nowait()
         except queue.Empty:
@@ -260,12 +214,7 @@ class Prefetcher:
 
 
 class ReadingPosition:
-    """Texts that wait or are in flight, and completed ones whose gradients may not be applied yet. Thread-safe.
-
-    Args:
-        start: where the first text begins.
-        remembered: number of completed texts to remember; more than an inner step can leave unapplied.
-    """
+    """Texts that wait or are in flight, and the latest `remembered` completed ones. Thread-safe."""
 
     def __init__(self, start: Cursor, remembered: int) -> None:
         self._next = start
@@ -288,14 +237,12 @@ class ReadingPosition:
             self._next = max(self._next, text.end)
 
     def came_back(self, text: Microbatch) -> None:
-        """Notes that its gradient has reached every stage of its path."""
         with self._lock:
             microbatch = self._under_way.pop(text.start, None)
             if microbatch is not None:
                 self._back.append((text.start, microbatch))
 
     def dropped(self, text: Microbatch) -> None:
-        """Notes that it will not set out again."""
         with self._lock:
             self._under_way.pop(text.start, None)
 

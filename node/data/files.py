@@ -1,7 +1,6 @@
 """Files at a place on this machine, their listing, and sources of the documents in them.
 
-Only regular files are opened, none behind a link: others may write into the folder, and a FIFO, a device or a link in
-it must neither block a node nor make it read what its owner did not name.
+Only regular files are opened, none behind a link: others may write into the folder.
 """
 
 from __future__ import annotations
@@ -23,12 +22,11 @@ from swarm.vocabulary.errors import ConfigError
 
 MAX_FILES: Final = 1_000_000
 MAX_DOCUMENTS: Final = 2**24
-"""The order of an epoch takes 16 bytes for each, an index of their beginnings 8."""
+"""An epoch's order takes 16 bytes for each."""
 LINE_BYTES: Final = 2**20
-"""Longest line that is read as a document."""
 
 _NEVER: Final = tuple(map(Path, ("/proc", "/sys", "/dev")))
-"""What lies there is the machine itself. `/proc/kcore`, for one, is a regular file of 128 TiB."""
+"""For example, `/proc/kcore` is a regular file of 128 TiB."""
 _OPEN_FLAGS: Final = (
     os.O_RDONLY
     | getattr(os, "O_NOFOLLOW", 0)
@@ -37,8 +35,7 @@ _OPEN_FLAGS: Final = (
     | getattr(os, "O_BINARY", 0)
 )
 
-Wanted = Callable[[str], bool]
-"""Says of a name, without the folders that it is in, whether it belongs to the text."""
+Selection = Callable[[str], bool]
 
 
 def open_regular(path: Path) -> BinaryIO:
@@ -54,12 +51,7 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def resolved(path: Path) -> Path:
-    """The real path behind the one that a person has named, through links and all.
-
-    Raises:
-        OSError: it does not exist.
-        ConfigError: it leads into /proc, /sys or /dev.
-    """
+    """The real path behind a person's path. Raises OSError, or ConfigError if it leads into /proc, /sys or /dev."""
     real = path.resolve(strict=True)
     if _is_machine(real):
         raise ConfigError(f"{path}: nothing below {', '.join(map(str, _NEVER))} is read", hint="Name another place.")
@@ -70,7 +62,6 @@ class Listing:
     """Regular files below a folder, with their sizes, in the order of their relative names (with `/`)."""
 
     def __init__(self, root: Path, found: Iterator[tuple[str, int]]) -> None:
-        """Raises ConfigError for more than `MAX_FILES`."""
         self.root = root
         entries = []
         for entry in found:
@@ -82,7 +73,6 @@ class Listing:
         self.sizes = array("q", (size for _, size in entries))
 
     def size_of(self, name: str) -> int | None:
-        """The file's size in bytes; None when there is no such file."""
         at = bisect_left(self.names, name)
         return self.sizes[at] if at < len(self.names) and self.names[at] == name else None
 
@@ -94,11 +84,7 @@ class Listing:
         return open_regular(path)
 
     def section(self) -> FilesSection:
-        """The manifest's section about these files.
-
-        Names and sizes only, which takes seconds for 100,000 files: it is to notice a wrong folder and changed, new or
-        missing files. Who changes a file of his own without changing its size trains on it, as he could anyway.
-        """
+        """The manifest's section about these files. It names sizes, not contents, and only detects mistakes."""
         digest = hashlib.sha256(b"skipstone-files:")
         for name, size in zip(self.names, self.sizes, strict=True):
             digest.update(b"%b\0%d\n" % (name.encode(errors="surrogateescape"), size))
@@ -126,39 +112,28 @@ class Listing:
         )
 
 
-def _any(name: str) -> bool:
+def everything(name: str) -> bool:
     return True
 
 
-def files_below(root: Path, folder: Wanted = _any, file: Wanted = _any) -> Listing:
-    """Lists the non-empty regular files below a folder. Links are left out: they may lead out of it or in a circle.
-
-    Args:
-        folder: selects the folders that are searched.
-        file: selects the files.
-
-    Raises:
-        OSError: the folder does not exist.
-        ConfigError: there are too many files.
-    """
+def files_below(root: Path, folder: Selection = everything, file: Selection = everything) -> Listing:
+    """Lists the non-empty regular files below a folder, without links. Raises OSError, or ConfigError if too many."""
     root = resolved(root)
     return Listing(root, _walk(str(root), folder, file))
 
 
 def visible_below(root: Path) -> Listing:
-    """The listing as of `files_below`, without files and folders whose names begin with a dot."""
     return files_below(root, _is_visible, _is_visible)
 
 
 def single_file(path: Path) -> Listing:
-    """The listing of one file. Raises OSError when it is not there or no regular file."""
     path = resolved(path)
     found = os.lstat(path)
     _check_regular(found, path)
     return Listing(path.parent, iter([(path.name, found.st_size)] if found.st_size else []))
 
 
-def _walk(root: str, folder: Wanted, file: Wanted) -> Iterator[tuple[str, int]]:
+def _walk(root: str, folder: Selection, file: Selection) -> Iterator[tuple[str, int]]:
     for at, folders, names in os.walk(root):
         folders[:] = [name for name in folders if folder(name) and not _is_machine(Path(at, name))]
         prefix = "" if at == root else f"{Path(at).relative_to(root).as_posix()}/"
@@ -189,7 +164,6 @@ class DocumentNames(Sequence[str]):
 
     def __init__(self, counts: Iterable[int]) -> None:
         self._ends = array("q", accumulate(counts))
-        """For each file, how many documents it and those before it have."""
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0

@@ -1,13 +1,15 @@
 """A data set of the Hugging Face hub, read file by file at a pinned commit, with a bounded number of bytes on disk.
 
-The hub is asked, without a token, for the head of the data set's README, for names and sizes, and for files when their
-rows are due. The head says which files a config and a split are (`configs`, huggingface.co/docs/hub/
-datasets-manual-configuration); where it does not, words in the names do, as for the `datasets` library. Nothing of the
-data set is run.
+The head of the README says which files a config and a split are (huggingface.co/docs/hub/
+datasets-manual-configuration); else words in file names do, as in the `datasets` library. No code of it is run.
 """
 
 from __future__ import annotations
 
+import errno
+import gzip
+import io
+import json
 import logging
 import os
 import re
@@ -15,36 +17,35 @@ import shutil
 import threading
 import uuid
 import weakref
-from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, BinaryIO, Final, NamedTuple, TypeVar, cast
 
-from node.data import rows
+import zstandard
+
+from node.data.files import LINE_BYTES, open_regular
 from protocol.manifest.manifest import HUB_PLACE
 from swarm.vocabulary.errors import ConfigError, ResourceExhausted, SkipstoneError
 
 KEPT_BYTES: Final = 2**35
-"""Largest size of the files kept on disk, those being fetched included."""
 SHARE_OF_ONE: Final = 4
-"""A file may have a quarter of KEPT_BYTES: training text, held-out text, one fetched ahead and one more always fit."""
+"""A file may have a quarter of KEPT_BYTES: training text, held-out text, one prefetched and one more always fit."""
 MAX_HUB_FILES: Final = 2**17
 MOST_STARS: Final = 6
-"""Largest number of `*` in a pattern of files."""
 WAITS: Final = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
-"""Pauses between tries of a question or a file, in seconds."""
+"""Pauses between retries, in seconds."""
 _FINAL: Final = (401, 403, 404, 410)
-"""HTTP statuses that will not change."""
+"""HTTP statuses that are not retried."""
 _OF_SPLITS: Final = {
     "train": ("train", "training"),
     "validation": ("validation", "valid", "dev", "val"),
     "test": ("test", "testing", "eval", "evaluation"),
 }
-"""Words in names of files and folders."""
 
 T = TypeVar("T")
 Pause = Callable[[float], object]
@@ -53,8 +54,6 @@ logger = logging.getLogger(__name__)
 
 
 class HubPlace(NamedTuple):
-    """The parts of `NAME[:CONFIG[:SPLIT[:COLUMN]]]`."""
-
     name: str
     config: str | None
     split: str
@@ -80,8 +79,7 @@ def newest_commit(place: str) -> str:
 
 
 def source_keys(source: str, revision: str | None = None) -> dict[str, Any]:
-    """The keys of a manifest's `[data]` for a source that has just been named: the hub is asked for the newest commit
-    of a data set unless one is given. Raises ConfigError."""
+    """The manifest's `[data]` keys for a source, with a data set's newest commit by default. Raises ConfigError."""
     kind, _, place = source.partition(":")
     if revision is None and kind == "huggingface" and HUB_PLACE.fullmatch(place):
         revision = newest_commit(place)
@@ -89,48 +87,76 @@ def source_keys(source: str, revision: str | None = None) -> dict[str, Any]:
     return {"source": source, "files": None, "revision": revision, "dealt_by": by}
 
 
-class FileCache(ABC):
-    """Fetched files with a bound on their bytes; the least recently used go first. Any thread may use it.
+class HubStream:
+    """Rows of a data set's files at a commit, with the least recently used files removed. Thread-safe.
 
-    Args:
-        sizes: of all files, in bytes.
-        most_bytes: of the files that are here or being fetched.
-
-    Raises:
-        ConfigError: a file is larger than the bound allows.
+    Raises ConfigError if the hub does not list it, or a file is too large.
     """
 
-    def __init__(self, sizes: Mapping[str, int], most_bytes: int) -> None:
-        for name, size in sizes.items():
-            if size * SHARE_OF_ONE > most_bytes:
+    def __init__(
+        self,
+        place: str,
+        revision: str,
+        *,
+        is_chat: bool = False,
+        kept_bytes: int = KEPT_BYTES,
+        pause: Pause | None = None,
+    ) -> None:
+        self._place, self._revision, self._is_chat = hub_place(place, is_chat=is_chat), revision, is_chat
+        self._api, self._pause = _api(), pause or threading.Event().wait
+        self._sizes = self._listed()
+        for name, size in self._sizes.items():
+            if size * SHARE_OF_ONE > kept_bytes:
                 raise ConfigError(
-                    f"data.source: {name} has {size} bytes, more than a quarter of the {most_bytes} that are kept",
+                    f"data.source: {name} has {size} bytes, more than a quarter of the {kept_bytes} that are kept",
                     hint="Use a data set of smaller files, or a folder of your own with path:FOLDER.",
                 )
-        self._sizes, self._most = sizes, most_bytes
+        self._most = kept_bytes
         self._files: OrderedDict[str, Future[Path]] = OrderedDict()
         """Here or being fetched, the least recently used first."""
         self._readers: Counter[str] = Counter()
         self._ahead: threading.Thread | None = None
         self._lock = threading.Lock()
+        self.files = tuple(self._sizes)
+        try:
+            self._folder = _own_folder(self)
+        except OSError as error:
+            raise ConfigError(
+                f"no place for a data set's files: {error.filename}: {error.strerror}",
+                hint="Name a folder that can be written with the variable HF_HOME.",
+            ) from error
 
-    @abstractmethod
+    def rows(self, file: str, start: int) -> Generator[Row]:
+        """Reads a file's rows from number `start` on; waits for the file. Raises SkipstoneError."""
+        with self.opened(file) as path:
+            try:
+                yield from rows_of(path, self._place.column, start, is_chat=self._is_chat)
+            except OSError as error:
+                raise ConfigError(f"data.source: {file} cannot be read: {error.strerror or error}") from error
+
     def fetch(self, name: str) -> Path:
-        """Fetches a file; called for one name once at a time. Raises SkipstoneError."""
+        """Fetches a file into this stream's folder. Raises ConfigError or ResourceExhausted."""
+        size = self._sizes[name]
+        if (free := shutil.disk_usage(self._folder).free) < size:
+            raise ResourceExhausted(f"{self._folder}: {name} has {size} bytes, and {free} are free")
+        options = {"repo_type": "dataset", "revision": self._revision, "local_dir": self._folder, "token": False}
+
+        def ask() -> Path:
+            path = Path(self._api.hf_hub_download(self._place.name, name, **options))
+            if (found := path.stat().st_size) != size:
+                path.unlink()
+                raise OSError(f"it has {found} bytes in place of {size}")
+            return path
+
+        return _insisted(ask, f"{name} of {self._place.name}", self._pause)
 
     @property
     def bytes(self) -> int:
-        """Size of the files that are here or being fetched."""
         return sum(self._sizes[name] for name in list(self._files))
 
     @contextmanager
     def opened(self, name: str) -> Iterator[Path]:
-        """Waits for the file, and keeps it until the end of the block.
-
-        Raises:
-            SkipstoneError: it cannot be fetched.
-            ResourceExhausted: the cache is full of files that are being read.
-        """
+        """Keeps the file within the block. Raises SkipstoneError, or ResourceExhausted if all files are being read."""
         with self._lock:
             self._readers[name] += 1
         try:
@@ -189,66 +215,7 @@ class FileCache(ABC):
         else:
             file.set_result(path)
 
-
-class HubStream(FileCache):
-    """Rows of a data set's files (`node.data.documents` says whose turn it is). Any thread may read it.
-
-    Args:
-        place: `NAME[:CONFIG[:SPLIT[:COLUMN]]]`.
-        revision: its commit.
-
-    Raises:
-        ConfigError: the hub does not list it at that commit, or its files are too large or of another kind.
-    """
-
-    def __init__(
-        self,
-        place: str,
-        revision: str,
-        *,
-        is_chat: bool = False,
-        kept_bytes: int = KEPT_BYTES,
-        pause: Pause | None = None,
-    ) -> None:
-        self._place, self._revision, self._is_chat = hub_place(place, is_chat=is_chat), revision, is_chat
-        self._api, self._pause = _api(), pause or threading.Event().wait
-        super().__init__(self._listed(), kept_bytes)
-        self.files = tuple(self._sizes)
-        """Their names, in order."""
-        try:
-            self._folder = _own_folder(self)
-        except OSError as error:
-            raise ConfigError(
-                f"no place for a data set's files: {error.filename}: {error.strerror}",
-                hint="Name a folder that can be written with the variable HF_HOME.",
-            ) from error
-
-    def rows(self, file: str, start: int) -> Generator[rows.Row]:
-        """Reads a file's rows from number `start` on; waits for the file. Raises SkipstoneError."""
-        with self.opened(file) as path:
-            try:
-                yield from rows.rows(path, self._place.column, start, is_chat=self._is_chat)
-            except OSError as error:
-                raise ConfigError(f"data.source: {file} cannot be read: {error.strerror or error}") from error
-
-    def fetch(self, name: str) -> Path:
-        """Fetches a file into this stream's folder. Raises ConfigError or ResourceExhausted."""
-        size = self._sizes[name]
-        if (free := shutil.disk_usage(self._folder).free) < size:
-            raise ResourceExhausted(f"{self._folder}: {name} has {size} bytes, and {free} are free")
-        options = {"repo_type": "dataset", "revision": self._revision, "local_dir": self._folder, "token": False}
-
-        def ask() -> Path:
-            path = Path(self._api.hf_hub_download(self._place.name, name, **options))
-            if (found := path.stat().st_size) != size:
-                path.unlink()
-                raise OSError(f"it has {found} bytes in place of {size}")
-            return path
-
-        return _insisted(ask, f"{name} of {self._place.name}", self._pause)
-
     def _listed(self) -> dict[str, int]:
-        """Sizes of the place's files by name, sorted."""
         name, revision = self._place.name, self._revision
 
         def ask() -> tuple[Any, list[Any]]:
@@ -266,10 +233,10 @@ class HubStream(FileCache):
             raise ConfigError(f"data.source: the data set {name!r} has more than {MAX_HUB_FILES} files")
         sizes = {file.path: file.size for file in found if getattr(file, "size", 0)}
         names = chosen(self._place, _configs(info), sizes)
-        unread = [file for file in names if not file.endswith(rows.SUFFIXES)]
+        unread = [file for file in names if not file.endswith(SUFFIXES)]
         if unread:
             raise ConfigError(
-                f"data.source: {unread[0]} of the data set {name!r} is none of {', '.join(rows.SUFFIXES)}",
+                f"data.source: {unread[0]} of the data set {name!r} is none of {', '.join(SUFFIXES)}",
                 hint="Use the files that the hub converts to Parquet, or path:FOLDER with files of your own.",
             )
         return {file: sizes[file] for file in names}
@@ -334,14 +301,7 @@ def _own_folder(owner: object) -> Path:
 
 
 def chosen(place: HubPlace, configs: Sequence[Mapping[str, Any]], files: Iterable[str]) -> list[str]:
-    """Names of the files of the place's config and split, sorted.
-
-    Args:
-        configs: from the head of the README.
-
-    Raises:
-        ConfigError: there is no such config or split, or several configs and no default.
-    """
+    """Sorted names of the files of a config and split. Raises ConfigError if there is none, or no default."""
     visible = sorted(name for name in files if not any(part[0] in "._" for part in name.split("/")))
     below, patterns = "", None
     if any("data_files" in config or "data_dir" in config for config in configs):
@@ -352,7 +312,7 @@ def chosen(place: HubPlace, configs: Sequence[Mapping[str, Any]], files: Iterabl
         raise ConfigError(f"data.source: {place.name} names no configs, and so none {place.config!r}")
     names = [name for name in visible if not below or name.startswith(f"{below}/")]
     if patterns is None:
-        names = _by_words(place.split, [name for name in names if name.endswith(rows.SUFFIXES)])
+        names = _by_words(place.split, [name for name in names if name.endswith(SUFFIXES)])
     else:
         matching = [_compiled(f"{below}/{pattern}" if below else pattern) for pattern in patterns]
         names = [name for name in names if any(pattern.fullmatch(name) for pattern in matching)]
@@ -414,3 +374,117 @@ def _by_words(split: str, names: list[str]) -> list[str]:
     if split == "train" and not any(has_word(name, words) for name in names for words in _OF_SPLITS.values()):
         return names
     return [name for name in names if has_word(name, _OF_SPLITS.get(split, (split,)))]
+
+
+# ---- the rows of a file ----------------------------------------------------------------------------------------------
+
+
+PARQUET: Final = ".parquet"
+SUFFIXES: Final = (PARQUET, *(f"{kind}{packed}" for kind in (".jsonl", ".json") for packed in ("", ".gz", ".zst")))
+MAX_GROUP_BYTES: Final = 2**31
+"""Uncompressed size of the column in a row group. Pyarrow may hold all of it."""
+BATCH_ROWS: Final = 256
+MAX_WINDOW_BYTES: Final = 2**27
+
+Row = Callable[[], bytes]
+"""Reads a row's document. Raises OSError if the row is malformed or too long."""
+
+
+def rows_of(path: Path, column: str, start: int, *, is_chat: bool) -> Iterator[Row]:
+    """Reads the rows of a file of one of SUFFIXES from number `start` on. Raises ConfigError or OSError."""
+    if path.name.endswith(PARQUET):
+        found = _column(path, column, start)
+        return (partial(_document, value, is_chat) for value in found)
+    return (partial(_of_line, line, column, is_chat) for line in _lines(path, start))
+
+
+def _document(value: object, is_chat: bool) -> bytes:
+    """The document of a value; an empty one, which is left out, if there is none."""
+    if value is None:
+        return b""
+    return (json.dumps({"messages": value}, default=str) if is_chat else str(value)).encode(errors="replace")
+
+
+def _of_line(line: bytes | None, column: str, is_chat: bool) -> bytes:
+    if line is None:
+        raise OSError(errno.EFBIG, f"the line has more than {LINE_BYTES} bytes")
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        raise OSError(errno.EINVAL, "the line is no JSON") from None
+    if not isinstance(row, dict) or column not in row:
+        raise OSError(errno.EINVAL, f"the line is no object with {column!r}")
+    return _document(row[column], is_chat)
+
+
+def _lines(path: Path, start: int) -> Iterator[bytes | None]:
+    """Lines that are not blank, None for one that is too long."""
+    with _unpacked(path) as file:
+        number, is_begin = 0, True
+        try:
+            while piece := file.readline(LINE_BYTES + 1):
+                if is_begin and number == 0 and piece.lstrip()[:1] == b"[":
+                    raise ConfigError(f"data.source: {path.name} is not one JSON object a line")
+                is_end = piece.endswith(b"\n") or len(piece) <= LINE_BYTES
+                if is_begin and piece.strip():
+                    if number >= start:
+                        yield piece if is_end else None
+                    number += 1
+                is_begin = is_end
+        except (EOFError, gzip.BadGzipFile, zstandard.ZstdError) as error:
+            raise ConfigError(f"data.source: {path.name} cannot be unpacked: {error}") from error
+
+
+@contextmanager
+def _unpacked(path: Path) -> Iterator[BinaryIO]:
+    with open_regular(path) as file:
+        if path.name.endswith(".gz"):
+            with gzip.open(file, "rb") as packed:
+                yield cast("BinaryIO", packed)
+        elif path.name.endswith(".zst"):
+            unpacking = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES)
+            with io.BufferedReader(unpacking.stream_reader(file, read_across_frames=True)) as reader:
+                yield cast("BinaryIO", reader)
+        else:
+            yield file
+
+
+def _column(path: Path, column: str, start: int) -> Iterator[Any]:
+    """Values of the column from row `start` on; earlier row groups are not read."""
+    try:
+        import pyarrow
+        from pyarrow.parquet import ParquetFile
+    except ImportError:
+        raise ConfigError(
+            "data.source names a data set of Parquet files, and the `pyarrow` library is not installed",
+            hint="Install it with `pip install 'skipstone[datasets]'`.",
+        ) from None
+    try:
+        with open_regular(path) as file, ParquetFile(file) as parquet:
+            names = parquet.schema_arrow.names
+            if column not in names:
+                raise ConfigError(f"data.source: {path.name} has no column {column!r}; it has {', '.join(names)}")
+            at = 0
+            for group in range(parquet.num_row_groups):
+                count = parquet.metadata.row_group(group).num_rows
+                if at + count > start:
+                    _require_bounded(parquet.metadata.row_group(group), column, path)
+                    for batch in parquet.iter_batches(BATCH_ROWS, row_groups=[group], columns=[column]):
+                        values = batch.column(0)
+                        for number in range(max(0, start - at), len(values)):
+                            yield values[number].as_py()
+                        at += len(values)
+                else:
+                    at += count
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ConfigError(f"data.source: {path.name} cannot be read: {error}") from error
+
+
+def _require_bounded(group: Any, column: str, path: Path) -> None:
+    parts = (group.column(number) for number in range(group.num_columns))
+    size = sum(part.total_uncompressed_size for part in parts if part.path_in_schema.split(".")[0] == column)
+    if size > MAX_GROUP_BYTES:
+        raise ConfigError(
+            f"data.source: a row group of {path.name} has {size} bytes in {column!r}, more than {MAX_GROUP_BYTES}",
+            hint="Use a data set of smaller row groups, or a folder of your own with path:FOLDER.",
+        )

@@ -1,16 +1,11 @@
 """Packing of documents into microbatches, with no token lost or repeated. `model.attention` of the manifest says how.
 
-`causal`: the documents are one long stream, each followed by an end-of-document token. A row is the next `sequence`
-tokens of it, and its labels are the same tokens one further on. Rows are shuffled within a block of about a million
-tokens; else one long document would fill whole inner steps.
+`causal`: the documents are one stream, each followed by an end-of-document token. A row is the next `sequence` tokens,
+and its labels are the same tokens one further on. Rows are shuffled within a block of about a million tokens.
 
-`documents`: whole documents, in microbatches of equal cost. A document t1..tn is read as the positions [end,
-t1..tn] with the labels [t1..tn, end], so every token is a label exactly once. One of more positions than
-`sequence` is cut, and each piece begins with the last token of the one before. A block of some million tokens is packed
-at once (`swarm.workload.packing`).
-
-What is packed follows from the place where the block begins, the documents and the manifest: a cursor says where to go
-on, and there is nothing else to save.
+`documents`: whole documents, in microbatches of equal cost (`swarm.workload.packing`). A document t1..tn is read as the
+positions [end, t1..tn] with the labels [t1..tn, end]. One of more positions than `sequence` is cut, and each piece
+begins with the last token of the one before.
 """
 
 from __future__ import annotations
@@ -18,15 +13,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from node.data.documents import Fragment, Place, permutation
-from node.data.labels import UNSCORED
+from node.data.documents import UNSCORED, Fragment, Place, permutation
 from node.data.tokenizers import Tokens
 from node.experts.router import DocumentRouter, even_bias
 from protocol.manifest.manifest import Manifest, document_cost, quadratic_share
@@ -44,13 +38,12 @@ class Cursor:
     """A packer's position, in a few numbers that a checkpoint can hold. Later ones are greater."""
 
     block: Place = field(default_factory=Place)
-    """Where the current block begins."""
     taken: int = 0
-    """Rows of it, or microbatches of documents, that have been given out."""
+    """Rows, or microbatches of documents, already taken of it."""
     level: float = 0.0
-    """What microbatches of documents cost in the block before; 0 where that is not known."""
+    """Cost of microbatches at the end of the block before; 0 if unknown."""
     packing: int = field(default=1, compare=False)
-    """The way in which documents are packed; those who wrote no such number packed in the first."""
+    """Version of the packing of documents."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,7 +53,6 @@ class Microbatch:
     tokens: Tensor
     """int64 [rows, sequence]."""
     labels: Tensor
-    """int64 [rows, sequence]: the token that follows each; UNSCORED where none is to be predicted."""
     cost: float
     """In tokens, attention included (`quadratic_share` of the manifest)."""
     start: Cursor = field(default_factory=Cursor)
@@ -68,16 +60,13 @@ class Microbatch:
     end: Cursor = field(default_factory=Cursor)
     """A packer started here gives the one after this first."""
     documents: tuple[int, ...] = ()
-    """Tokens of each document, in order; together all of the one row. Empty where rows are cut from a stream
-    (`attention = "causal"`)."""
+    """Tokens of each document of the only row. Empty with `attention = "causal"`."""
     route: Route = ()
-    """Of all its documents."""
     affinity: Affinity = ()
-    """The sum of its documents' scores, by which another expert is chosen where its own is not served."""
+    """Sum of its documents' scores, which chooses another expert if its own is not served."""
 
     @property
     def size(self) -> int:
-        """The number of tokens."""
         return self.tokens.numel()
 
     @property
@@ -91,19 +80,7 @@ class Microbatch:
 
     @property
     def workload(self) -> Size:
-        """What it asks of those who compute it."""
         return Size(self.size, self.documents, self.cost)
-
-
-class Packer(Protocol):
-    """Packs documents into microbatches, in the order in which they come."""
-
-    cursor: Cursor
-    """Of the next microbatch: a packer started there gives the same ones from there on."""
-
-    def next(self) -> Microbatch | None:
-        """The next microbatch, or None when the documents have ended."""
-        ...
 
 
 # ---- rows of one stream ----------------------------------------------------------------------------------------------
@@ -134,7 +111,6 @@ class RowPacker:
     ) -> None:
         """`fragments` begin at `start.block`; `cost` is one microbatch's."""
         self.cursor = start
-        """Of the next microbatch: a packer started there gives the same ones from there on."""
         self._fragments = fragments
         self._rows = rows
         self._sequence = sequence
@@ -145,7 +121,6 @@ class RowPacker:
         self._block: _RowBlock | None = None
 
     def next(self) -> Microbatch | None:
-        """The next microbatch, or None when the fragments end before one is full."""
         if self._block is None:
             self._block = self._next_block()
         if self._block is None:
@@ -216,24 +191,19 @@ def _from(fragment: Fragment, count: int) -> Fragment:
 
 
 BLOCK_MICROBATCHES: Final = 64
-"""That are packed together at least, where there is as much text: among fewer, costs cannot be made equal without
-leaving room empty."""
+"""Microbatches packed together at least: costs cannot be made equal among fewer without empty room."""
 MOST_MICROBATCHES: Final = 512
-"""... and at most, in a run without experts: the first waits for a whole block."""
+"""Microbatches packed together at most without experts: the first waits for a whole block."""
 ROUTED: Final = 4
-"""Times as much is packed together in a run with experts: among the documents of a smaller block routes have by chance
-other shares than in the text."""
+"""Factor for a run with experts: in a smaller block routes have other shares than in the text."""
 MOST_DOCUMENTS: Final = 3000
-"""Of a block, about: very short documents make microbatches of equal cost in any number, but packing takes a time for
-each."""
+"""Documents of a block, about: packing takes time for each."""
 UNEVEN: Final = 1.05
-"""Within a block. Experts have equal shares of the whole text, but some hundred documents have others by chance."""
+"""Largest share of a block's tokens that an expert has, over an equal one."""
 PACKING: Final = 3
-"""The way of packing. A cursor within a block that was packed in another way goes back to the block's beginning: its
-microbatches are not what they were, and some documents are read twice rather than not at all."""
+"""Version of the packing. A cursor within a block of another version goes back to the block's beginning."""
 FULL: Final = 0.995
-"""The share of a block's room that is filled: with a little left its documents fit into as many microbatches as
-planned."""
+"""Share of a block's room that is filled, so that its documents fit into the planned microbatches."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -246,11 +216,8 @@ class _Stretch:
     unscored: int
     """The first labels that are left out of the loss."""
     source: Fragment
-    """That it was read as."""
     affinity: Affinity = ()
-    """Of the document; known once its block is packed."""
     wanted: Tokens | None = None
-    """As of its fragment, for `labels`."""
 
     def tokens_of(self, piece: Piece) -> Tokens:
         before = int(self.labels[piece.start - 1]) if piece.start else self.before
@@ -265,7 +232,6 @@ class _Stretch:
         return np.concatenate((np.full(unscored - piece.start, UNSCORED), labels[unscored : piece.stop]))
 
     def parted(self, tokens: int) -> tuple[_Stretch, _Stretch]:
-        """So many tokens of it, and the rest."""
         before, wanted = int(self.labels[tokens - 1]), self.wanted
         now, rest = (None, None) if wanted is None else (wanted[:tokens], wanted[tokens:])
         unscored = max(0, self.unscored - tokens)
@@ -282,7 +248,6 @@ class _Block:
     stretches: list[_Stretch]
     turns: list[tuple[Piece, ...]]
     end: Cursor
-    """Where the next one begins."""
 
 
 def reading_place(block: Place) -> Place:
@@ -291,7 +256,6 @@ def reading_place(block: Place) -> Place:
 
 
 def tokens_of_block(microbatch_tokens: int, *, routed: bool = False) -> int:
-    """Tokens packed together, by the tokens of a microbatch."""
     room = max(BLOCK_TOKENS, BLOCK_MICROBATCHES * microbatch_tokens)
     if routed:
         return int(FULL * ROUTED * room)
@@ -304,13 +268,10 @@ def tokens_of_last(taken: int, microbatch_tokens: int) -> int:
 
 
 class DocumentPacker:
-    """Packs a stream of fragments into microbatches of whole documents. Holds at most one block and one document.
+    """Packs fragments from `reading_place(start.block)` on into microbatches of whole documents, block by block.
 
     Args:
-        fragments: begin at `reading_place(start.block)`.
         unscored: the first tokens of each document that are left out of the loss.
-        router: None in a run without experts.
-        uneven: the largest share of a block's tokens that an expert has, over an equal one: more goes to the next best.
     """
 
     def __init__(
@@ -331,11 +292,10 @@ class DocumentPacker:
         self._enough_tokens = min(self._block_tokens, ROUTED * BLOCK_MICROBATCHES * manifest.microbatch_tokens)
         self._stretches = _stretches(fragments, unscored)
         self._waiting = deque[tuple[Place, _Stretch]]()
-        """What has been read and is of the next block; less than a microbatch and one document."""
+        """Fragments of the next block; less than a microbatch and one document."""
         self._block: _Block | None = None
 
     def next(self) -> Microbatch | None:
-        """The next microbatch, or None when the fragments have ended."""
         if self._block is None:
             self._block = self._next_block()
         if self._block is None:
@@ -359,7 +319,6 @@ class DocumentPacker:
         )
 
     def _next_block(self) -> _Block | None:
-        """Packs as many documents as a block may have, or as there are."""
         read, room, place = list[tuple[Place, _Stretch]](), self._block_tokens, self.cursor.block
         while (found := self._next_stretch()) is not None:
             at, stretch = found
@@ -440,7 +399,6 @@ class DocumentPacker:
         return Cursor(place, level=level, packing=PACKING)
 
     def _sizes(self, stretches: list[_Stretch]) -> tuple[list[int], list[int]]:
-        """The tokens of each, and which are cut."""
         cut = [index for index, stretch in enumerate(stretches) if self._is_cut(stretch)]
         return [stretch.labels.size for stretch in stretches], cut
 
@@ -452,6 +410,9 @@ class DocumentPacker:
     def _at(self) -> str:
         place = self.cursor.block
         return f"{self._seed}:{place.epoch}:{place.position}:{place.offset}"
+
+
+Packer = RowPacker | DocumentPacker
 
 
 def _stretches(fragments: Iterator[Fragment], unscored: int) -> Iterator[tuple[Place, _Stretch]]:
@@ -475,10 +436,8 @@ def _evened(affinities: list[Affinity], sizes: list[int], most: float) -> list[A
 
 
 def _sum(affinities: list[Affinity]) -> Affinity:
-    """Of each expert over the documents."""
     return tuple(tuple(map(sum, zip(*of_stage, strict=True))) for of_stage in zip(*affinities, strict=True))
 
 
 def _row(parts: list[npt.NDArray[np.int64]]) -> torch.Tensor:
-    """int64 [1, tokens]."""
     return torch.from_numpy(np.concatenate(parts)).unsqueeze(0)

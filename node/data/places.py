@@ -1,8 +1,4 @@
-"""The places on this machine that may be opened for a run's text, and on whose word.
-
-A manifest says what a run trains on. Where that lies here is for the person here to say: otherwise the author of a link
-could have any file of whoever joins it read, embedded and sent to himself.
-"""
+"""The places on this machine that may be opened for a run's text. A stranger's manifest must not name local files."""
 
 from __future__ import annotations
 
@@ -17,14 +13,9 @@ from swarm.vocabulary.types import Reasoned
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToldPlaces:
-    """The places that the person names on the command line."""
-
     text: Path | None = None
-    """--text"""
     tokenizer: Path | None = None
-    """--tokenizer"""
     hub: bool = False
-    """--allow-hub"""
 
 
 NOTHING_TOLD: Final = ToldPlaces()
@@ -39,17 +30,7 @@ class Places:
 
 
 def may_open(named: str, option: str, told: Path | None, *, own: bool) -> Reasoned[Path | None]:
-    """The place where a path of a manifest is opened, or None if it must not be.
-
-    It is where the person says. The manifest's own word counts only if this machine's key has signed it, and never for
-    a hidden place (`~/.ssh`), which holds keys and passwords more often than text.
-
-    Args:
-        named: the path in the manifest.
-        option: the command-line option for it.
-        told: the option's value.
-        own: whether this machine's identity is the manifest's author.
-    """
+    """The place where a path of a manifest is opened, or None. `told` is the value of the command-line `option`."""
     if told is not None:
         return Reasoned(told, f"where {option} says")
     if not own:
@@ -70,7 +51,6 @@ def may_open(named: str, option: str, told: Path | None, *, own: bool) -> Reason
 
 
 def tokenizer_place(data: DataSection, told: Path | None, *, own: bool) -> Reasoned[Path | None]:
-    """The place of the tokenizer's file, of a manifest that names one; see `may_open`."""
     return may_open(data.tokenizer.removeprefix("file:"), "--tokenizer", told, own=own)
 
 

@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -20,23 +20,7 @@ Tokens = npt.NDArray[np.int64]
 
 MAX_TOKENIZER_BYTES: Final = 128 * 2**20
 END_OF_DOCUMENT_NAMES: Final = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
-"""What tokenizer files call the end of a document, most specific first."""
-
-
-class Tokenizer(Protocol):
-    """The interface from text to tokens and back."""
-
-    size: int
-    """Token ids are from 0 to `size` - 1."""
-    end_of_document: int
-
-    def encode(self, text: bytes) -> Tokens:
-        """The document's tokens, without an end of document."""
-        ...
-
-    def text_stream(self) -> TextStream:
-        """A new stream that turns tokens that come one by one into text."""
-        ...
+"""Names of the end of a document in tokenizer files, most specific first."""
 
 
 class ByteTokenizer:
@@ -46,6 +30,7 @@ class ByteTokenizer:
     end_of_document = 256
 
     def encode(self, text: bytes) -> Tokens:
+        """The document's tokens, without an end of document."""
         return np.frombuffer(text, dtype=np.uint8).astype(np.int64)
 
     def text_stream(self) -> TextStream:
@@ -70,9 +55,7 @@ class FileTokenizer:
         self.end_of_document: int = end[1]
 
     def encode(self, text: bytes) -> Tokens:
-        """The document's tokens; bytes that are not UTF-8 become U+FFFD. Raises ConfigError when the tokenizer cannot
-        cut the text.
-        """
+        """The document's tokens; bytes that are not UTF-8 become U+FFFD. Raises ConfigError if the tokenizer fails."""
         with _panics_told():
             # A batch of one: unlike `encode` it lets the interpreter go, and pings are answered meanwhile.
             [encoding] = self._tokenizer.encode_batch([text.decode(errors="replace")], add_special_tokens=False)
@@ -87,13 +70,11 @@ class FileTokenizer:
         return text
 
 
-def open_tokenizer(manifest: Manifest, file: Path | None) -> Tokenizer:
-    """Opens the manifest's tokenizer. `file` is where its file lies here, if it has one (`node.data.places`).
+Tokenizer = ByteTokenizer | FileTokenizer
 
-    Raises:
-        ConfigError: its file is not on this machine or is another one, or the library is not installed.
-        ManifestError: it has more tokens than the model, or no end of document.
-    """
+
+def open_tokenizer(manifest: Manifest, file: Path | None) -> Tokenizer:
+    """Opens the manifest's tokenizer from `file`. Raises ConfigError or ManifestError."""
     data = manifest.data
     if data.tokenizer == "bytes":
         return ByteTokenizer()
@@ -139,7 +120,6 @@ def tokenizer_keys(path: Path) -> dict[str, str]:
 
 
 def _content(path: Path) -> bytes:
-    """Raises OSError when it cannot be read, ConfigError when it is too large."""
     with open_regular(resolved(path)) as file:  # whoever names a link means what it leads to
         content = file.read(MAX_TOKENIZER_BYTES + 1)
     if len(content) > MAX_TOKENIZER_BYTES:
@@ -184,19 +164,7 @@ def _parse(path: Path, text: str) -> Any:
 
 REPLACEMENT: Final = "\ufffd"
 MOST_HELD_BACK: Final = 8
-"""Tokens. A character of UTF-8 is at most 4 bytes, so what makes no character after 8 tokens never will."""
-
-
-class TextStream(Protocol):
-    """A stream of text pieces which, one after the other, are the text of all tokens."""
-
-    def push(self, token: int) -> str:
-        """The text that can be shown now that this token is known; often empty."""
-        ...
-
-    def finish(self) -> str:
-        """The text that was held back, once no token will follow."""
-        ...
+"""Tokens. A UTF-8 character has at most 4 bytes."""
 
 
 class ByteTextStream:
@@ -206,18 +174,16 @@ class ByteTextStream:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token: int) -> str:
+        """The text that can be shown now that this token is known; often empty."""
         return self._decoder.decode(bytes([token])) if token < 256 else ""
 
     def finish(self) -> str:
+        """The text that was held back, once no token will follow."""
         return self._decoder.decode(b"", final=True)
 
 
 class WindowTextStream:
-    """Text of tokenizers whose decoding of a token depends on its neighbours.
-
-    The last tokens are decoded together with those shown before them, and the difference is new. `decode` gives the
-    text of consecutive tokens.
-    """
+    """Text of tokenizers whose decoding of a token depends on its neighbours. `decode` takes consecutive tokens."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode
@@ -243,3 +209,6 @@ class WindowTextStream:
     def _new_text(self) -> str:
         before = self._decode(self._shown)
         return self._decode([*self._shown, *self._held_back])[len(before) :]
+
+
+TextStream = ByteTextStream | WindowTextStream

@@ -1,13 +1,8 @@
-"""The fit of a router: documents are clustered into as many routes as the run has, by their first tokens, and each
-stage's tables learn to tell its experts' clusters apart.
+"""The fit of a router: clusters documents into routes by their first tokens, and fits each stage's tables to them.
 
-Clusters come from balanced hard expectation maximisation of a multinomial over hashed pairs of tokens: each cluster's
-entries are its documents' counts, with the mean of all as a prior, and each document goes to the most probable cluster
-with space left. Without that limit large clusters attract more and small ones starve. The likeliest of several restarts
-is taken. Then clusters are laid out on the grid of experts so that those that share one are alike, and for each stage a
-softmax over the same counts is fitted to the experts of its clusters.
-
-Runs once, on the author's machine; only the result, rounded to integers, has to be the same everywhere.
+Clusters come from balanced hard expectation maximisation of a multinomial over hashed pairs of tokens, the best of
+several restarts. Similar clusters share experts. For each stage a softmax is fitted to the experts of its clusters.
+Runs once, on the author's machine.
 
 Sources: DiPaCo (arXiv:2403.10616) section 2.4, generative and discriminative routing of documents, product k-means;
 balanced assignment, Gururangan et al. 2023 (arXiv:2303.14177) and Filippova et al. 2024 (arXiv:2410.03529).
@@ -45,22 +40,19 @@ Labels = npt.NDArray[np.int64]
 RESTARTS: Final = 8
 ITERATIONS: Final = 15
 PER_ROUTE: Final = 8
-"""The fewest documents that a route can be told from."""
 MAX_ROUTES: Final = 256
 PRIOR: Final = 256.0
-"""The pairs of the mean of all documents that are added to a cluster's."""
+"""Pairs of the mean of all documents that are added to a cluster's."""
 DESCENT: Final = 150
 """Steps of gradient descent on a stage's softmax."""
 SHRINK: Final = 1e-3
-"""The weight of the tables' squares in what is minimised."""
+"""Weight decay of the tables."""
 EVEN: Final = 1.02
-"""The largest share of the tokens over an equal one, if that can be had."""
+"""Largest share of the tokens over an equal one, if possible."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fitted:
-    """A router, and what it makes of the documents that it was fitted to."""
-
     router: Router
     routes: npt.NDArray[np.int64]
     """[documents, stages after stage 0]"""
@@ -77,15 +69,7 @@ def counts_of(openings: Sequence[Tokens], prefix: int) -> Matrix:
 def fit_router(
     documents: Sequence[tuple[Tokens, int]], experts: Sequence[int], prefix: int, seed: int, restarts: int = RESTARTS
 ) -> Fitted:
-    """Fits a router to documents.
-
-    Args:
-        documents: the first tokens of each, and how many it has.
-        experts: of each stage, stage 0 included.
-
-    Raises:
-        ConfigError: there are too few documents, or too many routes or experts.
-    """
+    """Fits a router to the first tokens and lengths of documents. Raises ConfigError if they are too few."""
     stages = tuple(experts[1:])
     routes = math.prod(stages)
     _check(stages, routes, len(documents))
@@ -183,7 +167,6 @@ def _apart(centres: Matrix) -> Matrix:
 
 
 def _cost(shared: npt.NDArray[np.int64], apart: Matrix, place: Labels) -> float:
-    """How unlike the clusters are that share experts."""
     return float((shared[np.ix_(place, place)] * apart).sum())
 
 
@@ -216,7 +199,7 @@ def softmax_weights(counts: Matrix, labels: Labels, experts: int) -> Matrix:
 
 
 SLACK: Final = 1.05
-"""The largest cluster may have so many times its share."""
+"""Largest size of a cluster over its share."""
 
 
 def balanced(scores: Sequence[Sequence[float]], clusters: int, slack: float = SLACK) -> list[int]:
@@ -224,7 +207,7 @@ def balanced(scores: Sequence[Sequence[float]], clusters: int, slack: float = SL
     capacity = math.ceil(slack * len(scores) / clusters)
     room = [capacity] * clusters
     waiting = [(*_loss(of, room), index) for index, of in enumerate(scores)]
-    """What a document loses if it may not have its best cluster, negative; that cluster; and its index."""
+    """Loss of a document without its best cluster (negative), that cluster, and its index."""
     heapify(waiting)
     chosen = [0] * len(scores)
     while waiting:

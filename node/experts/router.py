@@ -1,8 +1,6 @@
 """The router of a run with experts: integer tables that score each expert of each stage by a document's first tokens.
 
-A score is the sum, over pairs of neighbouring tokens, of the expert's entry for the pair's bucket, and a bias. These
-are integers, so every machine comes to the same route, whatever its processor; and no model has to be run. The tables
-are fitted once, by the run's author (`node.experts.fitting`), and the manifest names their hash.
+A score is a bias plus the sum of the expert's entries for the buckets of neighbouring token pairs.
 
 A router's bytes, little-endian: `skipstone-router`, version (u16), prefix (u16), number of stages (u16), the experts of
 each stage (u16 each); then, for each stage with several and for each of its experts, the share of documents that it got
@@ -16,7 +14,7 @@ import math
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -30,10 +28,10 @@ Tokens = npt.NDArray[np.int64]
 
 BUCKETS: Final = 4096
 MAX_ROUTER_BYTES: Final = 68 * 1024
-"""Of sixteen experts, beside which stages with one expert cost next to nothing. One answer of a peer holds it."""
+"""That of sixteen experts and many stages. It fits one answer of a peer."""
 MAX_ENTRY: Final = 127
 MAX_BIAS: Final = 2**24
-"""With it, and with the longest prefix, a score is far from the ends of 32 bits."""
+"""Scores of the longest prefix stay far from the ends of 32 bits."""
 _MAGIC: Final = b"skipstone-router"
 _VERSION: Final = 1
 _HEADER: Final = struct.Struct(f"<{len(_MAGIC)}sHHH")
@@ -41,24 +39,12 @@ _EXPERT: Final = struct.Struct("<Ii")
 _SUFFIX: Final = ".router"
 
 
-class DocumentRouter(Protocol):
-    """Scores a document for the experts of each stage."""
-
-    def affinity(self, name: str, opening: Tokens) -> Affinity:
-        """Scores each expert of each stage after stage 0 for a document by its name or its first tokens."""
-        ...
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class StageTable:
-    """The experts of one stage that has several."""
-
     entries: npt.NDArray[np.int8]
-    """[experts, BUCKETS]"""
     bias: npt.NDArray[np.int32]
-    """[experts]"""
     shares: tuple[float, ...]
-    """Of the documents that the tables were made from; together 1."""
+    """Shares of the documents that the tables were made from; together 1."""
 
 
 class Router:
@@ -80,11 +66,10 @@ class Router:
 
     @property
     def experts(self) -> tuple[int, ...]:
-        """Of each stage, stage 0 included."""
         return (1, *(1 if table is None else len(table.bias) for table in self.tables))
 
     def affinity(self, name: str, opening: Tokens) -> Affinity:
-        """See `DocumentRouter`."""
+        """Scores each expert of each stage after stage 0 for a document by its first tokens."""
         scores = np.zeros(self._count, dtype=np.int64)
         found = self._entries.take(buckets(opening[: self.prefix]), axis=1).sum(axis=1, dtype=np.int32)
         scores[self._several] = found + self._bias
@@ -106,24 +91,23 @@ class ChanceRouter:
     """Deals documents to experts by chance: of the seed and the document's name, so on every machine alike."""
 
     def __init__(self, seed: int, experts: tuple[int, ...]) -> None:
-        """`experts` of each stage, stage 0 included."""
         self._seed, self._experts = seed, experts[1:]
 
     def affinity(self, name: str, opening: Tokens) -> Affinity:
-        """See `DocumentRouter`."""
         key = f"route:{self._seed}:{name}".encode(errors="surrogateescape")
         raw = hashlib.shake_256(key).digest(2 * sum(self._experts))
         numbers = iter(struct.unpack(f"<{len(raw) // 2}H", raw))
         return tuple(tuple(next(numbers) for _ in range(experts)) for experts in self._experts)
 
 
+DocumentRouter = Router | ChanceRouter
+
+
 def buckets(tokens: Tokens) -> Tokens:
-    """The bucket of each pair of neighbouring tokens."""
     return (31 * tokens[1:] + 1009 * tokens[:-1] + 7) & (BUCKETS - 1)
 
 
 def router_digest(data: bytes) -> str:
-    """The hash that the manifest names a router by."""
     return blake3(data).hexdigest()
 
 
@@ -135,12 +119,7 @@ def read_router(data: bytes, manifest: Manifest) -> Router:
             f"the router of run {manifest.name} has the BLAKE3 hash {manifest.routing.router}, this is another one",
             hint="Take the file that `skipstone new` wrote beside the manifest, or join by a link.",
         )
-    return check_fits(parse_router(data), manifest)
-
-
-def check_fits(router: Router, manifest: Manifest) -> Router:
-    """The router, if it is for the stages and the prefix of this manifest. Raises StateError when it is not."""
-    assert manifest.routing is not None, "whoever asks for a router has a run with one"
+    router = parse_router(data)
     if router.experts != manifest.stages.experts_of_each or router.prefix != manifest.routing.prefix:
         raise StateError(
             f"the router is for stages of {router.experts} experts and a prefix of {router.prefix} tokens; the manifest"
@@ -207,12 +186,7 @@ def router_file(manifest_file: Path) -> Path:
 
 
 def load_router(manifest_file: Path, manifest: Manifest) -> Router | None:
-    """Reads the router beside a manifest; None when the manifest names none.
-
-    Raises:
-        ConfigError: the file is not there or cannot be read.
-        StateError: as `read_router`.
-    """
+    """Reads the router beside a manifest; None if the manifest names none. Raises ConfigError or StateError."""
     return None if manifest.routing is None else read_router(_read(router_file(manifest_file)), manifest)
 
 
@@ -236,14 +210,7 @@ TRIES: Final = 60
 
 
 def even_bias(scores: Integers, sizes: Integers, most: float) -> Integers:
-    """The bias by which no expert gets more than `most` times an equal share of the tokens, or the best that was found.
-
-    A bias beside the scores instead of a term in a loss: Wang et al. 2024 (arXiv:2408.15664).
-
-    Args:
-        scores: [documents, experts]
-        sizes: the tokens of each document.
-    """
+    """The bias with which no expert has over `most` times an equal share of tokens (arXiv:2408.15664), or nearly."""
     experts = scores.shape[1]
     bias = best = np.zeros(experts, dtype=np.int64)
     step, least = max(1, int(np.abs(scores).mean())), math.inf
@@ -259,6 +226,5 @@ def even_bias(scores: Integers, sizes: Integers, most: float) -> Integers:
 
 
 def shares_of_tokens(scores: Integers, sizes: Integers) -> npt.NDArray[np.float64]:
-    """The share of each expert where every document goes to the best."""
     found: npt.NDArray[np.float64] = np.bincount(scores.argmax(axis=1), sizes, scores.shape[1]) / sizes.sum()
     return found

@@ -1,12 +1,6 @@
-"""The transformer block of the Llama family, named and computed as Hugging Face's LlamaForCausalLM does, and those of
-Mistral, Qwen2 and Qwen3, which differ from it in biases and norms (`protocol.manifest.manifest.ModelSection`).
+"""The transformer block of the Llama family (Llama, Mistral, Qwen2, Qwen3), computed as in Hugging Face's library.
 
-Parameters are float32 and every product casts them to the element type of its input, so the caller chooses the
-precision by what it passes in: float32 hidden states give float32 products, bfloat16 ones bfloat16 products. An
-explicit cast says the same on every device, which autocast does not promise.
-
-Shapes: `rows` sequences of `tokens` positions, `hidden` wide.
-
+Parameters are float32, and every product casts them to the element type of its input.
 Sources: Touvron et al. 2023 (arXiv:2302.13971); rotary embedding, Su et al. 2021 (arXiv:2104.09864); SwiGLU, Shazeer
 2020 (arXiv:2002.05202); grouped-query attention, Ainslie et al. 2023 (arXiv:2305.13245).
 """
@@ -24,12 +18,11 @@ from torch import Tensor, nn
 
 from node.model.cut_documents import CutDocuments
 from node.model.document_attention import document_attention
-from node.model.packed.narrow_copy import Narrow
-from node.model.packed.split_weight import SplitWeight
+from node.model.packed import Narrow, SplitWeight
 from protocol.manifest.manifest import ModelSection
 
 Documents = tuple[int, ...] | CutDocuments
-"""The tokens of each document of the only row; nothing where rows are of one stream. Or a device's pieces of some."""
+"""Tokens of each document of the only row; empty for rows of one stream. Or one device's pieces."""
 
 
 class Linear(nn.Module):
@@ -39,21 +32,18 @@ class Linear(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(outputs, inputs))
         self.narrow: Narrow | None = None
-        """Of the weight, for who says when that changes. Gradients are then the copy's and not the weight's."""
+        """The weight in the type of products, which then gets the gradients."""
 
     def forward(self, values: Tensor) -> Tensor:
         return F.linear(values, self.matrix(values.dtype))
 
     def matrix(self, dtype: torch.dtype) -> Tensor:
-        """The weight in the element type of a product."""
         if self.narrow is not None and self.narrow.dtype is dtype:
             return self.narrow.fresh()
         return self.weight.to(dtype)
 
     def split(self) -> None:
-        """Splits the weight, which is to be multiplied in bfloat16 only. For before anything refers to the parameter:
-        it is another one afterwards, which has shape and gradient but no memory; whoever reads it finds NaN.
-        """
+        """Splits the weight for bfloat16 products. Afterwards the parameter has no memory, and reads as NaN."""
         matrix = self.weight.detach()
         self.narrow = SplitWeight(matrix)
         self.weight = nn.Parameter(torch.full((), math.nan, device=matrix.device).expand(matrix.shape))
@@ -101,29 +91,20 @@ class RMSNorm(nn.Module):
 
 
 class Angles(NamedTuple):
-    """Cosines and sines of the angles by which tokens are rotated, both [tokens, head_size], of the element type of
-    what is rotated."""
+    """Cosines and sines [tokens, head_size], of the element type of what is rotated."""
 
     cosines: Tensor
     sines: Tensor
 
     def rotate(self, vectors: Tensor) -> Tensor:
-        """Rotates queries or keys [rows, heads, tokens, head_size].
-
-        Component i is paired with component i + head_size / 2 ("rotate half"), the convention of Hugging Face's
-        weights.
-        """
+        """Rotates queries or keys [rows, heads, tokens, head_size], pairing components i and i + head_size / 2."""
         front, back = vectors.chunk(2, dim=-1)
         turned = torch.cat((-back, front), dim=-1)
         return vectors * self.cosines + turned * self.sines
 
 
 class Rotary(nn.Module):
-    """Rotary position embedding: cosines and sines [sequence, head_size] of every position's angles; constants, so no
-    part of any state.
-
-    The angles are taken in float64 and rounded once, so that late positions of a long sequence stay exact.
-    """
+    """Rotary position embedding: constants [sequence, head_size], computed in float64 and rounded once."""
 
     cosines: Tensor
     sines: Tensor
@@ -160,9 +141,7 @@ class Rotary(nn.Module):
 
 
 def rotary_frequencies(section: ModelSection) -> npt.NDArray[np.float64]:
-    """The radians by which each pair of components turns from one position to the next, [head_size / 2]: those of
-    RoFormer, or stretched as the manifest says and `transformers` computes it.
-    """
+    """The radians per position of each pair of components, [head_size / 2], as `transformers` computes them."""
     halves = np.arange(0, section.head_size, 2, dtype=np.float64) / section.head_size
     frequencies: npt.NDArray[np.float64] = section.rope_theta**-halves
     scaling = section.rope_scaling
@@ -177,9 +156,7 @@ def rotary_frequencies(section: ModelSection) -> npt.NDArray[np.float64]:
 
 
 class Past:
-    """The key-value cache of one block, for one row: keys and values of the tokens read so far, so that the next token
-    costs one position and not the whole row again. Room for `capacity` tokens is taken with the first.
-    """
+    """The key-value cache of one block, for one row of at most `capacity` tokens."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -191,8 +168,7 @@ class Past:
         """Adds [rows, kv_heads, tokens, head_size] and returns all there is, the oldest first.
 
         Raises:
-            ValueError: there is no room, or several tokens follow others: attention without a mask would let the first
-                of them see the last.
+            ValueError: no room, or several tokens after others, which attention without a mask cannot take.
         """
         added = keys.shape[-2]
         end = self.length + added
@@ -216,10 +192,7 @@ class Past:
 
 
 class Attention(nn.Module):
-    """Causal attention in which `heads / kv_heads` query heads share one head of keys and values.
-
-    Where no documents are given it looks across their boundaries within a row, as Llama's own pre-training does.
-    """
+    """Causal attention in which `heads / kv_heads` query heads share one head of keys and values."""
 
     def __init__(self, section: ModelSection) -> None:
         super().__init__()
@@ -240,9 +213,7 @@ class Attention(nn.Module):
             self.k_norm = RMSNorm(section.head_size, section.norm_epsilon)
 
     def forward(self, hidden: Tensor, angles: Angles, documents: Documents = (), past: Past | None = None) -> Tensor:
-        """Maps [rows, tokens, hidden] to the same shape. With a past, the tokens follow those in it and are added to
-        it.
-        """
+        """Maps [rows, tokens, hidden] to the same shape. Tokens follow those of the past."""
         is_first = past is None or past.length == 0
         queries, keys = self._by_head(self.q_proj(hidden)), self._by_head(self.k_proj(hidden))
         if self.q_norm is not None and self.k_norm is not None:
@@ -267,7 +238,6 @@ class Attention(nn.Module):
         return output
 
     def _by_head(self, projected: Tensor) -> Tensor:
-        """[rows, tokens, heads x head_size] as [rows, heads, tokens, head_size]."""
         rows, tokens, _ = projected.shape
         return projected.view(rows, tokens, -1, self.head_size).transpose(1, 2)
 

@@ -1,9 +1,5 @@
 """Attention of one device to documents that several devices compute together.
 
-Each device has pieces of every cut document. In every block all devices exchange their pieces' keys and values and
-then attend from their own pieces to what lies before them; on the way back they exchange the gradients of those. The
-devices work at the same time, each in a thread with a graph of its own, so the exchange is a meeting of threads.
-
 Source: context parallelism with sharding by document, WLB-LLM (arXiv:2503.17924) section 5.
 """
 
@@ -22,29 +18,20 @@ from torch import Tensor
 from node.model.document_attention import document_attention
 
 QUERIES_AT_ONCE: Final = 256
-"""Tokens of a piece whose keys are masked together: all before them are computed, so half a square of this width is
-computed for nothing."""
+"""Tokens of a piece whose keys are masked together. Half a square of this width is computed for nothing."""
 
 
 class Exchange:
-    """The meeting point of the threads that compute one microbatch, each with a rank.
-
-    Every thread comes to the same meetings in the same order: once in each block on the way forward and once on the way
-    back. Whoever cannot go on breaks the meeting for all.
-    """
+    """The meeting point of the threads that compute one microbatch. A thread that cannot go on breaks it for all."""
 
     def __init__(self, ranks: int) -> None:
         self._barrier = threading.Barrier(ranks)
         self._brought: list[list[Tensor | None]] = [[None] * ranks, [None] * ranks]
-        """Of this meeting and the last: a thread that is late may still read what was brought to the last one."""
+        """This meeting's tensors and the last one's, which a late thread may still read."""
         self._meetings = [0] * ranks
 
     def swap(self, rank: int, brought: Tensor) -> list[Tensor]:
-        """What every rank has brought, in order of rank.
-
-        Raises:
-            threading.BrokenBarrierError: another one could not come.
-        """
+        """Returns the tensors of every rank, in order. Raises threading.BrokenBarrierError if another rank failed."""
         table = self._brought[self._meetings[rank] % 2]
         self._meetings[rank] += 1
         table[rank] = brought
@@ -52,22 +39,18 @@ class Exchange:
         return [tensor for tensor in table if tensor is not None]
 
     def give_up(self) -> None:
-        """Ends this and every later meeting for all ranks."""
         self._barrier.abort()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CutDocuments:
-    """What one device computes of a microbatch some of whose documents are cut: first its whole documents, then its
-    pieces of each cut one, in order."""
+    """One device's part of a microbatch with cut documents: whole documents, then its pieces of each cut one."""
 
     rank: int
     whole: tuple[int, ...]
-    """Tokens of each."""
     cut: tuple[int, ...]
-    """Tokens of each cut document."""
     pieces: tuple[tuple[tuple[range, ...], ...], ...]
-    """For each cut document, for each rank, the tokens that it has of it."""
+    """Token ranges by cut document, then by rank."""
     exchange: Exchange
 
     def __len__(self) -> int:
@@ -121,8 +104,7 @@ class CutDocuments:
 
 
 class _Swapped(torch.autograd.Function):
-    """The tensors of all ranks behind one another along dimension 2; their gradients go back to the ranks they are of,
-    which add them up."""
+    """Concatenates the tensors of all ranks along dimension 2. The backward pass sums each rank's gradients."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, exchange: Exchange, rank: int, sizes: Sequence[int]) -> Tensor:

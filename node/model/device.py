@@ -1,12 +1,7 @@
 """The choice of a node's compute device, and how its processor treats denormal numbers.
 
-Numbers below 1.2e-38 (denormal ones) take most processors tens of times as long, and pass every check: inputs and
-gradients of 1e-40 make one visit fifty times as dear. Training needs none of them, so the threads that compute for
-peers take them for zero. The mode belongs to a thread, and to those that it starts later, as torch's workers are.
-Graphics processors have no such cost.
-
-What replicas must agree on bit for bit is computed without: processors differ in what exactly they flush, and some
-cannot.
+Denormal numbers make a CPU visit up to fifty times slower, so compute threads flush them to zero. Results that replicas
+must agree on are computed with gradual underflow.
 """
 
 from __future__ import annotations
@@ -27,18 +22,16 @@ from swarm.vocabulary.types import Reasoned
 _NO_MEMORY: Final = re.compile(
     "can't allocate memory|not enough memory|bad_alloc|could not create a (memory|primitive)", re.IGNORECASE
 )
-"""What torch says of it on the CPU, and oneDNN and C++ underneath it: bare RuntimeErrors."""
+"""Out of memory messages of torch, oneDNN and C++ on the CPU, which raise a bare RuntimeError."""
 
 MOST_DEVICES: Final = 16
-"""Of one node."""
 
 log = logging.getLogger(__name__)
 
 
 @contextmanager
 def device_errors() -> Iterator[None]:
-    """Maps the compute device's running out of memory to OutOfMemory, which costs one microbatch and not the
-    node."""
+    """Turns the compute device's out of memory errors into OutOfMemory."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError, too
@@ -51,9 +44,7 @@ def device_errors() -> Iterator[None]:
 
 
 def bytes_of_tensor(tensor: Tensor) -> memoryview:
-    """The bytes of the elements in row-major order; on the CPU the memory of the tensor itself, which must not be
-    written any more.
-    """
+    """The bytes of the elements in row-major order. On the CPU they share the tensor's memory."""
     plain = tensor.detach().to("cpu").contiguous()
     return plain.view(torch.uint8).numpy().reshape(-1).data
 
@@ -84,9 +75,7 @@ def flushed_denormals() -> Iterator[None]:
 
 @contextmanager
 def gradual_underflow() -> Iterator[None]:
-    """Makes this thread round within the block as IEEE 754 says, as every machine can. Slow where there are denormal
-    numbers.
-    """
+    """Computes this thread's block with IEEE 754's denormal numbers, as every machine can."""
     before = _are_flushed()
     torch.set_flush_denormal(False)
     try:
@@ -100,11 +89,7 @@ def _are_flushed() -> bool:
 
 
 def choose_device(wish: str) -> Reasoned[torch.device]:
-    """Chooses the device for `wish`: `auto`, or a name that torch knows (`cpu`, `cuda`, `cuda:1`, `mps`).
-
-    Raises:
-        ConfigError: it is no device's name, or this machine or this build of torch has none such.
-    """
+    """Chooses the device: `auto`, or a torch name (`cpu`, `cuda:1`, `mps`). Raises ConfigError if it is missing."""
     if wish != "auto":
         return Reasoned(_named(wish), "asked for")
     if torch.cuda.is_available():
@@ -115,11 +100,10 @@ def choose_device(wish: str) -> Reasoned[torch.device]:
 
 
 def choose_devices(wish: str) -> Reasoned[tuple[torch.device, ...]]:
-    """Chooses the devices for `wish`: as `choose_device`, or several names of one kind with commas between them, of
-    which the first will hold the module. Only processor cores can be shared by several, as `cpu,cpu`.
+    """Chooses devices for `wish`: one, or names of one kind separated by commas. The first holds the module.
 
     Raises:
-        ConfigError: as `choose_device`; or they are of several kinds, the same GPU twice, or too many.
+        ConfigError: they are missing, of several kinds, the same GPU twice, or too many.
     """
     names = [name.strip() for name in wish.split(",")]
     if len(names) == 1:

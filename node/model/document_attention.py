@@ -1,9 +1,4 @@
-"""Causal attention within each document of a microbatch: a token sees the earlier tokens of its own document.
-
-What is masked is never computed. On a CPU each document is attended to by itself, those of equal length together. On a
-GPU one kernel does them all: in half precision torch's variable-length attention, asked for results that do not depend
-on what else is in the microbatch; in float32, which that one does not take, block-sparse attention with a mask that is
-made once for each packing.
+"""Causal attention within each document of a microbatch. Nothing masked is computed.
 
 Sources: WLB-LLM (arXiv:2503.17924) section 2.2, document masking; FlashAttention-2, Dao 2023 (arXiv:2307.08691);
 FlexAttention, Dong et al. 2024 (arXiv:2412.05496).
@@ -27,23 +22,17 @@ from swarm.vocabulary.types import Reasoned
 Kernel = Literal["each", "variable-length", "block-sparse"]
 
 PACKINGS: Final = 8
-"""Of which masks are remembered: those of the microbatches under way. Every block of a stage asks for the same one."""
+"""Block masks kept for recent packings. Every block of a stage asks for the same one."""
 _FLASH_HEAD_SIZES: Final = range(8, 257, 8)
 
 
 def document_attention(queries: Tensor, keys: Tensor, values: Tensor, documents: Sequence[int]) -> Tensor:
-    """The attention of each token to its document's tokens up to itself.
+    """Attends from each token to its document's tokens up to itself.
 
     Args:
         queries: [1, heads, tokens, head_size].
         keys, values: [1, kv_heads, tokens, head_size]; `heads` is a multiple of `kv_heads`.
-        documents: tokens of each document, in order.
-
-    Returns:
-        [1, heads, tokens, head_size].
-
-    Raises:
-        ValueError: there is more than one row, or the documents have not as many tokens as it.
+        documents: tokens of each document, in order; together all of the row, else ValueError.
     """
     if queries.shape[0] != 1 or sum(documents) != queries.shape[2] or min(documents, default=0) < 1:
         raise ValueError(f"{len(documents)} documents of {sum(documents)} tokens do not fill {tuple(queries.shape)}")
@@ -99,8 +88,7 @@ def _variable_length(queries: Tensor, keys: Tensor, values: Tensor, documents: t
 
 @cache
 def _varlen() -> tuple[Callable[..., Any], Callable[[bool], dict[str, Any]]]:
-    """Torch's variable-length attention, and its options by whether heads share keys. They changed from 2.10 to
-    2.13."""
+    """Torch's variable-length attention, and its options by whether heads share keys: they differ in 2.10 and 2.13."""
     from torch.nn.attention.varlen import varlen_attn
 
     known = signature(varlen_attn).parameters

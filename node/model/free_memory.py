@@ -19,9 +19,7 @@ _OWN_GROUPS: Final = Path("/proc/self/cgroup")
 def available_memory(
     meminfo: Path = _MEMINFO, control_groups: Path = _CONTROL_GROUPS, own_groups: Path = _OWN_GROUPS
 ) -> Reasoned[int | None]:
-    """The bytes that this process can still take: of the machine, or of a container or limit that leaves it less. None
-    where the system says nothing.
-    """
+    """The bytes that this process can still take, by machine, container and limits. None if unknown."""
     found = [_of_machine(meminfo), *_of_control_groups(control_groups, own_groups), _of_address_space()]
     known = [(value, reason) for value, reason in found if value is not None]
     if not known:
@@ -43,8 +41,7 @@ def _of_machine(meminfo: Path) -> tuple[int | None, str]:
 
 
 def _of_control_groups(root: Path, own: Path) -> Iterator[tuple[int | None, str]]:
-    """What each group of this process leaves, its own and those around it. A container sees its own group as the
-    root."""
+    """The memory left in each of this process's control groups. A container sees its own group as the root."""
     try:
         groups = [line.split(":", 2) for line in own.read_text().splitlines()]
         paths = {path.strip("/") for _, controllers, path in groups if controllers in ("", "memory")}
@@ -61,8 +58,7 @@ def _of_control_groups(root: Path, own: Path) -> Iterator[tuple[int | None, str]
 
 
 def _left(group: Path, limit: str, used: str) -> int | None:
-    """None when there is no limit, or no such file. What is only cached of files does not count as used: it is given up
-    when needed."""
+    """None without a limit or file. File cache does not count as used."""
     try:
         left = int((group / limit).read_text()) - int((group / used).read_text())
     except (OSError, ValueError):

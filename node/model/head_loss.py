@@ -1,10 +1,6 @@
 """The cross entropy of a linear head with its gradients, in one pass over pieces of the positions.
 
-Of the logits no more than one piece is ever held: each piece's gradients are taken while its logits are there, so the
-matrix is read for three products and never for a fourth that computes the logits again (as in Cut Cross-Entropy,
-Wijmans et al. 2024, arXiv:2411.09009, and Liger's fused linear cross entropy, Hsu et al. 2024, arXiv:2410.10989). The
-matrix's gradient is added where it is wanted, strip by strip, so that no second matrix is held either.
-
+The logits are never computed twice (unlike Cut Cross-Entropy, Wijmans et al. 2024, arXiv:2411.09009).
 Shapes: `positions` hidden states, `hidden` wide; a matrix [vocabulary, hidden].
 """
 
@@ -18,16 +14,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 IGNORED: Final = -100
-"""The label of a position of which nothing is predicted, as torch has it."""
 STRIP: Final = 2**22
-"""Elements of the matrix's gradient that are computed at a time where they cannot be added by the product itself."""
+"""Elements of the matrix's gradient computed at a time if the product cannot add them itself."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadSum:
-    """A matrix into which the head's gradient is added, each position's so many times. Shaped as the head, of float32
-    or wider.
-    """
+    """A matrix, float32 or wider, to which the head's gradient is added `weight` times."""
 
     matrix: Tensor
     weight: float
@@ -43,8 +36,7 @@ def loss_and_gradient(
         hidden: [positions, hidden].
         matrix: [vocabulary, hidden], of the same element type.
         labels: [positions] int64, with IGNORED where nothing is predicted.
-        logits_at_once: how many are held; those of one position are.
-        into: takes the matrix's gradient. When there is no memory for it, it is left as it was, up to rounding.
+        into: takes the matrix's gradient; unchanged, up to rounding, if there is no memory for it.
     """
     gradient = torch.empty_like(hidden)
     done = 0
@@ -67,7 +59,6 @@ def loss_and_gradient(
 
 @torch.no_grad()
 def loss_alone(hidden: Tensor, matrix: Tensor, labels: Tensor, logits_at_once: int) -> Tensor:
-    """Computes the summed cross entropy; see `loss_and_gradient`."""
     rooms = _Rooms(hidden, matrix, logits_at_once, None)
     loss = hidden.new_zeros((), dtype=torch.float32)
     for piece in rooms.pieces(len(hidden)):
@@ -76,9 +67,7 @@ def loss_alone(hidden: Tensor, matrix: Tensor, labels: Tensor, logits_at_once: i
 
 
 class SummedLoss(torch.autograd.Function):
-    """The summed cross entropy for autograd: `apply(hidden, matrix, labels, logits_at_once)`, as `loss_and_gradient`,
-    but the matrix may be wider than the hidden states, and is cast to their type once.
-    """
+    """Autograd version of `loss_and_gradient`: `apply(hidden, matrix, labels, logits_at_once)`, any float matrix."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, matrix: Tensor, labels: Tensor, logits_at_once: int) -> Tensor:
@@ -114,17 +103,13 @@ class _Rooms:
             self._wide = torch.empty_like(self._products, dtype=into.matrix.dtype)
 
     def pieces(self, positions: int) -> list[slice]:
-        """The positions that are computed at a time."""
         return [slice(start, min(start + self._at_once, positions)) for start in range(0, positions, self._at_once)]
 
     def loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        """The summed loss of a piece."""
         return self._losses(hidden, labels)[0].sum()
 
     def loss_and_gradient_of_logits(self, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """The summed loss of a piece, and its gradient for the logits in the element type of `hidden`: good until the
-        next piece.
-        """
+        """The summed loss of a piece, and its gradient for the logits, valid until the next piece."""
         losses, odds, total, is_scored, places = self._losses(hidden, labels)
         odds.mul_(is_scored / total).scatter_add_(1, places, -is_scored)  # softmax less one at the label
         if odds.dtype is not hidden.dtype:
@@ -132,9 +117,7 @@ class _Rooms:
         return losses.sum(), odds
 
     def _losses(self, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """The losses [positions, 1], and of what they were made: the exponentials of the logits less the largest, their
-        sums, 1 or 0 by whether the position counts, and where the label's logit is.
-        """
+        """Losses [positions, 1], exponentials, their sums, whether each position counts (1 or 0), its label's logit."""
         count = len(hidden)
         logits = torch.mm(hidden, self._matrix.t(), out=self._logits[:count])
         floats = self._floats[:count]
@@ -149,7 +132,6 @@ class _Rooms:
         return losses, floats, total, (~ignored).to(floats.dtype), places
 
     def add(self, of_logits: Tensor, hidden: Tensor) -> None:
-        """Adds a piece's gradient for the matrix."""
         if self._into is None:
             return
         total, weight = self._into.matrix, self._into.weight

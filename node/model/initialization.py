@@ -1,11 +1,7 @@
-"""Initial weights: a pure function of (seed, parameter name), bit for bit the same on every machine. The experts of a
-stage start alike, as in DiPaCo (arXiv:2403.10616).
+"""Initial weights: a pure function of (seed, parameter name), the same bits on every machine.
 
-That is why torch's generators are not used: their normal numbers pass through logarithms and cosines, which differ in
-the last bit between processors and versions. Here a Philox counter generator (Salmon et al. 2011; NumPy promises its
-raw stream never changes) gives integers, four 16-bit integers are summed exactly, and one float32 product, which IEEE
-754 defines to the bit, scales the sum. A sum of four uniform numbers (Irwin-Hall) is close enough to normal, and its
-tails end at 3.5 standard deviations, as a truncated normal's do.
+Torch's normal numbers differ in the last bit between processors. Here each weight is an exact sum of four 16-bit
+integers of a Philox counter generator (Salmon et al. 2011), scaled by one float32 product.
 """
 
 from __future__ import annotations
@@ -20,17 +16,16 @@ import torch
 from torch import Tensor, nn
 
 from node.model.blocks import RMSNorm, packed_weights
-from node.model.packed.packed_floats import Floats
+from node.model.packed import Floats
 from node.model.shapes import EMBEDDING, HEAD
 
 _CHUNK: Final = 2**20
-"""Numbers drawn at a time: 8 MiB of raw integers, whatever the size of the matrix."""
+"""Numbers drawn at a time: 8 MiB of raw integers."""
 _SUM_MEAN: Final = 4 * 65_535 // 2
 _SUM_DEVIATION: Final = math.sqrt(4 * (65_536**2 - 1) / 12)
 
 _SMALL: Final = 0.02
-"""Of the embedding and the head: the first loss is then close to ln(vocabulary), and Adam's steps are not lost in large
-weights."""
+"""Standard deviation of embedding and head: the first loss is then close to ln(vocabulary)."""
 _WRITES_TO_RESIDUAL: Final = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
 
 
@@ -50,10 +45,7 @@ def initialise(parts: Iterable[nn.Module], *, seed: int, total_blocks: int) -> N
 
 
 def standard_deviation(name: str, fan_in: int, total_blocks: int) -> float:
-    """The standard deviation of a parameter: 1/sqrt(fan_in) keeps the size of what passes through; what is added to the
-    residual stream is made smaller, by 1/sqrt(2 x blocks), so that the stream does not grow with depth (GPT-2, Radford
-    et al. 2019). 2019).
-    """
+    """The standard deviation: 1/sqrt(fan_in), less for what is added to the residual stream (GPT-2's rule)."""
     if name in (EMBEDDING, HEAD):
         return _SMALL
     deviation = 1 / math.sqrt(fan_in)
@@ -78,9 +70,7 @@ def near_normal(seed: int, name: str, shape: Iterable[int], deviation: float) ->
 
 
 def parameters_of(*parts: nn.Module) -> dict[str, Tensor]:
-    """The parameters of one module by name, detached but sharing memory. Stage 0's module is two parts; pass both. What
-    both have, as tied embeddings, has the name that the first gives it.
-    """
+    """The parameters of one module by name, detached but sharing memory. Tied ones have the name of the first part."""
     named: dict[nn.Parameter, str] = {}
     for part in parts:
         for name, parameter in part.named_parameters():
@@ -95,9 +85,7 @@ def floats_of(*parts: nn.Module) -> dict[str, Floats]:
 
 
 def digest_of_tensors(tensors: dict[str, Tensor]) -> bytes:
-    """SHA-256 (32 bytes) over the parameters of one module by name, in the order of their names: names, shapes,
-    little-endian float32.
-    """
+    """SHA-256 (32 bytes) over names, shapes and little-endian float32 values, in the order of names."""
     hasher = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         values = tensor.detach().to("cpu", torch.float32).contiguous().numpy().astype("<f4", copy=False)

@@ -1,9 +1,4 @@
-"""The check that a module fits into this machine, known from the manifest alone: compared before anything of the module
-is allocated.
-
-A manifest is a stranger's, and a kernel that runs out of memory kills whomever it likes. What is counted is what a
-serving replica surely takes.
-"""
+"""The check that a module fits into this machine, before anything of it is allocated. It counts lower bounds."""
 
 from __future__ import annotations
 
@@ -27,39 +22,29 @@ from swarm.vocabulary.errors import OutOfMemory
 from swarm.vocabulary.types import ModuleId, Reasoned
 
 _SUM_BYTES: Final = 4
-"""Of each parameter's gradients on a card (`node.model.optimizer.Accumulator`)."""
 _CPU_SUM_BYTES: Final = 8
-"""The same on the CPU, in float64."""
 _GRADIENT_BYTES: Final = 4
-"""Of one visit, or their mean before a step; never both (`node.model.passes`, `InnerOptimizer.step`). On a card those
-of a stage of blocks are added as they are computed (`node.pipeline.split_backward`)."""
+"""Gradients of one visit, or their mean before a step; never both."""
 _ANCHOR_BYTES: Final = 2 * 4
-"""Parameters and outer momentum (`node.averaging.anchor.anchor`)."""
+"""Parameters and outer momentum (`node.averaging.anchor`)."""
 _SNAPSHOT_BYTES: Final = 4
-"""What a round's pseudo-gradient is taken from (`node.averaging.replica_sync`)."""
+"""The snapshot from which a round's pseudo-gradient is taken (`node.averaging.replica_sync`)."""
 DEVICE_BYTES: Final = BYTES_PER_PARAMETER + _SUM_BYTES
-"""Of each parameter of a stage of blocks, on a card; besides what the inner optimizer has of it. In bfloat16 products
-are made with the upper half of the parameter itself (`node.model.packed.split_weight`)."""
+"""Bytes of each block parameter on a card, besides the inner optimizer's."""
 CPU_BYTES: Final = BYTES_PER_PARAMETER + _CPU_SUM_BYTES + _GRADIENT_BYTES
-"""The same where the CPU is the compute device, without a copy."""
+"""The same where the CPU is the compute device."""
 TENSORS_HELD: Final = 3
-"""Of each microbatch that is held: input, output, gradient (`node.pipeline.runner`)."""
+"""Tensors of each microbatch held: input, output, gradient."""
 _HIDDEN_KEPT: Final = 4
 _FEED_FORWARD_KEPT: Final = 3
-"""Rows of these widths that one block's graph surely keeps of each token: attention's inputs and output, and the gated
-product with its two factors."""
+"""Rows of each token that a block's graph keeps, in feed-forward widths: the product and its two factors."""
 
 _MANY: Final = 2**20
-"""Parameters of a matrix of usual size."""
 _NAMED: Final = 8
-"""Modules that a message lists."""
 
 
 def round_bytes(fragments: int) -> float:
-    """The bytes of each parameter that rounds take of the machine's memory: an anchor, and of the fragment whose turn
-    it is another one in the making, and the snapshot. That is 20 for a module that is averaged at once, 9.5 with 8
-    fragments: what anchors have in common they share, and older ones are kept only where there is room
-    (`node.averaging.anchor.anchor`). Measured are 20.5 and 9.8 between rounds (docs/BENCHMARKS.md)."""
+    """Memory of each parameter for rounds, in bytes: the anchor, and a fragment's new anchor and snapshot."""
     return _ANCHOR_BYTES + (_ANCHOR_BYTES + _SNAPSHOT_BYTES) / fragments
 
 
@@ -89,11 +74,7 @@ def require_room(
     microbatches: int,
     moments: MomentType = MomentType.FLOAT32,
 ) -> None:
-    """Checks that there is room before a replica of these modules is made.
-
-    Raises:
-        OutOfMemory: says what it takes, what there is, and what can be done.
-    """
+    """Raises OutOfMemory if there is no memory for replicas of these modules."""
     need = need_of(manifest, modules, microbatches, moments)
     lack = room_on(device).lacks(need)
     if lack is not None:
@@ -120,9 +101,7 @@ def none_fits(
 
 
 def blocks_that_fit(manifest: Manifest, room: Room, microbatches: int, moments: MomentType = MomentType.FLOAT32) -> int:
-    """The most blocks of this model that a stage after stage 0 may have here, 0 when there is no room for one; as many
-    as the model has where nobody can tell.
-    """
+    """The most blocks that a stage after stage 0 may have here; all of the model if free memory is unknown."""
     most = sum(manifest.stages.blocks)
 
     measure = _Measure(manifest, moments)
@@ -134,8 +113,7 @@ def blocks_that_fit(manifest: Manifest, room: Room, microbatches: int, moments: 
 
 
 def parameters_that_fit(room: Room, moments: MomentType = MomentType.FLOAT32, fragments: int = 1) -> int | None:
-    """The parameters of a stage of blocks for which there is room, with AdamW and without what computing takes; None
-    where nobody can tell."""
+    """The block parameters that fit with AdamW, without activations. None if free memory is unknown."""
     kept = (EightBitAdamW if moments is MomentType.EIGHT_BIT else AdamW).state_bytes((_MANY,)) / _MANY
     device, memory = DEVICE_BYTES + kept, round_bytes(fragments)
     if room.device is None:
@@ -169,7 +147,6 @@ def what_fits(
 
 
 def room_on(device: torch.device) -> Room:
-    """The free memory for a device now."""
     memory = available_memory()
     if device.type == "cuda":
         return Room(memory, Reasoned(torch.cuda.mem_get_info(device)[0], "on the GPU"))
@@ -180,9 +157,7 @@ def room_on(device: torch.device) -> Room:
 
 
 class _Measure:
-    """The measure of the parts that the stages of a run are made of: one block, and the two ends of stage 0. Counted
-    once, because a manifest may have a million blocks.
-    """
+    """The sizes of one block and of both ends of stage 0. Counted once: a manifest may have a million blocks."""
 
     def __init__(self, manifest: Manifest, moments: MomentType) -> None:
         self._manifest, self._moments = manifest, moments
@@ -225,7 +200,6 @@ def _listed(stages: Sequence[int]) -> str:
 
 
 def _instead(manifest: Manifest, room: Room, microbatches: int, moments: MomentType) -> str:
-    """What would fit, as a sentence's end."""
     fitting = modules_that_fit(manifest.modules(), room, needs_of(manifest, microbatches, moments))
     if fitting:
         named = ", ".join(map(str, fitting[:_NAMED]))

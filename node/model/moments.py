@@ -1,9 +1,4 @@
-"""The choice of how many bits the moments of AdamW have on this machine: the person's, for one node.
-
-It is no part of the manifest. A round averages parameters, never moments, so a replica whose moments are coarser
-averages with all others as before; and whether the bytes are scarce is a question of the card. Peers need not know of
-it. It stands alone because the node's options, which load no torch, name it too.
-"""
+"""The element type of AdamW's moments on this machine. Without torch, because the node's options name it too."""
 
 from __future__ import annotations
 
@@ -19,19 +14,13 @@ if TYPE_CHECKING:
 
 
 class MomentType(enum.Enum):
-    """The form in which the moments of large matrices are kept."""
-
     FLOAT32 = "float32"
     EIGHT_BIT = "8bit"
-    """8 bits each and a scale for 256 of them (`node.model.packed.eight_bit`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Allowance:
-    """What the person at a machine lets the module on it take."""
-
     slots: int = DEFAULT_SLOTS
-    """Microbatches held at a time."""
     moments: MomentType = MomentType.FLOAT32
 
 

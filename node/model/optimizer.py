@@ -1,13 +1,4 @@
-"""Gradient accumulation and the inner step (DESIGN section 4), the same for `solo` and for every replica of a swarm.
-
-A microbatch's loss is a mean over its tokens. An accumulator sums the gradients of these means, each as often as it has
-tokens, and the inner step takes the sum divided by the tokens of the part's own visits: the mean over tokens, whatever
-microbatches they came in and however often the stage was skipped. Where only some tokens are labels, the losses of the
-others are 0, and the sum is divided by the labels.
-
-The learning rate of an inner step follows from the tokens that all replicas of the module have trained on: a pure
-function, so that every replica has the same one without asking.
-"""
+"""Gradient accumulation and the inner step (DESIGN section 4), the same for `solo` and for every replica of a swarm."""
 
 from __future__ import annotations
 
@@ -32,34 +23,25 @@ from node.model.shapes import demand_of, has_eight_bits, is_block_matrix
 from protocol.manifest.manifest import InnerSection, Manifest, ScheduleSection, TrainingSection
 from swarm.vocabulary.errors import SkipstoneError, StateError
 from swarm.vocabulary.types import MicrobatchId, ModuleId
-from swarm.workload.step_rule import StepRule
+from swarm.workload.microbatch_sizes import StepRule
 
 Tensors = Mapping[str, Tensor]
 """Float32 on the CPU, by parameter name."""
 REMEMBERED_STEPS: Final = 64
-"""Inner steps whose microbatch ids are remembered after them. A retry that comes later than this belongs to a
-microbatch whose lifetime is long over, and is not admitted in the first place."""
+"""Inner steps for which microbatch ids are remembered. A later retry is not admitted."""
 RAMP_STEPS: Final = 10
-"""Inner steps over which a fresh optimizer in the middle of a run reaches the schedule's learning rate: Adam's second
-moment is a mean of few gradients then."""
+"""Inner steps over which a fresh optimizer reaches the scheduled rate: Adam's second moment has few gradients then."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class InnerState:
-    """The state of the inner optimizer."""
-
     steps: int
-    """Inner steps taken."""
     parameters: Mapping[str, ParameterState]
-    """By name, of those that a step has moved; on the CPU."""
+    """State on the CPU, by name, of the parameters that a step has moved."""
 
 
 def learning_rate(training: TrainingSection, tokens: float) -> float:
-    """The learning rate of the inner step after which the run has trained on so many tokens.
-
-    Rises linearly and reaches its peak at the warm-up's end; then stays (constant) or falls to `final_ratio` of the
-    peak at the schedule's last token and stays there.
-    """
+    """The learning rate after `tokens` of the run: linear warm-up, then constant or falling to `final_ratio`."""
     warmup, total = training.schedule_tokens
     peak = training.inner.learning_rate
     if tokens < warmup:
@@ -68,7 +50,6 @@ def learning_rate(training: TrainingSection, tokens: float) -> float:
 
 
 def _ratio(schedule: ScheduleSection, progress: float) -> float:
-    """Of the peak, so far after the warm-up."""
     if schedule.kind == "constant":
         return 1.0
     progress = min(1.0, progress)
@@ -77,57 +58,36 @@ def _ratio(schedule: ScheduleSection, progress: float) -> float:
 
 
 class Addition(enum.Enum):
-    """What became of a gradient."""
-
     ADDED = "added"
     DUPLICATE = "this microbatch has been added before"
     NOT_FINITE = "the gradient has elements that are not finite"
 
 
 class Accumulator:
-    """The sum of one part's gradients since the last inner step, each microbatch at most once.
-
-    Kept in float64 on the CPU, so that the order in which microbatches come does not matter: in float32 the last bits
-    of a sum depend on it, and Adam divides small gradients by small numbers. A swarm, where they come in any order, and
-    one process then agree. On other devices the sums are float32, and become the gradients of the step where they lie.
-    """
+    """The sum of one part's gradients since the last inner step, each microbatch at most once."""
 
     def __init__(self, part: nn.Module) -> None:
         self.parameters = tuple(part.parameters())
         self.names = tuple(name for name, _ in part.named_parameters())
         self.packed = packed_weights(part)
-        """What stands for those of the parameters that are kept in fewer bytes."""
         self.visits = 0
         """Microbatches added since the last step, less those taken back."""
         self.tokens = 0
-        """Tokens of these microbatches. Below 0 when more has been taken back since the last step than added."""
+        """Tokens of these microbatches. Negative if more were taken back than added."""
         self.labels = 0
-        """Those that are predicted."""
         self.sums = tuple(torch.zeros(p.shape, dtype=_sum_type(p), device=p.device) for p in self.parameters)
-        """In the order of the part's parameters."""
         self._current: set[MicrobatchId] = set()
         self._recent: deque[set[MicrobatchId]] = deque(maxlen=REMEMBERED_STEPS)
-
-    @property
-    def is_wide(self) -> bool:
-        """Whether the sums have more digits than the parameters."""
-        return any(total.dtype is not p.dtype for total, p in zip(self.sums, self.parameters, strict=True))
 
     def has(self, microbatch: MicrobatchId) -> bool:
         """Whether the microbatch is in the current sum or went into one of the remembered steps."""
         return microbatch in self._current or self.has_applied(microbatch)
 
     def has_applied(self, microbatch: MicrobatchId) -> bool:
-        """Whether the microbatch went into one of the remembered steps."""
         return any(microbatch in step for step in self._recent)
 
     def add(self, microbatch: MicrobatchId, tokens: int, gradients: Sequence[Tensor], labels: int = 0) -> Addition:
-        """Adds a microbatch's gradients, given in the order of the part's parameters, or says why not. `labels`: how
-        many of its tokens are; 0 for all.
-
-        All or nothing: a gradient with one element that is not finite leaves no trace, not even of its id; nor does one
-        for which there is no memory.
-        """
+        """Adds a microbatch's gradients in the order of the parameters, all or nothing. `labels`: 0 for all tokens."""
         if self.has(microbatch):
             return Addition.DUPLICATE
         if not are_finite(gradients):
@@ -137,9 +97,7 @@ class Accumulator:
         return Addition.ADDED
 
     def promise(self, microbatch: MicrobatchId, tokens: int, labels: int = 0) -> None:
-        """Counts a microbatch that the accumulator has not, whose gradients whoever computes them adds to `sums`, so
-        many times, or by `add_to`, before the next step.
-        """
+        """Counts a microbatch whose caller adds the gradients to `sums`, or by `add_to`, before the next step."""
         self._current.add(microbatch)
         self._count(1, tokens, labels)
 
@@ -153,13 +111,7 @@ class Accumulator:
         self.sums[place][rows].add_(gradient, alpha=tokens)  # computed in the wider type of the two
 
     def retract(self, microbatch: MicrobatchId, tokens: int, gradients: Sequence[Tensor], labels: int = 0) -> bool:
-        """Takes a microbatch's gradients back; False, and nothing is changed, when it is not among those remembered.
-
-        If its sum is still open, this undoes `add`, up to the rounding of the sum. If an inner step has been taken in
-        between, that step stays as it is, and the negative goes into the next one: visits, tokens and sum of that are
-        smaller by this microbatch, so that over both steps it has been counted once and taken back once. Afterwards the
-        microbatch may be added again.
-        """
+        """Takes a microbatch's gradients back, after a step in the next sum. Returns False if it is not remembered."""
         added = next((ids for ids in (self._current, *self._recent) if microbatch in ids), None)
         if added is None or not are_finite(gradients):
             return False
@@ -174,8 +126,7 @@ class Accumulator:
         self.labels += visits * (labels or tokens)
 
     def hand_over_mean(self) -> None:
-        """Adds the mean over the visits' labels to the parameters' `.grad`, which another part has filled where its
-        embeddings are tied; without visits there is none."""
+        """Adds the mean over the visits' labels to the parameters' `.grad`. Tied embeddings get two means."""
         if self.tokens <= 0 or self.labels <= 0:
             return
         # Sums as wide as the parameters become the gradients; beside others there must be room before any is divided.
@@ -204,29 +155,24 @@ class StepFigures:
     """The figures of one inner step, for logs and metrics."""
 
     step: int
-    """Counted from 1."""
     visits: tuple[int, ...]
-    """Of each accumulator."""
     tokens: int
-    """Of the part with the most."""
+    """Tokens of the part with the most."""
     gradient_norm: float
-    """Of the module's mean gradient, before clipping."""
+    """Norm of the module's mean gradient before clipping."""
     learning_rate: float
 
 
 class InnerOptimizer:
-    """The optimizer of one module's parameters, which are float32: AdamW, with another rule for the blocks' matrices
-    where the manifest says so.
+    """The optimizer of one module's float32 parameters: AdamW, and the manifest's rule for the blocks' matrices.
 
-    A module is one part, or two for stage 0: those have their own accumulators and visits but step together, and their
-    gradients are clipped as one.
+    The parts of stage 0 step together and are clipped as one.
 
     Args:
-        step_tokens: of a step of this module; None for `training.inner_tokens`.
-        microbatch_tokens: of one microbatch, at most.
-        demand: the share of the run's tokens that come to the module (`node.model.shapes.demand_of`).
-        submit: takes what may be computed between two steps.
-        moments: the form of AdamW's.
+        step_tokens: tokens of a step of this module; None for `training.inner_tokens`.
+        microbatch_tokens: tokens of one microbatch, at most.
+        demand: share of the run's tokens for this module (`node.model.shapes.demand_of`).
+        submit: takes idle work.
     """
 
     def __init__(
@@ -241,11 +187,10 @@ class InnerOptimizer:
         moments: MomentType = MomentType.FLOAT32,
     ) -> None:
         self.steps = 0
-        """Inner steps behind the module."""
         self.tokens = 0
-        """Tokens behind the module, of all its replicas: where it stands in the learning rate's schedule."""
+        """Tokens of all replicas of the module, by which the learning rate is scheduled."""
         self.replicas = 1
-        """That train the module: since the last round each is taken to have done as much as this one."""
+        """Replicas of the module, which are taken to be as fast as this one since the last round."""
         self._rule, self._demand = StepRule(step_tokens or training.inner_tokens, microbatch_tokens), demand
         self._ramp = RAMP_STEPS
         self._training = training
@@ -253,29 +198,22 @@ class InnerOptimizer:
         # Each once: with tied embeddings both parts of stage 0 have the same matrix.
         self._parameters = list(dict.fromkeys(p for accumulator in accumulators for p in accumulator.parameters))
         self.moments = moments_of(training.inner, moments)
-        """The form of AdamW's moments, and why."""
         self.state_bytes = _state_bytes(training.inner, accumulators, self.moments.value)
-        """Of what is kept of the parameters on the compute device, once all have been moved."""
+        """Bytes of state per parameter on the compute device, once all have been moved."""
         self.rules = _rules(training.inner, accumulators, submit, self.moments.value)
-        """Which move the parameters, each those that are its own."""
         for rule in self.rules:
             rule.packed = {p: held for each in self._accumulators for p, held in each.packed.items()}
         self.before_step: Callable[[], None] = lambda: None
-        """Called at the beginning of each inner step: the outer step of a lone replica goes before it."""
+        """Called at the beginning of each inner step, for the outer step of a lone replica."""
         self.before_change: Callable[[], None] = lambda: None
-        """Called before parameters or state become others: who copies them piece by piece finishes."""
+        """Called before parameters or state change, so that a copy in progress can finish."""
 
     @property
     def due(self) -> bool:
-        """Whether every part has seen the tokens of a step since the last one."""
         return all(self._rule.is_complete(accumulator.tokens) for accumulator in self._accumulators)
 
     def step(self) -> StepFigures:
-        """Takes one inner step with the mean gradient over each part's own tokens, and starts accumulating anew.
-
-        Raises:
-            SkipstoneError: no part has been visited since the last step, or what `before_step` raises.
-        """
+        """Takes one inner step with the mean gradient of each part's tokens. Raises SkipstoneError without visits."""
         visits = tuple(accumulator.visits for accumulator in self._accumulators)
         if not any(visits):
             raise SkipstoneError("an inner step without a single visit was asked for")
@@ -313,15 +251,10 @@ class InnerOptimizer:
         )
 
     def moved(self, names: Mapping[str, Tensor]) -> frozenset[str]:
-        """Which of the module's parameters this moves."""
         return frozenset(self._named(names))
 
     def import_state(self, names: Mapping[str, Tensor], saved: InnerState) -> None:
-        """Restores an exported state; forgets what this one has done so far.
-
-        Raises:
-            StateError: it is the state of other parameters, or of another optimizer; nothing has been changed.
-        """
+        """Restores an exported state. Raises StateError, with nothing changed, if it is of another module or rule."""
         named = self._named(names)
         rules = {parameter: rule for rule in self.rules for parameter in rule.parameters}
         for name, state in saved.parameters.items():
@@ -335,15 +268,12 @@ class InnerOptimizer:
             rules[parameter].states[parameter] = rules[parameter].restored(parameter, _copied_to(parameter, state))
 
     def _named(self, names: Mapping[str, Tensor]) -> dict[str, nn.Parameter]:
-        """The parameters by name, without those of the module that are not its to move (a router's tables). They are
-        told apart by their memory: the named ones are detached."""
+        """The parameters by name, without a router's tables. Memory tells them apart: named ones are detached."""
         own = {parameter.data_ptr(): parameter for parameter in self._parameters}
         return {name: own[tensor.data_ptr()] for name, tensor in names.items() if tensor.data_ptr() in own}
 
     def start_anew(self, steps: int, tokens: int) -> None:
-        """Forgets the moments, because the parameters have become others with so much work behind them, and rises to
-        the schedule's rate over RAMP_STEPS.
-        """
+        """Forgets the moments, as the parameters have been replaced, and ramps the learning rate up over RAMP_STEPS."""
         self.before_change()
         self.steps, self.tokens = steps, tokens
         self._ramp = 0
@@ -432,9 +362,7 @@ def inner_optimizer(
 
 @torch.no_grad()
 def fold(sums: Sequence[Tensor], gradients: Sequence[Tensor], weight: int) -> None:
-    """Adds the gradients to the sums, so many times. On the CPU torch makes a wider copy of each gradient for it: here
-    room for all is had before the first is added.
-    """
+    """Adds `weight` times the gradients to the sums. Has all memory before the first is added."""
     if not sums:
         return
     if all(total.dtype is gradient.dtype for total, gradient in zip(sums, gradients, strict=True)):
@@ -447,17 +375,11 @@ def fold(sums: Sequence[Tensor], gradients: Sequence[Tensor], weight: int) -> No
 
 
 def are_finite(gradients: Sequence[Tensor]) -> bool:
-    """Whether every element is finite, with one look at one number: the norm of anything not finite is not finite
-    either.
-
-    A gradient so large that its norm overflows float32 counts as not finite, too.
-    """
+    """Whether every element is finite: the norm is not if one is not. A norm beyond float32 counts as not finite."""
     return math.isfinite(torch.nn.utils.get_total_norm(gradients).item())
 
 
 def _sum_type(parameter: Tensor) -> torch.dtype:
-    """Float64 on the CPU, where results are compared with those of one process and memory is had in plenty. On a card
-    4 bytes a parameter are a fifth of all that training takes, its kernels add in no fixed order anyway, and a sum of n
-    visits in float32 is off by about the root of n times 6e-8: nothing beside bfloat16's products. (Apple's GPUs have
-    no float64.)"""
+    # Float64 makes the sum independent of the order of microbatches, so that a swarm agrees with one process. A card
+    # has little memory, and adds in no fixed order anyway.
     return torch.float64 if parameter.device.type == "cpu" else parameter.dtype

@@ -1,10 +1,6 @@
-"""The parts a model is cut into: a stack of blocks, the embedding, the head.
+"""The parts of a model: block stacks, and the embedding and head, which stage 0 has at both ends of a path.
 
-Stage 0 consists of two parts, the embedding before the first hop and the head after the last, because its data node
-computes at both ends of a path. Every other stage is one `BlockStack`. Parameter names are those of the whole model
-(`model.layers.5.mlp.up_proj.weight`), so they are unique in the run and an export needs no renaming.
-
-Parts are built on the CPU, with their initial weights; move them with `.to(device)`.
+Parameters have the names of the whole model (`model.layers.5.mlp.up_proj.weight`).
 """
 
 from __future__ import annotations
@@ -22,17 +18,14 @@ from protocol.manifest.manifest import Manifest, ModelSection
 from swarm.vocabulary.types import ModuleId
 
 LOGITS_AT_ONCE: Final = 2**25
-"""Elements of the logits held at a time (128 MiB in float32): a large vocabulary must not need more than the blocks
-do."""
+"""Elements of the logits held at a time: 128 MiB in float32."""
 
 HIDDEN_TYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-"""Of `model.dtype`: the element type of hidden states and of the matrix products."""
+"""Element type of hidden states and matrix products by `model.dtype`."""
 
 
 class BlockStack(nn.Module):
-    """A stack of consecutive blocks of the model, `first` counted from the model's start: [rows, tokens, hidden] to the
-    same. `documents` are the tokens of each document of one row; without them rows are of one stream.
-    """
+    """Consecutive blocks from the model's block `first` on, [rows, tokens, hidden] to the same."""
 
     def __init__(self, section: ModelSection, first: int, count: int) -> None:
         super().__init__()
@@ -76,7 +69,6 @@ class HeadPart(nn.Module):
 
     @property
     def norm(self) -> RMSNorm:
-        """The final norm."""
         norm = self.model["norm"]
         assert isinstance(norm, RMSNorm)
         return norm
@@ -87,9 +79,9 @@ class HeadPart(nn.Module):
         return logits.float()
 
     def forward(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        """The mean cross entropy in nats per token, a float32 scalar.
+        """Returns the mean cross entropy in nats per token, a float32 scalar.
 
-        `hidden` is [rows, tokens, hidden], `labels` [rows, tokens] int64. Of the logits, `logits_at_once` are held.
+        `hidden` is [rows, tokens, hidden], `labels` [rows, tokens] int64.
         """
         normed = self.norm(hidden).flatten(0, -2)
         loss: Tensor = SummedLoss.apply(normed, self.lm_head.weight, labels.flatten(), self.logits_at_once)  # type: ignore[no-untyped-call]
@@ -108,11 +100,7 @@ def _through(layers: nn.Module, hidden: Tensor, rotary: Rotary, documents: Docum
 
 
 def build_block_stack(manifest: Manifest, module: ModuleId) -> BlockStack:
-    """Builds the module of any stage but stage 0.
-
-    Raises:
-        ValueError: the manifest has no such module, or it is stage 0's, which has an embedding and a head instead.
-    """
+    """Builds the module of a stage other than 0. Raises ValueError if the manifest has no such module."""
     if module.stage == 0 or not manifest.has(module):
         raise ValueError(f"module {module} is not a stack of blocks of this run")
     blocks = manifest.stages.blocks
@@ -122,16 +110,13 @@ def build_block_stack(manifest: Manifest, module: ModuleId) -> BlockStack:
 
 
 def build_embedding(manifest: Manifest) -> EmbeddingPart:
-    """Builds stage 0's first part."""
     part = EmbeddingPart(manifest.model, manifest.stages.blocks[0])
     _fill(manifest, part)
     return part
 
 
 def build_head(manifest: Manifest, embedding: EmbeddingPart | None = None) -> HeadPart:
-    """Builds stage 0's second part. Its matrix is that of `embedding`, wherever that is, where the embeddings are tied:
-    then it must be given.
-    """
+    """Builds stage 0's head. Tied embeddings need `embedding`."""
     part = HeadPart(manifest.model)
     if not manifest.model.tied_embeddings:
         _fill(manifest, part)

@@ -1,8 +1,4 @@
-"""One part's visit by one microbatch: forward now, backward when the gradient comes back.
-
-A visit ends at the part's border: the graph of one part never reaches into another, in a swarm because there is a
-network between them, in one process so that it computes exactly the same.
-"""
+"""One part's visit by one microbatch: a forward pass, and a backward pass when the gradient comes back."""
 
 from __future__ import annotations
 
@@ -17,21 +13,19 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from node.model.head_loss import HeadSum, loss_and_gradient
-from node.model.packed.narrow_copy import NarrowCopy
+from node.model.packed import NarrowCopy
 from node.model.parts import HeadPart
 
 FAR_FROM_OVERFLOW: Final = 1e30
-"""Of float32 and bfloat16, whose largest numbers are 3e38."""
+"""Far below the largest float32 and bfloat16, 3e38."""
 
 Around = Callable[[], AbstractContextManager[object]]
-"""What each thread that computes a forward pass is to do it within."""
+"""Context in which each thread computes a forward pass."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Visit:
-    """The state between forward and backward: the input, cut off from whatever made it, and the output with its
-    graph.
-    """
+    """The state between forward and backward: the detached input, and the output with its graph."""
 
     source: Tensor
     result: Tensor
@@ -43,7 +37,6 @@ class Gradients:
 
     source: Tensor | None
     parameters: tuple[Tensor, ...]
-    """In the order of `part.parameters()`."""
 
 
 class Passes(Protocol):
@@ -51,28 +44,20 @@ class Passes(Protocol):
 
     def forward(self, source: Tensor, documents: tuple[int, ...], around: Around = nullcontext) -> Visit:
         """Computes the part on `source` [rows, tokens(, hidden)], keeping the graph."""
-        ...
 
     def backward(self, visit: Visit, gradient: Tensor) -> Gradients:
         """Computes the gradients of the visit's input and of the part's parameters; frees the graph."""
-        ...
 
-    def evaluate(self, source: Tensor, documents: tuple[int, ...]) -> Tensor:
-        """Computes the part on `source` without a graph."""
-        ...
+    def evaluate(self, source: Tensor, documents: tuple[int, ...]) -> Tensor: ...
 
     def parameters_changed(self) -> None:
         """Notes that the parameters have changed; graphs from before are of no use any more."""
-        ...
 
     def storages(self) -> set[int]:
         """Where the memory of parameters and constants begins."""
-        ...
 
     def weights(self) -> tuple[Tensor, ...]:
-        """The tensors that stand for the parameters in graphs, as the parameters are now: always the same ones, each
-        changed in place. None where others may not be put into their place for a while."""
-        ...
+        """The tensors that represent the parameters in graphs, changed in place. Empty if they cannot be replaced."""
 
 
 class OneDevice:
@@ -107,19 +92,14 @@ class HeadPasses(Protocol):
 
     def loss(self, hidden: Tensor, labels: Tensor) -> float:
         """Computes the mean loss in nats per token of `hidden` [rows, tokens, hidden], without a graph."""
-        ...
 
     def loss_into(self, hidden: Tensor, labels: Tensor, sums: Sequence[Tensor], weight: int) -> HeadVisit | None:
-        """Computes the mean loss and its gradients, and adds those of the parameters, so many times, to `sums`: in the
-        order of the head's parameters, of float32 or wider; none where nothing is to be added.
+        """Computes mean loss and gradients, and adds `weight` times those of the parameters to `sums`, if any.
 
-        None, and nothing has been added, when the gradients are not surely finite.
+        Returns None, with nothing added, if the gradients may not be finite.
         """
-        ...
 
-    def parameters_changed(self) -> None:
-        """Notes that the parameters have changed."""
-        ...
+    def parameters_changed(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -127,11 +107,9 @@ class HeadVisit:
     """The results of the head's two passes."""
 
     loss: float
-    """Mean, in nats per token."""
     source: Tensor
-    """The gradient of the hidden states."""
     take_back: Callable[[], None]
-    """Takes what has been added out of the sums again, up to their rounding."""
+    """Subtracts what has been added to the sums, up to their rounding."""
 
 
 class OneHead:
@@ -183,11 +161,7 @@ class OneHead:
             self._head.lm_head.narrow.changed()
 
     def _bounded(self) -> bool:
-        """Whether logits and gradients of whatever finite hidden states are far from overflowing: an element of what
-        the norm gives is at most its weight times the root of the width, and a product at most that of the lengths
-        (Cauchy and Schwarz). Looked at once after each change of the parameters, and not at the gradients of each
-        visit, which are added as they are computed.
-        """
+        """Whether logits and gradients of any finite hidden states are far from overflowing (Cauchy and Schwarz)."""
         if self._is_bounded is None:
             matrix, scale = self._head.lm_head.weight.detach(), self._head.norm.weight.detach()
             length = torch.linalg.vector_norm(matrix) * torch.linalg.vector_norm(scale, ord=float("inf"))
@@ -201,8 +175,7 @@ def storages(part: nn.Module) -> set[int]:
 
 
 def forward(part: nn.Module, source: Tensor, *constants: object, around: Around = nullcontext) -> Visit:
-    """Computes the part on `source` [rows, tokens(, hidden)], keeping the graph. `constants` (labels, documents) get no
-    gradient."""
+    """Computes the part on `source` [rows, tokens(, hidden)]. `constants` (labels, documents) get no gradient."""
     source = source.detach()
     if source.is_floating_point():
         source.requires_grad_()
@@ -211,10 +184,7 @@ def forward(part: nn.Module, source: Tensor, *constants: object, around: Around 
 
 
 def backward(part: nn.Module, visit: Visit, gradient: Tensor | None = None) -> Gradients:
-    """Computes the gradients of the visit's input and of the part's parameters; frees the graph, touches no `.grad`.
-
-    `gradient` is the loss's gradient for the visit's result; None when the result is the loss itself.
-    """
+    """Computes the gradients of input and parameters, and frees the graph. `gradient`: None for a loss."""
     parameters = list(part.parameters())
     if not visit.source.requires_grad:
         return Gradients(None, gradients_of(visit, gradient, parameters))
@@ -225,18 +195,15 @@ def backward(part: nn.Module, visit: Visit, gradient: Tensor | None = None) -> G
 def gradients_of(
     visit: Visit, gradient: Tensor | None, wanted: Sequence[Tensor] | Sequence[GradientEdge]
 ) -> tuple[Tensor, ...]:
-    """Computes the gradients of what is wanted in the visit's graph, and no others; frees the graph. `gradient` as of
-    `backward`."""
+    """Computes only the wanted gradients of a visit, and frees the graph. `gradient` as in `backward`."""
     end = visit.result if gradient is None else _End.apply(visit.result, gradient)  # type: ignore[no-untyped-call]
     return torch.autograd.grad(end, wanted)
 
 
 class _End(torch.autograd.Function):
-    """A scalar whose gradient for `result` is the given one, to the bit.
+    """A scalar whose gradient for `result` is the given one."""
 
-    `torch.autograd.grad` takes a gradient, too, and compares its shape with symbols: the first time it imports sympy,
-    which is 0.6 s of computing and 34 MB for every node. The engine compares the shapes in any case.
-    """
+    # `torch.autograd.grad` with a gradient would import sympy to compare shapes: 0.6 s and 34 MB for every node.
 
     @staticmethod
     def forward(ctx: Any, result: Tensor, gradient: Tensor) -> Tensor:

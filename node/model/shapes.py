@@ -1,6 +1,4 @@
-"""The names and shapes of a module's parameters, from the manifest alone: what a file claims is compared before memory
-is spent on it.
-"""
+"""The names and shapes of a module's parameters, from the manifest alone."""
 
 from __future__ import annotations
 
@@ -15,19 +13,14 @@ Shape = tuple[int, ...]
 
 EMBEDDING: Final = "model.embed_tokens.weight"
 HEAD: Final = "lm_head.weight"
-"""Where the embeddings are tied this is the one above, and no parameter of its own."""
+"""Name of the head's matrix if it is not the embedding."""
 BYTES_PER_PARAMETER: Final = 4
-"""Parameters are float32."""
 LEAST_ELEMENTS: Final = 4096
-"""Of a matrix whose moments may have 8 bits, as in bitsandbytes: smaller ones weigh nothing."""
+"""Smallest matrix whose moments may have 8 bits, as in bitsandbytes."""
 
 
 def parameter_shapes(manifest: Manifest, module: ModuleId) -> dict[str, Shape]:
-    """The shape of every parameter of the module, by its name in the whole model.
-
-    Raises:
-        ValueError: the manifest has no such module.
-    """
+    """The shape of every parameter of the module by name. Raises ValueError if the manifest has no such module."""
     if not manifest.has(module):
         raise ValueError(f"this run has no module {module}")
     blocks, model = manifest.stages.blocks, manifest.model
@@ -45,26 +38,21 @@ def parameter_shapes(manifest: Manifest, module: ModuleId) -> dict[str, Shape]:
 
 
 def is_block_matrix(name: str, shape: Shape) -> bool:
-    """Whether a parameter is one of the matrices of a transformer block."""
     return len(shape) == 2 and name not in (EMBEDDING, HEAD)
 
 
 def has_eight_bits(name: str, shape: Shape) -> bool:
-    """Whether AdamW's moments of a parameter have 8 bits where that was asked for: those of matrices, but for small
-    ones and the embedding, whose rows get gradients of most unlike sizes (Dettmers et al. 2021, arXiv:2110.02861,
-    section 2.3)."""
+    """Whether moments may have 8 bits: large matrices but the embedding (arXiv:2110.02861, section 2.3)."""
     return len(shape) == 2 and name != EMBEDDING and math.prod(shape) >= LEAST_ELEMENTS
 
 
 def demand_of(manifest: Manifest, module: ModuleId) -> float:
-    """The share of the run's tokens that come to the module: all to stage 0, to the others as many as paths visit their
-    stage, dealt among its experts. With unequal visits that of the mean stage."""
+    """The module's share of the run's tokens. With unequal visits that of the mean stage."""
     stages = manifest.stages
     return stages.visited_per_path / (stages.count - 1) / stages.experts_at(module.stage) if module.stage else 1.0
 
 
 def parameter_bytes(shapes: Mapping[str, Shape]) -> int:
-    """The bytes that parameters of these shapes take in memory and in a file."""
     return BYTES_PER_PARAMETER * sum(math.prod(shape) for shape in shapes.values())
 
 

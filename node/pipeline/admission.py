@@ -1,7 +1,4 @@
-"""The check of a tensor's header against the manifest before any memory is spent on it.
-
-What the planner needs of the manifest.
-"""
+"""The check of a tensor's header against the manifest, before memory is allocated for it."""
 
 from __future__ import annotations
 
@@ -32,8 +29,7 @@ RouteFault = Callable[[MicrobatchTensor], str | None]
 
 
 def hidden_tensor(manifest: Manifest) -> TensorSpec:
-    """The specification of the tensors that travel between the stages of this run, in either direction; of the largest,
-    where microbatches are whole documents."""
+    """The specification of hidden states and their gradients; of the largest, if microbatches are whole documents."""
     dtype = DType.BFLOAT16 if manifest.model.dtype == "bfloat16" else DType.FLOAT32
     return TensorSpec(manifest.hidden_shape, dtype, Codec.NONE)
 
@@ -41,22 +37,12 @@ def hidden_tensor(manifest: Manifest) -> TensorSpec:
 def allowed_codecs(manifest: Manifest) -> dict[Traffic, tuple[Codec, ...]]:
     """The allowed codecs of microbatches, mildest first: what a sender chooses from and a receiver takes."""
     half = hidden_tensor(manifest).dtype is DType.BFLOAT16
-    limits = {
-        Traffic.ACTIVATIONS: manifest.codecs.activations,
-        Traffic.GRADIENTS: manifest.codecs.gradients,
-    }
+    limits = {Traffic.ACTIVATIONS: manifest.codecs.activations, Traffic.GRADIENTS: manifest.codecs.gradients}
     return {traffic: ladder(Codec[limit.upper()], half_precision=half) for traffic, limit in limits.items()}
 
 
 class Admission:
-    """The admission rules of one run, for one peer.
-
-    Args:
-        own: this peer.
-        module: the module it hosts.
-        route_fault: why a message is not on a route that its data node has signed; None when it is
-            (`protocol.identity.signatures.Routes.fault`).
-    """
+    """The admission rules of one run, for one peer that hosts `module`."""
 
     def __init__(self, manifest: Manifest, own: PeerId, module: ModuleId, route_fault: RouteFault) -> None:
         self._own = own
@@ -124,8 +110,7 @@ class Admission:
         return f"{announced}{of}; this run's are {own}, without documents"
 
     def _check_order(self, stages: list[int], *, evaluated: bool) -> None:
-        """The rule for paths is about training; the whole model, or any part of it, may be measured, from the first
-        stage on."""
+        """Checks a training path's order. An evaluation may visit any part of the model from the first stage on."""
         if evaluated:
             in_order = all(one < other for one, other in pairwise(stages))
             fault = None if in_order else f"not different stages in order: {stages}"

@@ -1,14 +1,7 @@
 """The runner of custody: admits and receives tensors, has them computed, sends the results on.
 
-A visit of a microbatch passes through `MicrobatchRunner` in this order:
-
-    admit       may the tensor come? then a buffer for it     (decided by Admission and Custody)
-    received    all of it is here
-    _compute    on the compute thread, then encoded           (the worker, `LinkCodecs`)
-    _send       to the next peer, until that one accepts      (decided by Custody)
-    _forget     the buffers, when custody is over
-
-`swarm.pipeline.custody` decides what comes next. `_carry_out` starts it.
+A visit passes through `MicrobatchRunner`'s admit, received, _compute, _send (until the next peer accepts) and _forget.
+`swarm.pipeline.custody` decides what comes next, `_carry_out` starts it.
 """
 
 from __future__ import annotations
@@ -85,7 +78,7 @@ MAX_WAITING_MESSAGES = 256
 MOST_SHORT_OF_MEMORY = 32
 """Computations in a row that may fail for want of memory. Then the module is too large for this machine."""
 BUFFERS_A_SLOT = 6
-"""An entry has two tensors, input and gradient, and each slot up to two more entries that are unsettled."""
+"""Input and gradient of an entry and up to two unsettled ones per slot."""
 MAX_LINKS: Final = 1024
 """Links whose codecs are remembered; the transport holds fewer open."""
 DESCRIBED_LINKS: Final = 64
@@ -109,7 +102,6 @@ class Job:
     documents: tuple[int, ...] = ()
     """Tokens of each document; empty if the microbatch is rows of one stream."""
     codec: Codec = Codec.NONE
-    """Codec of the output."""
     check_codec: bool = False
     """Whether to measure the error of the output's encoding."""
     labels: int = 0
@@ -122,10 +114,8 @@ class Output:
 
     tensor: Encoded | None = None
     loss: float | None = None
-    """Nats per token."""
     step_due: bool = False
     error: float | None = None
-    """Relative error of the encoding, if the job asked for it."""
 
 
 class Worker(Protocol):
@@ -134,42 +124,22 @@ class Worker(Protocol):
     @property
     def tensor(self) -> TensorSpec:
         """Hidden states and their gradients."""
-        ...
 
     def compute(self, job: Job) -> Output:
-        """Does a job. Its tensors, and `Output.tensor`, which may share their memory, stay as they are until `forget`.
-
-        Raises:
-            SkipstoneError: it could not be done, and no gradient was added.
-        """
-        ...
+        """Does a job. Its tensors and `Output.tensor`, which may share their memory, stay until `forget`."""
 
     def retract(self, job: Job) -> bool:
-        """Takes back the gradient that a BACKWARD or REPLAY has added. Returns whether there was one.
-
-        If an inner step was taken in between, the negative goes into the next sum.
-
-        Raises:
-            SkipstoneError: it could not be computed; the gradient stays.
-        """
-        ...
+        """Takes back a gradient, after a step in the next sum. Returns whether there was one."""
 
     def forget(self, ticket: int) -> None:
         """Frees what was kept for an entry. Then the memory of its tensors may be written again."""
-        ...
 
     def step(self) -> StepFigures | None:
         """Takes the inner step that is due; None if an earlier call took it."""
-        ...
 
 
 class WorkerThread:
-    """A worker as seen from the event loop. Raises what the worker and `ComputeThread.run` raise.
-
-    Args:
-        after_step: called on the thread after each inner step, in the same job.
-        allocate: makes the receive buffers; None for ordinary memory.
-    """
+    """A worker as seen from the event loop. Raises what the worker and `ComputeThread.run` raise."""
 
     def __init__(
         self,
@@ -217,7 +187,6 @@ class LinkCodecs:
     """The codecs in use on this node's links.
 
     Args:
-        tensor: hidden states without a codec.
         visit_s: compute time of a microbatch at the slower end of the link to a peer, in seconds; 0 if not known.
         goodput: bytes per second of the link to a peer; 0 if not known.
     """
@@ -237,7 +206,6 @@ class LinkCodecs:
         self._too_coarse: set[tuple[Traffic, Codec]] = set()
 
     def choose(self, to: PeerId, traffic: Traffic) -> Codec:
-        """Chooses the codec of the next tensor for a peer."""
         levels = self._levels[traffic]
         while len(levels) > 1 and (traffic, levels[-1]) in self._too_coarse:
             levels = levels[:-1]
@@ -254,7 +222,6 @@ class LinkCodecs:
             self._too_coarse.add((traffic, codec))
 
     def lost(self, peer: PeerId) -> None:
-        """Forgets the choices for a link that ended."""
         self._chosen.pop(peer, None)
 
     def describe(self) -> CodecStatus:
@@ -306,19 +273,15 @@ class Host(Protocol):
 
     def visited(self, microbatch: MicrobatchId) -> None:
         """A gradient that was added counts."""
-        ...
 
     def retracted(self, microbatch: MicrobatchId) -> None:
         """A gradient that was added did not count, and has been taken back."""
-        ...
 
     def stepped(self, figures: StepFigures) -> None:
         """An inner step has been taken."""
-        ...
 
     def not_reached(self, peer: PeerId, error: PeerError) -> None:
         """A message or a tensor could not be sent."""
-        ...
 
 
 # ---- tensors ---------------------------------------------------------------------------------------------------------
@@ -344,18 +307,8 @@ class Tensors:
     def job(
         self, key: Key, work: Work, purpose: Purpose, codec: Codec = Codec.NONE, *, check_codec: bool = False
     ) -> Job:
-        """Returns a job on them."""
         return Job(
-            self.ticket,
-            key,
-            work,
-            purpose,
-            self.input,
-            self.gradient,
-            self.documents,
-            codec,
-            check_codec,
-            self.labels,
+            self.ticket, key, work, purpose, self.input, self.gradient, self.documents, codec, check_codec, self.labels
         )
 
 
@@ -423,7 +376,6 @@ class MicrobatchRunner(MachineRunner[Event, Action]):
         self._takes_new_work = yes
 
     def abandon(self, microbatch: MicrobatchId, detail: str) -> None:
-        """Abandons one of this data node's microbatches."""
         for action in self.custody.abandon(microbatch, detail):
             self._carry_out(action)
 
@@ -433,7 +385,6 @@ class MicrobatchRunner(MachineRunner[Event, Action]):
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is held and nothing is owed (see `nothing_owed`)."""
         return len(self.custody) == 0 and not self._tasks.owed
 
     # ---- a tensor arrives --------------------------------------------------------------------------------------------
@@ -489,7 +440,6 @@ class MicrobatchRunner(MachineRunner[Event, Action]):
     # ---- a message arrives -------------------------------------------------------------------------------------------
 
     def receive(self, sender: PeerId, message: MicrobatchControl) -> None:
-        """Takes in a small message."""
         if isinstance(message, Stranded):
             if self._is_of_ours(sender, message, self._ends.may_hold) and self._knows_route(sender, message):
                 self._stranded(message)
@@ -634,7 +584,6 @@ class MicrobatchRunner(MachineRunner[Event, Action]):
     # ---- its tensors -------------------------------------------------------------------------------------------------
 
     def _take(self, key: Key, kind: type[MicrobatchTensor]) -> Tensors:
-        """Returns an entry's tensors, with the one that has just arrived, if any."""
         tensors = self._tensors.get(key)
         if tensors is None:
             tensors = self._tensors[key] = Tensors(next(self._tickets))
@@ -646,7 +595,6 @@ class MicrobatchRunner(MachineRunner[Event, Action]):
         return tensors
 
     def _begin_with(self, tensors: Tensors, work: Callable[[Tensors], Coroutine[Any, Any, None]]) -> None:
-        """Starts a task that uses an entry's tensors."""
         tensors.users += 1  # from here on, so that a Forget before the task starts cannot free them
 
         async def use() -> None:

@@ -1,7 +1,4 @@
-"""Conversion between the bytes of the wire and tensors on the compute device.
-
-A worker's side of the wire: received tensors decoded onto its device, results encoded as the link wants them.
-"""
+"""Conversion between the bytes of the wire and tensors on the compute device."""
 
 from __future__ import annotations
 
@@ -30,12 +27,7 @@ def receive_buffers(device: torch.device) -> Callable[[int], memoryview]:
 
 
 def tensor_of(encoded: Encoded, device: torch.device) -> Tensor:
-    """The tensor that a message brought. On the CPU, with NONE, it shares the memory that it came in; else it is a new
-    one.
-
-    Raises:
-        ProtocolViolation: it is no encoding, or an element is not finite.
-    """
+    """The tensor of a message; on the CPU, with NONE, in its memory. Raises ProtocolViolation if it is not finite."""
     tensor = _decoded(encoded, device, or_violates)
     if not are_finite(tensor):
         raise ProtocolViolation(_NOT_FINITE)
@@ -52,16 +44,12 @@ def _decoded(encoded: Encoded, device: torch.device, expect: Expect) -> Tensor:
 
 
 def are_finite(tensor: Tensor) -> Tensor:
-    """Whether all elements are, a bool on the tensor's device. (A sum is not finite when an element is not; a sum of
-    finite ones that overflows is beyond any use as well.)
-    """
+    """Whether all elements are finite, a bool on the tensor's device. A sum that overflows counts as not finite."""
     return torch.isfinite(tensor.sum(dtype=torch.float32))
 
 
 def relative_error(tensor: Tensor, encoded: Encoded) -> float:
-    """The relative error of an encoding: length of what it changes, over that of the tensor; 0 for a tensor of
-    zeros.
-    """
+    """Relative error of an encoding, by the Euclidean norm; 0 for a tensor of zeros."""
     exact, decoded = tensor.float(), tensor_of(encoded, tensor.device).float()
     lengths = torch.stack([torch.linalg.vector_norm(decoded - exact), torch.linalg.vector_norm(exact)])
     off, length = lengths.tolist()
@@ -74,27 +62,21 @@ class Wire:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.codec_s = 0.0
-        """Seconds spent on encoding and decoding. (What a GPU does meanwhile by itself is in them.)"""
+        """Seconds spent on encoding and decoding, with GPU work meanwhile."""
         self._expected: list[Tensor] = []
         self._copied: torch.cuda.Event | None = None
-        """Set behind the last copy to the device."""
 
     def start(self) -> None:
-        """Starts another job: nothing is expected of it yet."""
         self._expected.clear()
 
     def let_go(self) -> None:
-        """Waits until the device has read what was received, so that its memory may be written again. It has, but for
-        jobs that ended without an output.
-        """
+        """Waits until the device has read what was received, so that its memory may be reused."""
         copied, self._copied = self._copied, None
         if copied is not None and not copied.query():  # type: ignore[no-untyped-call]
             copied.synchronize()
 
     def received(self, tensor: Encoded | None, *, before_use: bool = False) -> Tensor:
-        """The tensor that a message brought, as `tensor_of`. On a device that would have to be waited for, whether it
-        is an encoding of finite elements is found out with the job's `output`, unless it must be known before.
-        """
+        """The tensor of a message, as `tensor_of`. On a GPU `output` checks it, unless it must be known before."""
         assert tensor is not None, "custody asks for nothing before its tensors are there"
         begun = time.perf_counter()
         received = _decoded(tensor, self.device, self.expect)
@@ -108,21 +90,14 @@ class Wire:
         return received
 
     def expect(self, holds: Tensor, fault: str) -> None:
-        """Lets the job's output fail unless this bool of the device is true. Where nothing needs to be waited for it
-        fails at once, and says what is at fault.
-        """
+        """Lets the job's output fail unless this bool of the device is true; on the CPU at once."""
         if self.device.type == "cpu":
             self._check(bool(holds), fault)
         else:
             self._expected.append(holds)
 
     def output(self, tensor: Tensor, job: Job, loss: float | None = None) -> Output:
-        """The output of a job, encoded as it wishes. With NONE, on the CPU, it is the memory of the tensor itself,
-        which must not be written any more.
-
-        Raises:
-            ProtocolViolation: something that was received, or was expected, does not hold.
-        """
+        """Encodes a job's output; with NONE, on the CPU, in place. Raises ProtocolViolation on bad input."""
         begun = time.perf_counter()
         tensor = tensor.detach().contiguous()
         # Waits for nothing: it is there when the encoding is, which is copied after it.

@@ -1,6 +1,6 @@
 """The workers of a replica: forward and backward of a stage of blocks, and both ends of a path at a data node.
 
-Everything here runs on the compute thread, but for the functions that make a worker at the start.
+Workers run on the compute thread.
 """
 
 from __future__ import annotations
@@ -23,20 +23,12 @@ from node.model.memory_need import require_room
 from node.model.moments import ORDINARY, Allowance
 from node.model.optimizer import Accumulator, Addition, InnerOptimizer, StepFigures, inner_optimizer
 from node.model.optimizers.inner_rule import AtDeadline, Submit
-from node.model.parts import (
-    HIDDEN_TYPES,
-    EmbeddingPart,
-    HeadPart,
-    build_block_stack,
-    build_embedding,
-    build_head,
-)
+from node.model.parts import HIDDEN_TYPES, EmbeddingPart, HeadPart, build_block_stack, build_embedding, build_head
 from node.model.passes import Around, HeadPasses, OneDevice, Passes, Visit
 from node.observability.failpoints import crash_point
 from node.pipeline.admission import hidden_tensor
+from node.pipeline.device_passes import BlockByBlock, DeferredWeights, SplitDevice, body_passes, head_passes
 from node.pipeline.runner import Job, Output
-from node.pipeline.several_devices import body_passes, head_passes
-from node.pipeline.split_backward import BlockByBlock, DeferredWeights, SplitDevice
 from node.pipeline.tensor_io import Wire
 from protocol.interfaces.tensor_spec import TensorSpec
 from protocol.manifest.manifest import Manifest, quadratic_share
@@ -67,7 +59,7 @@ class WeightVersion:
 
     def __init__(self, weights: Weights) -> None:
         self.visits = 0
-        """Visits in flight whose forward pass was computed with it."""
+        """Visits in flight whose forward pass used it."""
         self._weights: Weights | None = weights
 
     @property
@@ -75,7 +67,6 @@ class WeightVersion:
         return self._weights is not None
 
     def refer_to(self, weights: Weights | None) -> None:
-        """Sets where it is from now on; None when it is gone."""
         self._weights = weights
 
     def __getitem__(self, place: int) -> Tensor:
@@ -86,8 +77,6 @@ class WeightVersion:
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """A graph's view of one of the weights."""
-
     place: int
     size: torch.Size
     stride: tuple[int | torch.SymInt, ...]
@@ -96,21 +85,12 @@ class _Seen:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Saved:
-    """A tensor of a graph that is no weight, and its version then."""
-
     tensor: Tensor
     version: int
 
 
 class WeightStash:
-    """The versions of one part's weights that visits in flight were computed with.
-
-    Args:
-        weights: returns the tensors that graphs refer to (`node.model.passes.Passes.weights`): always the same ones,
-            each in memory of its own, changed in place.
-        most: versions besides the current one; with 0 none outlives an inner step.
-        room: bytes for copies.
-    """
+    """The versions of one part's weights that visits in flight were computed with, at most `most` in `room` bytes."""
 
     def __init__(self, weights: Callable[[], Weights], most: int, room: int) -> None:
         self._up_to_date, self._weights = weights, weights()
@@ -119,9 +99,7 @@ class WeightStash:
         # Weights that cannot be told apart by their memory could not be found in a graph.
         can_be_found = len(self._places) == len(self._weights) and size > 0
         self.copies = min(most, room // size) if can_be_found else 0
-        """Versions that may be kept."""
         self.bytes = self.copies * size
-        """Memory of these, taken or not."""
         self._unused: list[Weights] = []
         """Free copies. The system would zero fresh memory at every step."""
         self._copies: dict[WeightVersion, Weights] = {}
@@ -175,11 +153,9 @@ class WeightStash:
                 kept.copy_(tensor)
 
     def changed(self) -> None:
-        """Notes that the weights have changed otherwise: the current version is gone."""
         self._go_on_from(None)
 
     def _go_on_from(self, copy: Weights | None) -> None:
-        """Begins another version; the one before is in the copy, if there is one."""
         self.current.refer_to(copy)
         self.current = WeightVersion(self._weights)
 
@@ -207,7 +183,6 @@ class WeightStash:
 
 
 def _memory(tensor: Tensor) -> int:
-    """Returns where the tensor's memory begins."""
     return tensor.untyped_storage().data_ptr()
 
 
@@ -215,28 +190,17 @@ def _memory(tensor: Tensor) -> int:
 
 
 class GraphBudget:
-    """The memory of one replica for autograd graphs between forward and backward.
-
-    It is counted in tokens whose whole graph would take as much. The bytes per token are measured at the first visit.
-    """
+    """The memory of one replica for graphs, counted in tokens with a whole graph. Measured at the first visit."""
 
     def __init__(self, budget_bytes: int) -> None:
         self._budget = budget_bytes
         self._of_one: float | None = None
-        """Bytes per token."""
         self._kept = 0.0
-        """Tokens whose graphs are kept."""
 
     def forward(
         self, passes: Passes, source: Tensor, documents: tuple[int, ...], around: Around = nullcontext
     ) -> tuple[Tensor, Visit | None, float]:
-        """Computes the part on `source` [rows, tokens, hidden], and keeps as much of the graph as fits.
-
-        That is all, or the graphs of some blocks and the inputs of the others, or nothing. The rest is not built.
-
-        Returns:
-            The result, the visit if anything is kept of it, and its share of the budget, until `release`.
-        """
+        """Computes the part on `source`. Returns result, visit if kept, and its share of the budget until `release`."""
         tokens = of_tokens(source)
         if isinstance(passes, BlockByBlock):
             return self._blocks(passes, source, documents, around)
@@ -274,7 +238,6 @@ class GraphBudget:
 
 
 def of_tokens(hidden: Tensor) -> int:
-    """Returns the number of tokens in [rows, tokens, hidden]."""
     return hidden.shape[0] * hidden.shape[1]
 
 
@@ -302,12 +265,7 @@ def _measured(
 
 
 class ReplicaWorker(ABC):
-    """The common part of both workers; see `node.pipeline.runner.Worker`.
-
-    Args:
-        tensor: hidden states.
-        device: the first device.
-    """
+    """The common part of both workers; see `node.pipeline.runner.Worker`. `tensor`: hidden states."""
 
     def __init__(self, tensor: TensorSpec, device: torch.device) -> None:
         self.tensor = tensor
@@ -316,15 +274,10 @@ class ReplicaWorker(ABC):
         """Microbatches whose gradient has been added, those before a resumed snapshot included."""
         self.accumulated_tokens = 0
         self.recomputed = 0
-        """Visits whose forward pass had to be computed again for the backward pass."""
+        """Visits whose forward pass had to be computed again."""
 
     def compute(self, job: Job) -> Output:
-        """Does a job.
-
-        Raises:
-            ProtocolViolation: a received tensor, or a gradient that follows from it, is not finite.
-            StateError: the microbatch has been given up meanwhile.
-        """
+        """Does a job. Raises ProtocolViolation on a non-finite tensor, StateError on an abandoned microbatch."""
         self.wire.start()
         with device_errors():
             return self._compute(job)
@@ -350,20 +303,14 @@ class _Kept:
     weights: WeightVersion
     forward_s: float = 0.0
     share: float = 0.0
-    """Share of the budget for graphs."""
 
 
 class HopWorker(ReplicaWorker):
     """One replica of a module of blocks.
 
     Args:
-        part: the module, on its device.
-        optimizer: takes the inner steps; `accumulator` is its only one.
-        graph_budget_bytes: memory for graphs between forward and backward; what does not fit is recomputed.
+        graph_budget_bytes: memory for graphs, a quarter of it for `stashed` earlier versions of the weights.
         quadratic_share: cost of attention by the manifest; 0 if microbatches are rows of one stream.
-        passes: of the module; by default those of one device.
-        deferred: the weight gradients that are put off; by default none are.
-        stashed: earlier versions of the weights, at most, in a quarter of that memory.
     """
 
     def __init__(
@@ -397,7 +344,6 @@ class HopWorker(ReplicaWorker):
 
     @property
     def unapplied(self) -> Accumulator:
-        """The microbatches that have not gone into an inner step yet."""
         return self._accumulator
 
     def parameters_changed(self) -> None:
@@ -472,13 +418,11 @@ class HopWorker(ReplicaWorker):
         return replace(output, step_due=self.optimizer.due)
 
     def _again(self, source: Tensor, documents: tuple[int, ...]) -> Visit:
-        """Computes a visit again, for its backward pass."""
         if isinstance(self.passes, BlockByBlock):
             return self.passes.forward(source, documents, graphs=0)
         return self.passes.forward(source, documents)
 
     def _add(self, job: Job, visit: Visit, gradient: Tensor, size: Size, begun: float) -> Output:
-        """Computes all gradients now, and adds those of the parameters to the sums."""
         microbatch, total = job.key.microbatch, self._accumulator
         if isinstance(self.passes, BlockByBlock):  # where memory is dear, they are added as they are computed
             is_new = not total.has(microbatch)
@@ -502,8 +446,6 @@ class HopWorker(ReplicaWorker):
         return output
 
     def _put_off(self, job: Job, visit: Visit, gradient: Tensor, size: Size, begun: float) -> Output:
-        """Computes the gradient of the input now, and puts the weight gradients off."""
-
         def ended(seconds: float | None) -> None:
             self._graphs.release(size.tokens)
             if seconds is not None:
@@ -523,10 +465,7 @@ class HopWorker(ReplicaWorker):
         return output
 
     def retract(self, job: Job) -> bool:
-        """Takes a gradient back; see `node.pipeline.runner.Worker`.
-
-        It is computed again with the parameters of now: exactly what was added if they have not changed since.
-        """
+        """Takes a gradient back, recomputed with the current parameters; see `node.pipeline.runner.Worker`."""
         self.wire.start()
         with device_errors():
             source = self.wire.received(job.input)
@@ -561,16 +500,11 @@ class StageZero:
 
     @property
     def parts(self) -> tuple[nn.Module, ...]:
-        """All that its rounds average."""
         return (self.embedding, self.head)
 
 
 class DataWorker(ReplicaWorker):
-    """One data node's replica of stage 0: embedding at the start, norm, head and loss at the end.
-
-    Args:
-        embedding, head: the passes of its two parts.
-    """
+    """One data node's replica of stage 0: embedding at the start, norm, head and loss at the end."""
 
     def __init__(
         self, stage: StageZero, tensor: TensorSpec, device: torch.device, embedding: Passes, head: HeadPasses
@@ -678,17 +612,7 @@ def host_hop(
     threads: DeviceThreads | None = None,
     submit: Submit = AtDeadline,
 ) -> HopWorker:
-    """Makes a replica of a module of stage 1 or above, with the run's initial weights.
-
-    Args:
-        device: holds its state.
-        allowance: slots and moments.
-        threads: of all devices that compute; None for `device` alone.
-        submit: takes idle work.
-
-    Raises:
-        ResourceExhausted: the module does not fit into this machine's memory.
-    """
+    """Makes a replica of a module of stage 1 or above with initial weights. Raises ResourceExhausted if too large."""
     require_room(manifest, (module,), device, allowance.slots, allowance.moments)
     with device_errors():
         part = build_block_stack(manifest, module).to(device)

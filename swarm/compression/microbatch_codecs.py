@@ -1,9 +1,4 @@
-"""The choice of codec for a tensor on a link: the mildest with which the link is not what everybody waits for.
-
-Hybrid compression (arXiv 2409.02423): what stands it is compressed hard, what does not mildly, state not at all. The
-run's manifest says for each kind of traffic how far one may go (the limit); a link that carries more than is asked of
-it costs no accuracy.
-"""
+"""The choice of a link's codec: the mildest with which the link does not limit throughput (arXiv 2409.02423)."""
 
 from __future__ import annotations
 
@@ -14,13 +9,10 @@ from typing import Final
 from swarm.vocabulary.types import Codec, Reasoned
 
 MOST_OF_A_VISIT: Final = 0.25
-"""Of the time that a microbatch is computed at the slower end, a tensor may be on the link for so long. Two tensors of
-a microbatch leave each peer, and several microbatches are under way: with a quarter each, links are idle half of the
-time and rarely waited for."""
+"""Share of a visit's compute time that a tensor may be on the link. Two tensors leave each peer per microbatch."""
 NO_CHOICE: Final = "the run allows nothing else"
 BACK_AT: Final = 0.6
-"""A milder codec is taken again when it would need less than this part of what is allowed: a link that varies must not
-swing the choice."""
+"""Share of the allowed time below which a milder codec is chosen again (hysteresis)."""
 
 
 class Traffic(enum.Enum):
@@ -31,8 +23,7 @@ class Traffic(enum.Enum):
 
 
 MOST_ERROR: Final[Mapping[Codec, float]] = {Codec.BF16: 4e-3, Codec.INT8: 1.2e-2, Codec.INT4: 0.13}
-"""Relative errors that are more than these codecs have on any data they are meant for. Where one does, the next milder
-one is used."""
+"""Relative errors beyond these codecs' usual ones. The next milder codec is then used."""
 
 _LADDERS: Final[Mapping[Codec, tuple[Codec, ...]]] = {
     Codec.NONE: (),
@@ -43,8 +34,7 @@ _LADDERS: Final[Mapping[Codec, tuple[Codec, ...]]] = {
 
 
 def ladder(limit: Codec, *, half_precision: bool) -> tuple[Codec, ...]:
-    """The codecs from the mildest to `limit`, what they fall back to among them. Where elements are bfloat16 anyway,
-    BF16 is none."""
+    """The codecs from the mildest to `limit`. With bfloat16 elements, BF16 is the same as NONE."""
     rungs = (Codec.NONE, *_LADDERS[limit])
     return tuple(codec for codec in rungs if not (half_precision and codec is Codec.BF16))
 
@@ -56,9 +46,9 @@ def choose(
 
     Args:
         sizes: encoded bytes of the tensor with each.
-        current: what was used on this link before.
-        bytes_per_s: what the link carries; 0 when nothing is known.
-        visit_s: how long a microbatch is computed at the slower end of the link, out and back; 0 when nothing is known.
+        current: codec in use.
+        bytes_per_s: goodput of the link; 0 if unknown.
+        visit_s: compute time of a microbatch at the slower end, both directions; 0 if unknown.
     """
     if len(rungs) == 1:
         return Reasoned(rungs[0], NO_CHOICE)

@@ -1,8 +1,7 @@
-"""The choice of codecs for a round: the mildest with which the slowest member's link does not hold the round up.
+"""The choice of a round's codecs: the mildest with which the slowest member's link does not delay the round.
 
-Pseudo-gradients stand much (DiLoCo, arXiv 2501.18512; DESIGN section 6): INT8 makes no difference that can be measured
-(`benchmarks/codec_training.py`), so where the run allows it nothing milder is taken. The convener chooses, from the
-bandwidths that members enter with, and says so in the roster: all members of an attempt use the same.
+The leader chooses from the members' bandwidths. INT8 pseudo-gradients train as well as float32 (DiLoCo, arXiv
+2501.18512; `benchmarks/codec_training.py`), so nothing milder is used if the run allows INT8.
 """
 
 from __future__ import annotations
@@ -16,8 +15,7 @@ from swarm.vocabulary.averaging_messages import Contribution, RoundPiece
 from swarm.vocabulary.types import Codec, Reasoned
 
 MOST_OF_AN_INTERVAL: Final = 0.25
-"""Of the time between two rounds an exchange may take so much: training goes on meanwhile and uses the same links, and
-what is learnt during it starts from an older anchor."""
+"""Share of the round interval that an exchange may take, because training uses the same links."""
 
 _RESULTS: Final[Mapping[Codec, Codec]] = {
     Codec.NONE: Codec.NONE,
@@ -44,22 +42,16 @@ class RoundCodecs:
 
     @property
     def leave_over(self) -> bool:
-        """Whether contributions leave out so much that it has to stay in the replicas
-        (`node.averaging.exchange.reduction`)."""
+        """Whether contributions leave out so much that replicas keep the rest."""
         return self.contribution not in _LEAVE_LITTLE
 
     def of(self, message: RoundPiece) -> Codec:
-        """The codec of a message's tensor."""
         return self.contribution if isinstance(message, Contribution) else self.result
 
 
 @dataclass(frozen=True, slots=True)
 class Rung:
-    """One rung of the ladder: a choice of codecs.
-
-    Args:
-        share: bytes on the wire over those of float32, mean of both directions.
-    """
+    """One codec level. `share`: bytes on the wire over those of float32, mean of both directions."""
 
     codecs: RoundCodecs
     share: float
@@ -69,9 +61,7 @@ FLOAT32: Final = Rung(RoundCodecs(Codec.NONE), 1.0)
 
 
 def ladder(limit: Codec) -> tuple[RoundCodecs, ...]:
-    """The codecs that a run allows, from the mildest to `limit`. NONE and BF16 stand alone: whoever asks for them wants
-    no less.
-    """
+    """The codecs that a run allows, from the mildest to `limit`. NONE and BF16 are single levels."""
     rungs = _LADDER[: _LADDER.index(limit) + 1] if limit in _LADDER else (limit,)
     return tuple(RoundCodecs(codec) for codec in rungs)
 
@@ -82,9 +72,9 @@ def choose(
     """Chooses one of `rungs` (mildest first, at least one) for a round.
 
     Args:
-        both_ways_bytes: what the slowest member sends and receives with float32.
-        slowest_bytes_per_s: of its link; 0 when nothing is known.
-        interval_s: the time that the work of this round has taken.
+        both_ways_bytes: bytes that the slowest member sends and receives with float32.
+        slowest_bytes_per_s: goodput of its link; 0 if unknown.
+        interval_s: duration of the round's local work.
     """
     if len(rungs) == 1:
         return Reasoned(rungs[0].codecs, NO_CHOICE)

@@ -1,12 +1,7 @@
 """The queue of a compute device: jobs that a microbatch waits for, and work for idle time.
 
-Idle work is cut into chunks of a few milliseconds. A chunk begins only if no job waits, so a job is late by one chunk
-at most (a low-priority lane as in PipeFisher, Osawa et al. 2022, arXiv:2211.14133, but without a schedule, since peers
-send when they like). Idle work runs in order of arrival, so what has its deadline first is done first. What is left at
-its deadline is computed in the job that needs it.
-
-A tensor's header arrives before its chunks, so a peer knows of a job in advance (`ArrivalForecast`). No chunk begins
-that would make an expected job wait. docs/BENCHMARKS.md has what that is worth.
+Idle work is cut into chunks of a few milliseconds, so it delays a job by one chunk at most (a low-priority lane as in
+PipeFisher, Osawa et al. 2022, arXiv:2211.14133). Headers announce jobs in advance (`ArrivalForecast`).
 """
 
 from __future__ import annotations
@@ -29,9 +24,7 @@ GIVEN_WAY: Final = 16
 CHUNK_S: Final = 0.005
 """Longest time of a chunk of idle work, in seconds."""
 MOST_WAITING: Final = 1024
-"""Waiting pieces of idle work: more than a module has matrices."""
 MOST_SENDERS: Final = 256
-"""Senders whose speed is remembered."""
 
 Job = Callable[[], None]
 
@@ -44,7 +37,7 @@ class Priority(enum.IntEnum):
     TRAIN = 1
     """Both directions alike: simulated swarms were up to 7 % slower with gradients first, and never faster."""
     EVALUATE = 2
-    """After all waiting training jobs and GIVEN_WAY later ones: a busy peer would never come to it otherwise."""
+    """After all waiting training jobs and GIVEN_WAY later ones, so that a busy peer does not starve it."""
 
 
 def puts_weights_off(staleness: int, devices: int) -> Reasoned[bool]:
@@ -59,7 +52,7 @@ def puts_weights_off(staleness: int, devices: int) -> Reasoned[bool]:
 
 
 class IdleWork:
-    """A piece of idle work. Implements `node.model.optimizers.inner_rule.Deferred`."""
+    """A piece of idle work, in chunks."""
 
     def __init__(self, waiting: dict[IdleWork, None], chunks: Iterator[None], name: str) -> None:
         self.name = name
@@ -92,12 +85,7 @@ class IdleWork:
 
 
 class ComputeQueue:
-    """The jobs and the idle work of one compute device. Not thread-safe: see `ComputeThread`.
-
-    Args:
-        limit: waiting jobs, at most.
-        idle_limit: waiting pieces of idle work, at most.
-    """
+    """The jobs and the idle work of one compute device. Not thread-safe: see `ComputeThread`."""
 
     def __init__(self, limit: int, idle_limit: int = MOST_WAITING) -> None:
         self._limit, self._idle_limit = limit, idle_limit
@@ -105,7 +93,6 @@ class ComputeQueue:
         """A heap by: upkeep or not, place in line, order of arrival."""
         self._numbers = itertools.count()
         self._idle: dict[IdleWork, None] = {}
-        """In order of arrival."""
         self.expected: tuple[float, ...] = ()
         """Times at which jobs will come, by the clock of `take`. A job that is CHUNK_S late is not waited for."""
 
@@ -114,7 +101,6 @@ class ComputeQueue:
         return len(self._idle)
 
     def put(self, priority: Priority, job: Job) -> None:
-        """Adds a job. Raises ResourceExhausted when too many wait."""
         if len(self._jobs) >= self._limit:
             raise ResourceExhausted(f"{self._limit} jobs wait for the compute device")
         number = next(self._numbers)
@@ -122,11 +108,7 @@ class ComputeQueue:
         heapq.heappush(self._jobs, (min(priority, Priority.TRAIN), place, number, job))
 
     def submit(self, chunks: Iterator[None], name: str) -> IdleWork:
-        """Adds idle work, which is done when `chunks` end. Each of them takes about CHUNK_S at most.
-
-        Raises:
-            ResourceExhausted: too much waits already.
-        """
+        """Adds idle work in chunks of about CHUNK_S. Raises ResourceExhausted when too much waits."""
         if len(self._idle) >= self._idle_limit:
             raise ResourceExhausted(f"{self._idle_limit} pieces of work wait for idle time")
         work = IdleWork(self._idle, chunks, name)
@@ -134,8 +116,7 @@ class ComputeQueue:
         return work
 
     def take(self, now: float) -> Job | IdleWork | None:
-        """Removes and returns the most urgent job. Without one, and with none expected within a chunk, returns the
-        oldest idle work, of which one chunk is to be computed; else None."""
+        """Removes the most urgent job, or returns the oldest idle work for a chunk if no job is expected meanwhile."""
         if self._jobs:
             *_, job = heapq.heappop(self._jobs)
             return job
@@ -157,7 +138,6 @@ class ComputeQueue:
             work.cancel()
 
     def clear(self) -> list[Job]:
-        """Gives up all idle work, and removes and returns all jobs, the most urgent first."""
         self.give_up_idle_work()
         jobs = [job for *_, job in sorted(self._jobs, key=lambda each: each[:3])]
         self._jobs.clear()
@@ -172,20 +152,16 @@ class _Arriving:
 
 
 class ArrivalForecast:
-    """The expected arrival times of tensors in flight, by the speed of earlier ones from the same sender.
-
-    A sender's first tensor is not expected. Belongs to the event loop, not to the compute thread.
-    """
+    """The expected arrival times of tensors in flight, by the speed of earlier ones from the same sender."""
 
     def __init__(self) -> None:
         self._arriving: dict[tuple[PeerId, Hashable], _Arriving] = {}
         self._seconds_per_byte: dict[PeerId, Ewma] = {}
-        """The sender that sent last comes last."""
+        """Most recent sender last."""
         self._latest = -math.inf
 
     @property
     def expected(self) -> tuple[float, ...]:
-        """The times, and that of the last arrival, whose job is about to be queued."""
         return (*(each.expected for each in self._arriving.values()), self._latest)
 
     def announced(self, sender: PeerId, tensor: Hashable, size_bytes: int, now: float) -> None:
@@ -195,7 +171,6 @@ class ArrivalForecast:
         self._arriving[sender, tensor] = _Arriving(size_bytes, now, expected)
 
     def arrived(self, sender: PeerId, tensor: Hashable, now: float) -> None:
-        """Takes in that a tensor is complete."""
         arriving = self._arriving.pop((sender, tensor), None)
         self._latest = now
         if arriving is None or not arriving.size_bytes:

@@ -95,7 +95,6 @@ SHORTEST_LIFETIME_S = 60.0
 LIFETIME_IN_RESIDENCES = 20
 """Longest lifetime of a microbatch in residence times of its data node's microbatches, within the bounds above."""
 MAX_TIMED = 256
-"""Data nodes whose residence time is remembered."""
 
 RECALL_AGAIN_S = 1.0
 RECALL_PATIENCE_S = 8.0
@@ -105,8 +104,7 @@ GRADIENT_LIFETIME_S = 60.0
 
 ASK_S = 3.0
 MAX_ASKS = 20
-"""Unanswered questions after which a gradient is taken back: at most once goes before exactly once. Counted, not timed,
-so that a machine that slept does not take its own sleep for the data node's silence."""
+"""Unanswered questions after which a gradient is taken back. Counted, not timed, as a machine may sleep."""
 REMEMBERED = 16_384
 """Completed microbatches that a data node can still answer for."""
 
@@ -129,14 +127,12 @@ class Replicas(Protocol):
     def choose(self, module: ModuleId, without: frozenset[PeerId]) -> Reasoned[PeerId | None]:
         """Returns the best replica of a module outside the given set, or None."""
 
-    def hosts(self, peer: PeerId, module: ModuleId) -> bool:
-        """Whether a peer announces the module."""
+    def hosts(self, peer: PeerId, module: ModuleId) -> bool: ...
 
     def is_given_up(self, peer: PeerId) -> bool:
         """Whether the peer does not answer any more, so that more than a link has broken."""
 
-    def is_linked(self, peer: PeerId) -> bool:
-        """Whether there is a link to a peer now."""
+    def is_linked(self, peer: PeerId) -> bool: ...
 
     def goes_round(self, module: ModuleId) -> bool:
         """Whether new paths avoid the module because none of its replicas can be reached."""
@@ -152,14 +148,12 @@ class ResidenceTimes:
         self._mean_s: dict[PeerId, float] = {}
 
     def note(self, data_node: PeerId, seconds: float) -> None:
-        """Adds the residence time of a microbatch that has passed in both directions."""
         known = self._mean_s.pop(data_node, seconds)
         self._mean_s[data_node] = known + (seconds - known) / 8
         if len(self._mean_s) > MAX_TIMED:
             del self._mean_s[next(iter(self._mean_s))]
 
     def longest_s(self, data_node: PeerId) -> float:
-        """Returns the longest lifetime of one of its microbatches, in seconds."""
         if not self._mean_s:
             return LONGEST_LIFETIME_S
         # An unknown data node may be as slow as the slowest one. Known ones keep their own bound whatever others do.
@@ -168,12 +162,7 @@ class ResidenceTimes:
 
 
 class Custody:
-    """The state machine of all entries of one peer.
-
-    Args:
-        own: this peer.
-        slots: microbatches of other peers held at once, at most. A data node's own need no slot.
-    """
+    """The state machine of all entries of one peer. `slots`: most microbatches of other peers; its own need none."""
 
     def __init__(self, own: PeerId, slots: int, replicas: Replicas) -> None:
         self.own = own
@@ -202,7 +191,6 @@ class Custody:
         return sum(e.path.data_node != self.own and e.phase is not Phase.SETTLING for e in self._entries.values())
 
     def touch(self, key: Key, now: float) -> None:
-        """Renews the deadline of a microbatch that has moved somewhere on its path."""
         entry = self.get(key)
         if entry is not None:
             self._renew(entry, now)
@@ -214,7 +202,6 @@ class Custody:
         self._entries[entry.key] = entry
 
     def _renew(self, entry: Entry, now: float) -> None:
-        """Puts an entry with a new deadline."""
         data_node, allowed_s = entry.path.data_node, entry.lifetime_s
         if data_node == self.own:
             pass
@@ -279,7 +266,6 @@ class Custody:
         return Reasoned(Place.FREE, "a slot is free")
 
     def _add(self, entry: Entry, now: float) -> None:
-        """Puts a new entry, or one that replaces another."""
         self._put(entry)
         if self._is_unlinked(entry.path.data_node):
             # Without a link we cannot tell whether the data node exists, so its grace period starts now.
@@ -414,7 +400,6 @@ class Custody:
         self._unlinked = (self._unlinked | {data_node}) & {entry.path.data_node for entry in self.entries()}
 
     def _relink(self, peer: PeerId, now: float) -> None:
-        """Ends the grace period of a data node's microbatches."""
         if peer in self._unlinked:
             self._unlinked.remove(peer)
             for entry in self._moving(peer):
@@ -639,7 +624,6 @@ class Custody:
         return self._give_up(entry, detail, now) if is_relaunched or self._may_skip(entry) else []
 
     def _offer_elsewhere(self, entry: Entry, now: float) -> list[Action]:
-        """Offers it to another replica of the next module, if there is one."""
         module, target = entry.next_module, entry.target
         if module is None or target is None:
             return []
@@ -682,7 +666,6 @@ class Custody:
         return [_recall(entry, before)]
 
     def _recall_answered(self, entry: Entry, receipt: Receipt) -> list[Action]:
-        """Handles the receipt that the hop before sends instead of the input."""
         match receipt.status:
             case ReceiptStatus.PASSED_ON:
                 return self._give_back(entry, ReceiptStatus.PASSED_ON, "the gradient is there already")
@@ -798,7 +781,6 @@ class Custody:
         return [Finished(microbatch, path), *forgotten, *(Tell(peer, Settled(microbatch, path)) for peer in peers)]
 
     def abandon(self, microbatch: MicrobatchId, detail: str) -> list[Action]:
-        """Abandons a microbatch at its data node: forgets both ends and tells every hop."""
         held = self._of(microbatch)
         peers = dict.fromkeys(hop.peer for entry in held for hop in entry.path.hops if hop.peer != self.own)
         gone: list[Action] = [self._drop(entry, detail) for entry in held]

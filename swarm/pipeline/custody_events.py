@@ -21,8 +21,6 @@ from swarm.vocabulary.types import MicrobatchId, ModuleId, Path, PeerId
 
 
 class Phase(enum.Enum):
-    """The progress of an entry."""
-
     RECEIVING = enum.auto()
     FORWARD = enum.auto()
     HANDING_ON = enum.auto()
@@ -47,8 +45,6 @@ ADDED = frozenset({Phase.HANDING_BACK, Phase.GUARDING_BACK, Phase.SETTLING})
 
 
 class Place(enum.Enum):
-    """The answer to an announced tensor: whether it is admitted."""
-
     FREE = enum.auto()
     BUSY = enum.auto()
     REFUSED = enum.auto()
@@ -88,9 +84,7 @@ class Entry:
     deadline: float
     """Time at which it is forgotten unless something happens to it before."""
     sender: PeerId | None = None
-    """Peer it first came from; None at a data node's start."""
     since: float = 0.0
-    """Arrival time of the first tensor."""
     target: PeerId | None = None
     """Peer it is handed to, or that owes the input."""
     tried: frozenset[PeerId] = frozenset()
@@ -100,16 +94,13 @@ class Entry:
     retry_at: float | None = None
     """Time of the next offer, recall or question."""
     refusals: int = 0
-    """Times in a row that every replica was busy."""
     failing_since: float | None = None
     """Time since which the target cannot be reached, or owes a recalled input."""
     came: float = 0.0
-    """Arrival time of the latest tensor."""
     waited_s: float = 0.0
     """Time from then until its computation began."""
     computed_s: float = 0.0
     handed: float = 0.0
-    """Time of the latest offer."""
     asked: int = 0
     """Questions to the data node whether the gradient counts."""
 
@@ -127,12 +118,10 @@ class Entry:
 
     @property
     def next_position(self) -> int:
-        """Position of the peer that gets it from here."""
         return self.key.position + (1 if self.direction is Direction.FORWARD else -1)
 
     @property
     def previous_position(self) -> int:
-        """Position of the peer that it came from."""
         return self.key.position - (1 if self.direction is Direction.FORWARD else -1)
 
     @property
@@ -157,8 +146,6 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class TensorArrived:
-    """The tensor of an admitted message is complete."""
-
     message: Forward | Backward
 
 
@@ -171,8 +158,6 @@ class BrokenOff:
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """A Compute action is done; it took `seconds` on the device."""
-
     key: Key
     seconds: float = 0.0
 
@@ -187,8 +172,6 @@ class ComputeFailed:
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """A small message about a microbatch arrived."""
-
     sender: PeerId
     message: Receipt | Close | Recall | Settled | Unsettled
 
@@ -203,8 +186,6 @@ class PeerLost:
 
 @dataclass(frozen=True, slots=True)
 class PeerBack:
-    """There is a link to a peer, again or for the first time."""
-
     peer: PeerId
 
 
@@ -219,8 +200,6 @@ Event = Started | TensorArrived | BrokenOff | Computed | ComputeFailed | Arrived
 
 
 class Work(enum.Enum):
-    """The kind of a computation."""
-
     FORWARD = enum.auto()
     """Input to output; at a data node's start, tokens to hidden states."""
     LOSS = enum.auto()
@@ -233,8 +212,6 @@ class Work(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """Compute on the tensors of this entry."""
-
     key: Key
     work: Work
     purpose: Purpose
@@ -251,8 +228,6 @@ class SendOutput:
 
 @dataclass(frozen=True, slots=True)
 class Tell:
-    """Send a small message."""
-
     to: PeerId
     message: MicrobatchControl
 
@@ -280,8 +255,6 @@ class Retract:
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """Free the slot, the buffers and the graph of an entry that is gone."""
-
     key: Key
     reason: str
 

@@ -1,8 +1,6 @@
 """A data node's microbatches in flight: their counts, how many there may be (`Window`), and when a step is complete.
 
-A *step* is as many completed microbatches as have its tokens (`swarm.workload.step_rule`). With staleness z a
-microbatch of step s + 1 + z waits until step s is complete. With z = 0 all of a step is computed with the parameters
-after the last one.
+With staleness z a microbatch of step s + 1 + z waits until step s is complete.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ from typing import Final
 
 from swarm.pipeline.custody import KEPT_FOR_OTHERS
 from swarm.vocabulary.types import MicrobatchId, Path, PeerId, Reasoned
-from swarm.workload.step_rule import StepRule
+from swarm.workload.microbatch_sizes import StepRule
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +23,7 @@ class Counts:
     completed: int = 0
     abandoned: int = 0
     duplicated: int = 0
-    """Completions of a microbatch that had completed already. Anything but 0 is a defect."""
+    """Repeated completions. Anything but 0 is a defect."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +54,7 @@ class FlightRules:
     Args:
         per_step: microbatches of one step, if all are of the largest size.
         staleness: steps that may begin before the current one is complete.
-        window: microbatches in flight at first, at most.
         steps: stop after this many; None means never.
-        microbatch_tokens: tokens of one microbatch, at most.
     """
 
     per_step: int
@@ -69,12 +65,10 @@ class FlightRules:
 
     @property
     def step(self) -> StepRule:
-        """The rule by which microbatches make steps."""
         return StepRule(self.per_step * self.microbatch_tokens, self.microbatch_tokens)
 
     @property
     def most_in_flight(self) -> int:
-        """Largest number in flight with the first window, if all are of the largest size."""
         return min(self.window, self.most_by_staleness)
 
     @property
@@ -88,9 +82,7 @@ class Flights:
     """The account of a data node's microbatches.
 
     Args:
-        first_number: number of the first microbatch. A data node that comes back must not reuse a number of its earlier
-            life: other peers may still hold that microbatch.
-        steps_done: completed steps, those of earlier lives included.
+        first_number: first number not used by an earlier life, whose microbatches other peers may hold.
     """
 
     own: PeerId
@@ -99,11 +91,10 @@ class Flights:
     counts: Counts = field(default_factory=Counts)
     steps_done: int = 0
     window: int = field(init=False)
-    """Microbatches in flight at most, as found by now (`Window`)."""
     next_number: int = field(init=False)
     _flying: dict[MicrobatchId, Flight] = field(default_factory=dict)
     _done: list[Flight] = field(default_factory=list)
-    """Completed microbatches of the step that is not complete yet."""
+    """Completed microbatches of the current step."""
 
     def __post_init__(self) -> None:
         self.next_number = self.first_number
@@ -115,14 +106,12 @@ class Flights:
 
     @property
     def finished(self) -> bool:
-        """Whether all requested steps are complete and no microbatch is in flight."""
         return self.rules.steps is not None and self.steps_done >= self.rules.steps and not self._flying
 
     def get(self, microbatch: MicrobatchId) -> Flight | None:
         return self._flying.get(microbatch)
 
     def may_start(self) -> Reasoned[bool]:
-        """Whether another microbatch may start now."""
         rules = self.rules
         if len(self._flying) >= self.window:
             return Reasoned(False, f"the window of {self.window} is full")
@@ -143,7 +132,6 @@ class Flights:
         return flight
 
     def returned(self, microbatch: MicrobatchId, path: Path, loss: float) -> None:
-        """Notes the loss of a microbatch, and the path that it really took."""
         flight = self._flying.get(microbatch)
         if flight is not None:
             self._flying[microbatch] = replace(flight, path=path, loss=loss)
@@ -167,10 +155,7 @@ class Flights:
         return StepDone(self.steps_done, sum(losses) / sum(each.scored for each in done), len(done))
 
     def abandon(self, microbatch: MicrobatchId) -> Flight | None:
-        """Gives a microbatch up. Returns its flight, or None if it is not in flight.
-
-        If it has no loss, no stage has used it, and its data may be launched again under a new number.
-        """
+        """Abandons a microbatch. Without a loss, its data may be launched again under a new number."""
         flight = self._flying.pop(microbatch, None)
         if flight is not None:
             self.counts = replace(self.counts, abandoned=self.counts.abandoned + 1)
@@ -181,7 +166,7 @@ class Flights:
 
 GAIN: Final = 2.0
 LEAST_IN_EPOCH: Final = 12
-"""Microbatches of an epoch, at least. Round trips differ by 10 to 20 %, the mean of so many by 5 %."""
+"""Fewest microbatches of an epoch. Round trips differ by 10 to 20 %, the mean of these by 5 %."""
 LEAST_IN_PROBE: Final = 6
 LOWERED: Final = 0.9
 """The window falls when two targets in a row are below this share of it."""
@@ -203,14 +188,11 @@ USED: Final = 0.6
 
 @dataclass(frozen=True, slots=True)
 class _Epoch:
-    """Means over an epoch."""
-
     flying: float
     trip_s: float
 
     @property
     def pace(self) -> float:
-        """Completed microbatches per second."""
         return self.flying / self.trip_s
 
 
@@ -225,19 +207,10 @@ class _Probe:
 
 
 class Window:
-    """The number of microbatches that one data node may have in flight, found by measurements.
+    """The number of microbatches that one data node may have in flight: GAIN times the bandwidth-delay product.
 
-    By Little's law the number in flight is the pace times the round trip. While the window is too small no microbatch
-    queues, so twice as many in flight double the pace. Beyond the bandwidth-delay product (pace times round trip
-    without queueing) only queues grow. The window is GAIN times that product, as in BBR (Cardwell et al. 2016), so that
-    no peer is idle because the next microbatch is late. The round trip without queueing is the shortest mean of an
-    epoch, which is a window's worth of microbatches. Links change, so a probe lowers the window for two epochs now and
-    then, and measures in the second.
-
-    Args:
-        start: its first value.
-        least: its smallest value, whatever is measured.
-        most: its largest value, and why.
+    That is pace times round trip without queueing, as in BBR (Cardwell et al. 2016). A probe lowers the window for two
+    epochs now and then, and measures the round trip in the second. An epoch is a window's worth of microbatches.
     """
 
     def __init__(self, start: int, least: int, most: Reasoned[int]) -> None:
@@ -249,7 +222,6 @@ class Window:
         self._sums: list[tuple[int, float]] = []
         """Number in flight and round trip of each microbatch of this epoch."""
         self._unloaded_s = math.inf
-        """Round trip without queueing."""
         self._target_before = math.inf
         self._lowered_from: _Epoch | None = None
         """The epoch before the window fell."""
@@ -267,7 +239,6 @@ class Window:
         return Reasoned(most, f"{self._most.reason}; {self._why}")
 
     def bound(self, most: Reasoned[int]) -> None:
-        """Sets its largest value."""
         self._most = most
 
     def completed(self, started: float, now: float, flying: int) -> None:
@@ -346,12 +317,7 @@ class Window:
 
 
 def room_at_hops(slots: Iterable[Sequence[int]], visited: float, data_nodes: int) -> Reasoned[int] | None:
-    """Returns the microbatches that find slots at the hops, for one of `data_nodes`. None if no slots are known.
-
-    Args:
-        slots: slots of the replicas of each stage after 0.
-        visited: share of these stages that a path visits.
-    """
+    """Returns the microbatches of one of `data_nodes` that find slots, if paths visit a share of the stages."""
     rooms = [
         (sum(min(each - each // KEPT_FOR_OTHERS, each / max(1, data_nodes)) for each in replicas), stage)
         for stage, replicas in enumerate(slots, start=1)

@@ -1,3 +1,1 @@
-"""Workload: microbatches of whole documents and of equal cost, what they cost a peer, and which device computes what
-(WLB-LLM, arXiv:2503.17924). Pure decisions.
-"""
+"""Workload: microbatches of equal cost, their cost for a peer, and the split between devices. Pure decisions."""

@@ -1,12 +1,10 @@
 """Shares of a microbatch's documents for the devices of one node, so that all are done at the same time.
 
-Attention knows no more than a document, so devices that compute whole documents exchange nothing. Where that leaves
-one waiting for another, the most costly documents are cut: every device gets a piece of a document's head and the
-mirrored piece of its tail, which together cost just its share of the document, in tokens and in attention alike. The
-pieces' keys and values then have to be exchanged, so as little is cut as helps.
+Whole documents need no exchange. If that is uneven, the most expensive ones are cut: each device gets a piece of the
+head and the mirrored piece of the tail, which have its share of tokens and attention. Keys and values are exchanged.
 
-Sources: WLB-LLM (arXiv:2503.17924) section 5, sharding by document and the choice between two shardings by their
-predicted times; the longest first, Graham 1969 (doi:10.1137/0117039).
+Sources: WLB-LLM (arXiv:2503.17924) section 5, sharding by document; the longest first, Graham 1969
+(doi:10.1137/0117039).
 """
 
 from __future__ import annotations
@@ -19,15 +17,12 @@ from typing import Final
 from swarm.vocabulary.types import Reasoned
 
 CUTTING: Final = 0.06
-"""What a document costs more when it is cut, as a part of its cost: keys and values are exchanged in every block, both
-ways, and every device waits for the slowest there. Measured with two processor cores
-(`benchmarks/workload_devices.py`)."""
+"""Relative extra cost of a cut document: keys and values are exchanged in every block."""
 LEAST_PIECE: Final = 16
-"""Tokens. A device that would get less of a head or tail gets nothing of it."""
 EVEN: Final = 0.002
-"""A largest load that is not more than this part above the mean is not lowered any more."""
+"""Relative excess of the largest load at which exchanges end."""
 EXCHANGED: Final = 32
-"""Documents of a device that are looked at for an exchange: its shortest, which even out the most."""
+"""Shortest documents of a device that are tried for an exchange."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,30 +30,19 @@ class Dealing:
     """The documents that each device computes alone, and those that all compute together."""
 
     whole: tuple[tuple[int, ...], ...]
-    """For each device the indices of its documents, in rising order."""
+    """Indices of documents by device, in rising order."""
     cut: tuple[int, ...]
-    """Indices, in rising order."""
     shares: tuple[float, ...]
-    """Of every cut document, for each device; together 1, or all 0 where nothing is cut."""
+    """Shares of every cut document by device; together 1, or all 0."""
     loads: tuple[float, ...]
-    """The predicted cost for each device."""
 
     @property
     def unevenness(self) -> float:
-        """The largest load over the mean."""
         return max(self.loads) * len(self.loads) / sum(self.loads)
 
 
 def deal(costs: Sequence[float], devices: int, cutting: float = CUTTING) -> Reasoned[Dealing]:
-    """Deals documents of these costs to so many equal devices.
-
-    Args:
-        costs: of each document, above 0; at least one.
-        cutting: what cutting a document costs, as a part of its cost. Infinite where nothing can be cut.
-
-    Returns:
-        The dealing of the least predicted time; of equal ones that which cuts the least. The same for the same input.
-    """
+    """Deals documents to equal devices with the least predicted time, cutting the fewest (at `cutting` extra cost)."""
     found = deal_whole(costs, devices)
     uncut = found.unevenness
     if cutting < float("inf"):
@@ -73,7 +57,6 @@ def deal(costs: Sequence[float], devices: int, cutting: float = CUTTING) -> Reas
 
 
 def deal_whole(costs: Sequence[float], devices: int) -> Dealing:
-    """Deals documents and cuts none."""
     return _deal(costs, devices, frozenset(), 0.0)
 
 
@@ -83,10 +66,7 @@ def deal_cut(costs: Sequence[float], devices: int, cutting: float = CUTTING) -> 
 
 
 def pieces(tokens: int, shares: Sequence[float]) -> tuple[tuple[range, ...], ...]:
-    """For each device the tokens that it gets of a cut document: of the head, and of the tail in the opposite order.
-
-    Together they are all tokens, once.
-    """
+    """For each device its tokens of a cut document: of the head, and of the tail in the opposite order."""
     middle = tokens // 2
     ends = _ends(middle, shares)
     heads = [range(first, end) for first, end in zip([0, *ends], ends, strict=False)]
@@ -124,8 +104,7 @@ def _deal(costs: Sequence[float], devices: int, cut: frozenset[int], cutting: fl
 
 
 def _exchange(whole: list[list[int]], loads: list[float], costs: Sequence[float]) -> None:
-    """Moves or swaps documents between the fullest and the emptiest device as long as that lowers the larger load of
-    the two; at most once for each document."""
+    """Moves or swaps documents between the fullest and the emptiest device while that lowers the larger load."""
     mean = sum(loads) / len(loads)
     for _ in costs:
         full = max(range(len(loads)), key=lambda device: loads[device])
@@ -155,7 +134,6 @@ def _exchange(whole: list[list[int]], loads: list[float], costs: Sequence[float]
 
 
 def _level(loads: Sequence[float], more: float) -> float:
-    """The level to which `more` fills up the emptiest of the loads."""
     rising = sorted(loads)
     for count in range(1, len(rising) + 1):
         level = (more + sum(rising[:count])) / count
@@ -165,7 +143,6 @@ def _level(loads: Sequence[float], more: float) -> float:
 
 
 def _ends(middle: int, shares: Sequence[float]) -> list[int]:
-    """Where each device's piece of the head ends."""
     kept = [share if share * middle >= LEAST_PIECE else 0.0 for share in shares]
     if not any(kept):
         kept = [float(index == 0) for index in range(len(shares))]

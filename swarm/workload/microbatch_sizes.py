@@ -1,8 +1,4 @@
-"""The sizes of the latest microbatches of a data node: what is usual, and how far they are apart.
-
-Where microbatches are whole documents each has its own tokens, documents and cost. Times that were measured of one are
-divided by its cost in usual ones, and people see by the spread whether packing does its work.
-"""
+"""The sizes of a data node's latest microbatches: the usual one, and their spread."""
 
 from __future__ import annotations
 
@@ -13,7 +9,6 @@ from dataclasses import dataclass
 from typing import Final
 
 LATEST: Final = 64
-"""Microbatches that are remembered: about as many as are packed together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,9 +17,9 @@ class Size:
 
     tokens: int
     documents: tuple[int, ...]
-    """Tokens of each; empty where it is rows of one stream."""
+    """Tokens of each; empty if it is rows of one stream."""
     cost: float = 0.0
-    """In tokens, attention included, by the manifest; 0 where nobody asks."""
+    """In tokens, attention included; 0 if unused."""
 
     @property
     def squares(self) -> int:
@@ -38,23 +33,18 @@ class SizeSummary:
 
     microbatches: int = 0
     tokens: float = 0.0
-    """Mean of one."""
     tokens_spread: float = 0.0
     cost: float = 0.0
-    """Mean of one, in tokens, attention included."""
+    """Mean, in tokens, attention included."""
     cost_spread: float = 0.0
     documents: float = 0.0
-    """Mean of one; 0 where microbatches are rows of one stream."""
+    """Mean; 0 if microbatches are rows of one stream."""
     padding: float = 0.0
-    """The part of the largest microbatch that the mean one leaves empty. Nothing is sent or computed for it."""
+    """Mean share of a largest microbatch that is empty. Nothing is sent or computed for it."""
 
 
 class MicrobatchSizes:
-    """The sizes of the latest microbatches.
-
-    Args:
-        most_tokens: of one microbatch.
-    """
+    """The sizes of the latest microbatches, which have `most_tokens` at most."""
 
     def __init__(self, most_tokens: int) -> None:
         self._most_tokens = most_tokens
@@ -62,12 +52,10 @@ class MicrobatchSizes:
 
     @property
     def tokens(self) -> float:
-        """Of a usual microbatch."""
         return self._mean(lambda size: size.tokens) if self._latest else self._most_tokens
 
     @property
     def squares(self) -> float:
-        """Of a usual microbatch's documents."""
         return self._mean(lambda size: size.squares)
 
     def add(self, size: Size) -> float:
@@ -84,7 +72,6 @@ class MicrobatchSizes:
 
 
 def summary_of(sizes: Sequence[Size], most_tokens: int) -> SizeSummary:
-    """The summary of these sizes, of microbatches that have so many tokens at most."""
     if not sizes:
         return SizeSummary()
     tokens, tokens_spread = _mean_and_spread([size.tokens for size in sizes])
@@ -97,3 +84,23 @@ def _mean_and_spread(figures: Sequence[float]) -> tuple[float, float]:
     mean = math.fsum(figures) / len(figures)
     variance = math.fsum((figure - mean) ** 2 for figure in figures) / len(figures)
     return mean, math.sqrt(variance) / mean if mean else 0.0
+
+
+# ---- inner steps -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class StepRule:
+    """The tokens of an inner step. It is complete when less than half of a largest microbatch is missing.
+
+    Args:
+        inner_tokens: a multiple of `microbatch_tokens`.
+        microbatch_tokens: of one microbatch, at most.
+    """
+
+    inner_tokens: int
+    microbatch_tokens: int = 1
+
+    def is_complete(self, tokens: int, steps: int = 1) -> bool:
+        """Whether so many tokens are enough for so many steps."""
+        return 2 * tokens >= 2 * steps * self.inner_tokens - self.microbatch_tokens

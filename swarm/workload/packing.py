@@ -1,18 +1,11 @@
-"""Packing of a block's documents into microbatches of equal cost.
+"""Packing of a block's documents into microbatches of equal cost, so that stages, which are queues, see no outlier.
 
-The cost of a microbatch is its tokens plus the weighted squares of its documents' tokens (`quadratic_share`). The whole
-pipeline waits for one that costs more than the others, so a block of many microbatches is packed at once:
+The cost is tokens plus weighted squares of documents' tokens (`quadratic_share`). Documents that fit are not cut.
 
-* Filling: the longest piece first, each into the microbatch that will cost the least when the room beside it is filled
-  with what is still to come. Ends of documents that are cut anyway are poured in last. Then the dearest microbatch
-  exchanges documents with the cheapest, and long pieces of what is still too dear are cut once more: two pieces cost
-  less than one.
-* Turns: a block begins with microbatches that cost as much as the end of the block before, and goes on from there, so
-  that a window which reaches over the border sees no step.
-* The end: if a block needs a microbatch more than its documents fill, the last few documents go into the next block.
-
-Documents that fit are never cut. WLB-LLM's outlier queues even out the microbatches of one step, and between steps the
-cost varies more than without. Here stages are queues and not barriers, so every microbatch has to be like the next.
+* Filling: the longest piece first, into the microbatch that will cost the least when its room is filled. Then the most
+  expensive microbatch exchanges documents with the cheapest, and long pieces of cut documents are cut once more.
+* Turns: a block begins with the cost at the end of the block before.
+* The end: documents that would open a microbatch without filling it go into the next block.
 
 Sources: WLB-LLM (arXiv:2503.17924) section 4, packing by workload; the longest first, Graham 1969
 (doi:10.1137/0117039).
@@ -24,6 +17,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from heapq import heapify, heappop, heappush
 from itertools import accumulate, pairwise, zip_longest
 from typing import Final, NamedTuple
@@ -31,37 +25,29 @@ from typing import Final, NamedTuple
 from swarm.vocabulary.types import MAX_DOCUMENTS
 
 RATE_AGAIN: Final = 0.7
-"""When documents have become so much shorter, what is still to come is looked at anew."""
+"""Relative length at which the rate of what is left is computed again."""
 EXCHANGES: Final = 64
-"""Of documents, that are looked for after all are dealt."""
 OTHERS: Final = 4
-"""Microbatches that are next to the dearest and to the cheapest, for where these two have nothing to exchange."""
+"""Microbatches next to the most expensive and the cheapest that are tried too."""
 EVEN: Final = 0.01
-"""Costs no further apart than this part of the mean are equal."""
+"""Relative difference up to which costs count as equal."""
 SHORTEST_CUT: Final = 16
-"""Tokens. A piece that is no longer is not cut to make its microbatch cheaper."""
+"""Longest piece, in tokens, that is not cut to lower a cost."""
 
 
 class Piece(NamedTuple):
-    """A document, or a piece of one."""
-
     document: int
-    """Its index."""
     start: int
     stop: int
-    """Tokens of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What a run's microbatches have room for."""
-
     sequence: int
-    """The most tokens of a document, or a piece of one."""
     tokens: int
-    """The most tokens of a microbatch; at least `sequence`."""
+    """Most tokens of a microbatch; at least `sequence`."""
     quadratic_share: float
-    """The cost of attention, in tokens for each square of a document's tokens."""
+    """Cost of attention, in tokens per squared token of a document."""
 
     def cost(self, length: int) -> float:
         return length + self.quadratic_share * length * length
@@ -74,9 +60,8 @@ class Bin:
     cost: float = 0.0
     tokens: int = 0
     pieces: list[int] = field(default_factory=list)
-    """Indices."""
     aim: float = 0.0
-    """How much more than the mean it is to cost."""
+    """Wanted cost above the mean."""
 
     @property
     def beside(self) -> float:
@@ -84,33 +69,19 @@ class Bin:
         return self.cost - self.aim
 
 
-class _Costs(dict[int, float]):
-    """Of pieces by their tokens."""
-
-    def __init__(self, room: Room) -> None:
-        super().__init__()
-        self._room = room
-
-    def __missing__(self, length: int) -> float:
-        found = self[length] = self._room.cost(length)
-        return found
-
-
 class Filling:
-    """Microbatches that are filled with pieces, as few as they fit into but `count` at least.
+    """Microbatches filled with pieces, as few as they fit into but one for each of `aims` (cost above the mean).
 
     Args:
-        pieces: what is to be dealt.
         cut: documents that may be cut further.
-        poured: the indices of pieces that are poured in when all others are dealt; only of documents that may be cut.
-        aims: how much more than the mean each of the microbatches is to cost; as many as there are to be, at least 1.
+        poured: indices of pieces of cut documents that are dealt last.
     """
 
     def __init__(
         self, pieces: Sequence[Piece], cut: Collection[int], poured: Collection[int], room: Room, aims: Sequence[float]
     ) -> None:
         self.pieces, self.poured = list(pieces), poured
-        self._cut, self._room, self._costs = cut, room, _Costs(room)
+        self._cut, self._room, self._costs = cut, room, cache(room.cost)
         self._lengths = [piece.stop - piece.start for piece in pieces]
         dealt = [index for index in range(len(pieces)) if index not in poured]
         longest_first = sorted(dealt, key=self._lengths.__getitem__, reverse=True)
@@ -125,12 +96,10 @@ class Filling:
 
     @property
     def mean(self) -> float:
-        """The cost of a microbatch."""
         return math.fsum(found.cost for found in self.bins) / len(self.bins)
 
     @property
     def unevenness(self) -> float:
-        """The largest cost over the mean."""
         return max(found.beside for found in self.bins) / self.mean
 
     def lower(self, bound: float) -> None:
@@ -150,13 +119,13 @@ class Filling:
     def _deal(self, longest_first: Sequence[int]) -> list[int]:
         """Deals pieces, to further microbatches where a whole document does not fit; returns what else does not."""
         bins, lengths, costs, most_tokens = self.bins, self._lengths, self._costs, self._room.tokens
-        left_tokens, left_cost = sum(lengths), math.fsum(costs[length] for length in lengths)
+        left_tokens, left_cost = sum(lengths), math.fsum(costs(length) for length in lengths)
         rate, rate_until = 0.0, max(lengths)
-        """What a token of all that is still to come costs: a microbatch with little room will cost little more."""
+        """Cost of a token of what is left."""
         open_ones: list[tuple[float, int]] = []
-        """Those that may have room, that which will cost the least first."""
+        """Microbatches with room, by their cost when full."""
         too_full: list[tuple[int, int]] = []
-        """The others, those with the most room first: documents become shorter and fit again."""
+        """The others, most room first: shorter documents may fit."""
         left = list[int]()
         for index in longest_first:
             length = lengths[index]
@@ -177,7 +146,7 @@ class Filling:
             else:
                 bins.append(Bin())
                 place = len(bins) - 1
-            found, cost = bins[place], costs[length]
+            found, cost = bins[place], costs(length)
             found.pieces.append(index)
             found.cost += cost
             found.tokens += length
@@ -191,7 +160,7 @@ class Filling:
         if not poured:
             return
         tokens = sum(self._lengths[index] for index in poured)
-        rate = math.fsum(self._costs[self._lengths[index]] for index in poured) / tokens
+        rate = math.fsum(self._costs(self._lengths[index]) for index in poured) / tokens
         full = -(-(sum(found.tokens for found in self.bins) + tokens) // len(self.bins))
         rests = [(-self._lengths[index], index) for index in poured]
         heapify(rests)
@@ -223,12 +192,12 @@ class Filling:
 
     def _take(self, found: Bin, index: int) -> None:
         found.pieces.append(index)
-        found.cost += self._costs[self._lengths[index]]
+        found.cost += self._costs(self._lengths[index])
         found.tokens += self._lengths[index]
 
     def _give(self, found: Bin, index: int) -> None:
         found.pieces.remove(index)
-        found.cost -= self._costs[self._lengths[index]]
+        found.cost -= self._costs(self._lengths[index])
         found.tokens -= self._lengths[index]
 
     # ---- cutting -----------------------------------------------------------------------------------------------------
@@ -237,10 +206,10 @@ class Filling:
         """Cuts a piece so that the two cost `less` less, or in halves: x and y tokens save 2 x y of the squares."""
         length, squares = self._lengths[index], less / self._room.quadratic_share
         apart = math.isqrt(max(0, length * length - math.ceil(2 * squares)))
-        found.cost -= self._costs[length]
+        found.cost -= self._costs(length)
         rest = self._cut_off(index, min(length - 1, max((length + 1) // 2, (length + apart) // 2)))
         found.pieces.append(rest)
-        found.cost += self._costs[self._lengths[index]] + self._costs[self._lengths[rest]]
+        found.cost += self._costs(self._lengths[index]) + self._costs(self._lengths[rest])
 
     def _cut_off(self, index: int, kept: int) -> int:
         """Keeps so many tokens of a piece, and returns the index of the rest."""
@@ -287,10 +256,10 @@ class Filling:
         best: tuple[float, int, int] | None = None
         for given in ours:
             least = given - room  # so long at least is what has to be given back, or there is no room
-            place = bisect_left(theirs, costs[given] - gap / 2, key=costs.__getitem__)
+            place = bisect_left(theirs, costs(given) - gap / 2, key=costs)
             at = bisect_left(theirs, least)
             for taken in (0, *theirs[max(0, place - 1) : place + 1], *theirs[at : at + 1]):
-                moved = costs[given] - (costs[taken] if taken else 0.0)
+                moved = costs(given) - (costs(taken) if taken else 0.0)
                 may = taken >= least and (taken or len(poor.pieces) < MAX_DOCUMENTS)
                 gain = 2 * moved * (gap - moved)
                 if may and gain > 0 and (best is None or gain > best[0]):
@@ -302,14 +271,14 @@ class Filling:
 
 
 ENOUGH: Final = 1.012
-"""The largest cost over the mean of a few in a row at which no other order is tried."""
+"""Largest cost over the mean of a few in a row at which no other order is tried."""
 ALIKE: Final = 0.004
-"""Of the mean: on a slope, chance decides among those whose costs are no further apart."""
+"""Relative cost difference that chance decides on a slope."""
 LOW: Final = 0.03
-"""Of what all but an eighth of microbatches cost at least: what costs so much less stands apart on a slope."""
+"""Relative gap below most microbatches at which one is apart on a slope."""
 STRATA: Final = 8
 _FAR_APART: Final = (0, 4, 2, 6, 1, 5, 3, 7)
-"""Neighbours in the order are of strata that are not."""
+"""Neighbours are of distant strata."""
 
 
 def worst_run(costs: Sequence[float], level: float = 0.0) -> float:
@@ -323,18 +292,17 @@ def worst_run(costs: Sequence[float], level: float = 0.0) -> float:
 
 
 def in_turns(costs: Sequence[float], ranks: Sequence[int], level: float = 0.0) -> tuple[list[int], float]:
-    """The order in which microbatches are given out, so that each costs as much as its neighbours, or as any few in a
-    row do: the best of these three.
+    """Orders microbatches so that neighbours, or any few in a row, cost alike: the best of three orders.
 
     * Of any STRATA in a row one is of the cheapest, one of the next, and so on.
-    * Rising or falling costs, where the block before cost less or more; those that cost much less than the mean apart.
+    * Rising or falling costs, if the block before cost less or more; with the cheapest apart or not.
 
     Args:
-        ranks: a permutation by chance, which decides among those that cost alike.
-        level: what microbatches of the block before cost at its end; 0 where that is not known.
+        ranks: a random permutation for ties.
+        level: cost at the end of the block before; 0 if unknown.
 
     Returns:
-        The order, and what the last of rising or falling costs are; 0 for the first.
+        The order, and the last rising or falling cost; 0 for the first.
     """
     by_cost = sorted(range(len(costs)), key=lambda place: (costs[place], place))
     bounds = [round(stratum * len(costs) / STRATA) for stratum in range(STRATA + 1)]
@@ -366,41 +334,38 @@ def _spread(main: Sequence[int], few: Sequence[int]) -> list[int]:
 
 
 EVEN_ENOUGH: Final = 1.012
-"""The largest cost over the mean, of this block and the one before, at which nothing else is tried."""
+"""Largest cost over the mean, with the block before, at which nothing else is tried."""
 ABOVE: Final = 1.006
-"""Times the level: what costs more is made cheaper."""
+"""Factor of the level above which costs are lowered."""
 LOWERED: Final = 3
-"""How often the mean is looked at anew, which becomes lower with the dearest."""
+"""Updates of the mean while lowering."""
 MOST_LOWERED: Final = 0.9
-"""Times the mean: a block is made no cheaper than this, for pieces become short."""
+"""Lowest level of lowering, over the mean: pieces become short."""
 BACK: Final = 0.1
-"""How much of the way the level goes back with each block to what microbatches of this one would cost."""
+"""Share by which the level returns to the block's own cost."""
 EMPTY: Final = 0.018
-"""The part of the room that may be left empty before it counts against a packing..."""
+"""Share of empty room that is free."""
 EMPTY_COUNTS: Final = 3.0
-"""... so many times as much as a difference of costs."""
+"""Weight of empty room beyond it, against unevenness."""
 FEW_ENDS: Final = 0.02
-"""Of the block's tokens: fewer of what remains of documents that are cut even nothing out."""
+"""Share of a block's tokens in ends of cut documents below which they even out nothing."""
 UNEVEN: Final = 1.1
-"""The largest cost over the mean from which on more microbatches are tried, so that those with long documents need not
-be filled up with short ones: what they leave empty costs nothing."""
+"""Unevenness from which on more microbatches are tried."""
 MORE: Final = (1.06, 1.12, 1.18, 1.25)
-"""Times as many as are needed."""
+"""Factors of the fewest microbatches."""
 FLAT: Final = 0.01
-"""Of the mean: a step between two blocks that is no larger stays one."""
+"""Relative step between two blocks that is left alone."""
 STEEPEST: Final = 0.2
-"""Of the mean: a block begins no further from its mean than this."""
+"""Largest relative step at the beginning of a block."""
 
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """Microbatches of one block."""
-
     microbatches: tuple[tuple[Piece, ...], ...]
-    """The pieces of each, in rising order; the microbatches in the order in which they are to be given out."""
+    """Microbatches in order, each with its pieces in rising order."""
     costs: tuple[float, ...]
     level: float
-    """What microbatches of the next block should cost at its beginning."""
+    """Wanted cost at the beginning of the next block."""
 
 
 def longest_piece(sequence: int) -> int:
@@ -415,16 +380,13 @@ def pack(
     level: float = 0.0,
     chance: Callable[[int], Sequence[int]] = range,
 ) -> Packing:
-    """Packs documents into as few microbatches as they fit into, of costs as equal as can be.
+    """Packs documents into as few microbatches as they fit into, of costs as equal as possible. Deterministic.
 
     Args:
         lengths: tokens of each document, at least 1.
-        cut: the indices of those that are cut: all that are longer than the sequence, and the rests of such.
-        level: what microbatches of the block before cost at its end; 0 where that is not known.
-        chance: gives a permutation of so many, which decides about the order of microbatches that cost alike.
-
-    Returns:
-        The same on every machine.
+        cut: indices of all documents longer than the sequence, and the rests of such.
+        level: cost at the end of the block before; 0 if unknown.
+        chance: gives a permutation of `n`, which orders microbatches of equal cost.
     """
     if not lengths:
         return Packing((), (), level)
@@ -536,15 +498,15 @@ def slope(step: float, count: int) -> list[float]:
 
 
 EMPTY_AT_END: Final = 0.016
-"""The part of the room that may be left empty, and..."""
+"""Share of empty room, and..."""
 UNEVEN_AT_END: Final = 1.025
-"""... the largest cost over the mean of a few in a row, at which no other end is tried."""
+"""... largest cost over the mean of a few in a row, at which no other end is tried."""
 FULLEST: Final = 0.75
-"""The part of the microbatches that shows how full one can be."""
+"""Share of microbatches that shows how full one can be."""
 FURTHER: Final = 0.3
-"""Of a microbatch's tokens: how much earlier the next end is that is tried."""
+"""Step to the next end, in microbatches."""
 TRIED: Final = 1600
-"""Documents, of all other ends together: each is packed once more."""
+"""Documents packed again for all other ends together."""
 MOST_TRIED: Final = 3
 
 
@@ -555,14 +517,7 @@ def pack_and_end(
     level: float = 0.0,
     chance: Callable[[int], Sequence[int]] = range,
 ) -> tuple[Packing, int]:
-    """Packs all documents but for the last few, less than fill a microbatch, if so there is less empty room or less
-    difference of costs.
-
-    Args: as of `pack`.
-
-    Returns:
-        Of how many documents, too: the first ones.
-    """
+    """Packs all documents but the last few if that is better. Returns the number of documents, too. Args as `pack`."""
     best, taken = pack(lengths, cut, room, level, chance), len(lengths)
     count = len(best.microbatches)
     if count < 2 or (wanted := _badness_of_end(best, room, level)) <= UNEVEN_AT_END:

@@ -1,11 +1,7 @@
-"""The cost model of a peer: how long a visit takes it, by what is in the microbatch.
+"""The cost model of a peer's visits: seconds = a x tokens + b x squares + c x documents + e.
 
-    seconds = a x tokens + b x squares + c x documents + e
-
-with `squares` the sum of the squares of the documents' tokens (WLB-LLM, arXiv:2503.17924, section 4.1), fitted to the
-peer's own measurements by least squares, no coefficient below 0. Packed microbatches are all alike, so that what they
-measure does not tell the coefficients apart; then those of the manifest hold: `b = quadratic_share x a`, nothing for
-the rest. What is long ago counts less, and how fast the peer is just now is told by its latest visits alone.
+`squares` is the sum of the squares of the documents' tokens (WLB-LLM, arXiv:2503.17924, section 4.1). Similar
+microbatches do not tell the coefficients apart, so the manifest's (`b = quadratic_share x a`) are a weak prior.
 """
 
 from __future__ import annotations
@@ -13,48 +9,40 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from itertools import combinations
+from operator import mul
 from typing import Final
 
 from swarm.vocabulary.announcement import NO_SPEED, Speed
 from swarm.vocabulary.statistics import Ewma
 
 KEPT: Final = 0.98
-"""Of the weight of all samples, with each new one: about fifty of them count."""
+"""Decay of the samples' weights: about fifty count."""
 PRIOR: Final = 1e-3
-"""The weight of what the manifest says against one sample."""
 MOST_TIMES: Final = 2.0
-"""As long as was expected: what took longer was held up by something else."""
+"""Longest visit over the expected one that counts; a longer one was delayed by something else."""
 TRUSTED: Final = 8
-"""Samples after which it is known what is to be expected."""
+"""Samples after which an expectation is used."""
 FIT_EVERY: Final = 8
-"""Samples, once FIRST_FITS have been fitted one by one: a fit takes longer than all else that is done for a visit."""
+"""Samples between fits after FIRST_FITS, as a fit is expensive."""
 FIRST_FITS: Final = 64
 
 _Vector = tuple[float, ...]
 
 
 class VisitCost:
-    """The fit of one peer's visits, forward and backward together.
-
-    Args:
-        quadratic_share: the manifest's; 0 where microbatches are rows of one stream.
-    """
+    """The fit of one peer's visits, forward and backward together. `quadratic_share`: 0 if microbatches are rows."""
 
     def __init__(self, quadratic_share: float) -> None:
         self._share = quadratic_share
         self._products = [[0.0] * 4 for _ in range(4)]
-        """Of features with features, weighted."""
         self._sums = [0.0] * 4
-        """Of features with seconds."""
         self._means = [Ewma(1 - KEPT) for _ in range(4)]
-        """Of features: the usual microbatch."""
+        """Features of the usual microbatch."""
         self._now = Ewma()
-        """Seconds taken over those expected."""
         self._samples = 0
         self._fitted: _Vector | None = None
 
     def add(self, tokens: int, squares: int, documents: int, seconds: float) -> None:
-        """Takes in the time of one visit."""
         features = (float(tokens), float(squares), float(documents), 1.0)
         expected = self.seconds(tokens, squares, documents) if self._samples >= TRUSTED else math.inf
         if expected < math.inf:
@@ -70,7 +58,6 @@ class VisitCost:
             self._fitted = None
 
     def seconds(self, tokens: float, squares: float, documents: float) -> float:
-        """The time of a visit as fitted; 0 before the first sample."""
         features = (tokens, squares, documents, 1.0)
         return math.fsum(each * one for each, one in zip(self._coefficients(), features, strict=True))
 
@@ -92,8 +79,7 @@ class VisitCost:
         return self._fitted
 
     def _fit(self) -> _Vector:
-        """Non-negative least squares, by trying which of four coefficients are not 0. Features are scaled to the usual
-        microbatch, so that what the manifest says weighs alike."""
+        """Non-negative least squares over all subsets of coefficients, scaled to the usual microbatch."""
         scales = [max(mean.mean, 1e-9) for mean in self._means]
         usual = self._sums[3] / max(self._products[3][3], 1e-9)
         matrix = [[self._products[i][j] / (scales[i] * scales[j]) for j in range(4)] for i in range(4)]
@@ -111,26 +97,20 @@ class VisitCost:
             whole = [0.0] * 4
             for i, value in zip(chosen, found, strict=True):
                 whole[i] = value
-            error = math.fsum(whole[i] * (math.fsum(map(_product, matrix[i], whole)) - 2 * sums[i]) for i in range(4))
+            error = math.fsum(whole[i] * (math.fsum(map(mul, matrix[i], whole)) - 2 * sums[i]) for i in range(4))
             if best is None or error < best[0]:
                 best = error, tuple(value / scale for value, scale in zip(whole, scales, strict=True))
         return (usual / scales[0], 0.0, 0.0, 0.0) if best is None else best[1]
 
     def _prior(self, scales: Sequence[float]) -> Iterable[tuple[_Vector, float]]:
-        """Rows that ought to be 0, and their weights: what attention costs more or less than the manifest says, what a
-        document costs, and what a microbatch costs."""
+        """Rows that should be 0, and their weights: excess attention cost, cost of a document, cost of a microbatch."""
         of_squares = self._share * scales[1] / scales[0]
         yield (of_squares, -1.0, 0.0, 0.0), PRIOR
         yield (0.0, 0.0, 1.0, 0.0), PRIOR
         yield (0.0, 0.0, 0.0, 1.0), PRIOR
 
 
-def _product(one: float, other: float) -> float:
-    return one * other
-
-
 def _solved(matrix: list[list[float]], sums: list[float]) -> list[float] | None:
-    """The solution of a few linear equations, by elimination; None where there is not one."""
     size = len(sums)
     rows = [[*row, value] for row, value in zip(matrix, sums, strict=True)]
     for column in range(size):

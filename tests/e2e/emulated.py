@@ -25,8 +25,8 @@ import node.pipeline.worker
 import node.runtime.stage_role
 from lab.world.arms import OURS
 from node.__main__ import main
+from node.pipeline.device_passes import DeferredWeights
 from node.pipeline.runner import Job, LinkCodecs, Output
-from node.pipeline.split_backward import DeferredWeights
 from node.pipeline.worker import DataWorker, HopWorker
 from protocol.frames.frames import Hello
 from protocol.manifest.manifest import Manifest

@@ -1,12 +1,4 @@
-"""The arithmetic of AdamW over tensors, with moments in float32, or in 8 bits for large matrices.
-
-In float32: PyTorch's own kernel without `torch.optim.Optimizer`, whose first use imports the compiler, up to a second
-of CPU time for every node that starts.
-
-In 8 bits: the same kernel over a part of a matrix at a time, whose moments are unpacked, moved and packed again. By
-torch's operators alone: the scales of bitsandbytes (0.50.2) have no sign, so a checkpoint's float32 would not pack to
-the same bytes; its fused step knows no weights in two halves; and its wheel brings 129 MB of kernels.
-"""
+"""The arithmetic of AdamW over tensors, with moments in float32, or in 8 bits for large matrices."""
 
 from __future__ import annotations
 
@@ -20,25 +12,20 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from node.model.optimizers.inner_rule import FLOAT_BYTES, InnerRule, ParameterState, Shape, zeros_of
-from node.model.packed.eight_bit import EightBit, eight_bit_bytes
+from node.model.packed import EightBit, eight_bit_bytes
 from protocol.manifest.manifest import InnerSection
 
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """AdamW's state of one parameter."""
-
     mean: Tensor
-    """Of the gradients; float32, shaped as the parameter."""
     variance: Tensor
-    """Mean of their squares; likewise."""
     steps: Tensor
-    """How many there were: one float32 on the parameter's device, where the fused kernel counts it."""
+    """One float32 on the parameter's device, where the fused kernel counts."""
 
 
 class AdamW(InnerRule[Moments]):
-    """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101). Vectors (norms) are not decayed: pulling a scale towards 0
-    regularises nothing."""
+    """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101). Vectors (norms) are not decayed."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], inner: InnerSection) -> None:
         super().__init__(parameters)
@@ -74,7 +61,6 @@ class AdamW(InnerRule[Moments]):
 
     @staticmethod
     def state_bytes(shape: Shape) -> int:
-        """Of the state of a parameter."""
         return 2 * FLOAT_BYTES * math.prod(shape)
 
     def exported(self, state: Moments) -> ParameterState:
@@ -100,6 +86,7 @@ def apply_adamw(
     decay: float,
 ) -> None:
     """Takes one step with tensors and moments in place; counts it in `steps`."""
+    # Not `torch.optim.Optimizer`, whose first use imports the compiler: up to a second for every node that starts.
     adamw(
         moved,
         gradients,
@@ -120,12 +107,8 @@ def apply_adamw(
 
 @dataclass(slots=True)
 class EightBitMoments:
-    """AdamW's state of one matrix."""
-
     mean: EightBit
-    """Of the gradients."""
     variance: EightBit
-    """Mean of their squares."""
     steps: int = 0
 
     @classmethod
@@ -136,8 +119,7 @@ class EightBitMoments:
 
 
 class EightBitAdamW(InnerRule[EightBitMoments]):
-    """AdamW with 8-bit moments (Dettmers et al. 2021, arXiv:2110.02861), for large
-    matrices (`node.model.shapes.has_eight_bits`)."""
+    """AdamW with 8-bit moments (Dettmers et al. 2021, arXiv:2110.02861), for large matrices."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], inner: InnerSection) -> None:
         super().__init__(parameters)
@@ -165,7 +147,6 @@ class EightBitAdamW(InnerRule[EightBitMoments]):
 
     @staticmethod
     def state_bytes(shape: Shape) -> int:
-        """Of the state of a matrix."""
         return 2 * eight_bit_bytes(math.prod(shape))
 
     def exported(self, state: EightBitMoments) -> ParameterState:

@@ -1,7 +1,4 @@
-"""What the inner step needs of an optimizer's arithmetic, and the seam through which a part of it is put off.
-
-It stands alone because each rule implements it and `node.model.optimizer` knows no more of any of them.
-"""
+"""The interface of an optimizer's arithmetic, and the seam by which it submits idle work."""
 
 from __future__ import annotations
 
@@ -10,12 +7,13 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from node.model.packed.packed_floats import PackedFloats
+from node.model.packed import PackedFloats
+from swarm.pipeline.compute_queue import IdleWork
 
 Shape = tuple[int, ...]
 FLOAT_BYTES = 4
@@ -32,28 +30,10 @@ class ParameterState:
     """An optimizer's state of one parameter that a step has moved."""
 
     steps: int
-    """That have moved it. A part without visits is left out of a step, so they may differ among parameters."""
+    """Steps that moved it. A part without visits does not step."""
     tensors: Mapping[str, Tensor]
-    """Float32, by what they are."""
     packed: Mapping[str, PackedFloats] = field(default_factory=dict)
-    """Those that the rule keeps in fewer bytes, as they are there. A copy, and what is restored, has none."""
-
-
-class Deferred(Protocol):
-    """Work that was put off. Of these calls one is made, once, on the thread that computes."""
-
-    def finish(self) -> None:
-        """Computes what has not been computed yet; raises what the work raises, or has raised before."""
-        ...
-
-    def cancel(self) -> None:
-        """Gives the work up."""
-        ...
-
-
-Submit = Callable[[Iterator[None], str], Deferred]
-"""Takes work that is cut into chunks of a few milliseconds, and its name. The chunks are computed in order, on the
-thread that computes, whenever there is time. Raises ResourceExhausted when too much waits there already."""
+    """Packed tensors in place. Copies and restored states have none."""
 
 
 class AtDeadline:
@@ -69,16 +49,20 @@ class AtDeadline:
         self._work = iter(())
 
 
+Deferred = AtDeadline | IdleWork
+"""Idle work. `finish` computes the rest and raises its errors, `cancel` drops it; one of the two is called once."""
+
+Submit = Callable[[Iterator[None], str], Deferred]
+"""Takes chunks of a few milliseconds for the compute thread, and a name. Raises ResourceExhausted if full."""
+
+
 class InnerRule(ABC, Generic[State]):
-    """The arithmetic of an inner step over some parameters of a module, which are float32. Runs on the compute
-    thread."""
+    """The arithmetic of an inner step over some float32 parameters of a module, on the compute thread."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = tuple(parameters)
         self.states: dict[nn.Parameter, State] = {}
-        """Of the parameters that a step has moved."""
         self.packed: Mapping[nn.Parameter, PackedFloats] = {}
-        """What stands for those of the parameters that are kept in fewer bytes."""
 
     @abstractmethod
     def step(self, rate: float) -> None:
@@ -115,5 +99,4 @@ class InnerRule(ABC, Generic[State]):
             held.write(part, values)
 
     def clear(self) -> None:
-        """Forgets all state."""
         self.states.clear()

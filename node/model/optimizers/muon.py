@@ -1,8 +1,4 @@
-"""The arithmetic of Muon: a momentum of the gradient, made orthogonal.
-
-Written here because `torch.optim.Muon` is an `Optimizer`, as said in `node.model.optimizers.adamw`, and rounds to
-bfloat16, which most CPUs are slow at.
-"""
+"""The arithmetic of Muon: an orthogonalized momentum of the gradient."""
 
 from __future__ import annotations
 
@@ -18,28 +14,21 @@ from node.model.optimizers.inner_rule import FLOAT_BYTES, InnerRule, ParameterSt
 from protocol.manifest.manifest import InnerSection
 
 _COEFFICIENTS: Final = (3.4445, -4.7750, 2.0315)
-"""Of a, b, c in a X + b (X X^T) X + c (X X^T)^2 X: the steepest at 0 of those that end between 0.7 and 1.2 (Jordan et
-al. 2024, https://kellerjordan.github.io/posts/muon/)."""
+"""a, b, c in a X + b (X X^T) X + c (X X^T)^2 X (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/)."""
 _ITERATIONS: Final = 5
 _LEAST_NORM: Final = 1e-7
-"""Below it a matrix is zero."""
 _RMS: Final = 0.2
-"""Of the update's elements, as AdamW's usually have: with it a learning rate and a decay that fit AdamW fit Muon (Liu
-et al. 2025, arXiv:2502.16982, section 2.2)."""
+"""RMS of the update's elements, as AdamW's usually have (Liu et al. 2025, arXiv:2502.16982, section 2.2)."""
 
 
 @dataclass(slots=True)
 class Momentum:
-    """Muon's state of one matrix."""
-
     mean: Tensor
-    """Of the gradients; float32, shaped as the matrix."""
     steps: int = 0
 
 
 class Muon(InnerRule[Momentum]):
-    """Muon (Jordan et al. 2024) with Nesterov momentum, as `torch.optim.Muon` with `match_rms_adamw`, in float32 on
-    CPUs. For matrices."""
+    """Muon (Jordan et al. 2024) with Nesterov momentum, as `torch.optim.Muon` with `match_rms_adamw`, for matrices."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], inner: InnerSection) -> None:
         super().__init__(parameters)
@@ -66,7 +55,6 @@ class Muon(InnerRule[Momentum]):
 
     @staticmethod
     def state_bytes(shape: Shape) -> int:
-        """Of the state of a matrix."""
         return FLOAT_BYTES * math.prod(shape)
 
     def exported(self, state: Momentum) -> ParameterState:
@@ -77,11 +65,7 @@ class Muon(InnerRule[Momentum]):
 
 
 def orthogonalized(matrix: Tensor) -> Tensor:
-    """The nearest matrix with orthonormal rows (or columns, where those are fewer), nearly: its singular values are
-    between 0.7 and 1.2, but for those that were below a thousandth of the norm. A matrix of zeros stays one.
-
-    By Newton-Schulz iterations, which are matrix products only.
-    """
+    """Newton-Schulz iterations towards orthonormal rows or columns: singular values come between 0.7 and 1.2."""
     a, b, c = _COEFFICIENTS
     wide = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
     result: Tensor = wide / wide.norm().clamp(min=_LEAST_NORM)  # no singular value is above 1

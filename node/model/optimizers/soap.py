@@ -1,12 +1,8 @@
 """The arithmetic of SOAP: Adam in the eigenbasis of Shampoo's statistics, refreshed with a fixed delay in steps.
 
-A refresh begins after one step, with the statistics as they are then, and its result is used from a fixed later step
-on, whether it was computed in between or only then: the numbers are the same on a peer with idle time and on one
-without. The refreshes of a module's matrices are spread over the steps.
-
-Eigenvectors are refined by orthogonal iteration in chunks of a few milliseconds. LAPACK's routines run for a second on
-a side of 2048 and cannot be interrupted. Columns are made orthogonal panel by panel, each twice against all before it
-(block Gram-Schmidt; Giraud et al. 2005, https://doi.org/10.1007/s00211-005-0615-4), and only within a panel by LAPACK.
+The delay makes the numbers independent of idle time. Eigenvectors are refined in chunks of a few milliseconds, as
+LAPACK would block for a second on a side of 2048. Panels are orthogonalized twice (block Gram-Schmidt; Giraud et al.
+2005, https://doi.org/10.1007/s00211-005-0615-4).
 """
 
 from __future__ import annotations
@@ -37,15 +33,14 @@ from swarm.vocabulary.errors import ResourceExhausted
 
 
 _CHUNK_OPERATIONS: Final = {"cpu": 1e8}
-"""Of one chunk at most, by the kind of device: 1 to 5 ms of one core."""
+"""Operations of one chunk by the kind of device: 1 to 5 ms of one core."""
 _ELSEWHERE: Final = 5e9
 _NARROWEST: Final = 8
-"""Columns of a panel: with fewer, each chunk reads the whole matrix for next to nothing."""
+"""Columns of a panel, at least: with fewer, each chunk reads the whole matrix for little."""
 _SHIFT: Final = 1e-6
-"""Of the largest eigenvalue, added to all: directions that the matrix says nothing of, within float32, keep their
-vectors."""
+"""Share of the largest eigenvalue that is added to all, so that null directions keep their vectors."""
 _TOLERANCE: Final = 1e-3
-"""How far products of two of the vectors may be from 0 and 1."""
+"""Largest error of the products of two vectors."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,19 +50,13 @@ class Eigenbasis:
     vectors: Tensor
     """[side, side], orthonormal columns."""
     order: Tensor
-    """[side] int64: the column of the basis before that each comes from."""
+    """[side] int64: the column of the earlier basis that each comes from."""
 
 
 def refined(statistics: Tensor, basis: Tensor, iterations: int = 1) -> Generator[None, None, Eigenbasis | None]:
-    """Refines eigenvectors by so many orthogonal iterations: a product with the matrix, then a QR decomposition (Vyas
-    et al. 2024, arXiv:2409.11321, algorithm 4). Yields after each chunk.
+    """Refines eigenvectors by orthogonal iterations (Vyas et al. 2024, arXiv:2409.11321, algorithm 4) in chunks.
 
-    Returns None where there is nothing to go by (a matrix of zeros), or what came out is not orthonormal (a matrix that
-    is not finite).
-
-    Args:
-        statistics: [side, side] float32, symmetric and positive semidefinite.
-        basis: [side, side] orthonormal columns; is not changed, and neither is the other.
+    Returns None for a zero or non-finite matrix. Both arguments are [side, side] float32, and stay unchanged.
     """
     order = torch.arange(len(basis), device=basis.device)
     for _ in range(iterations):
@@ -117,9 +106,8 @@ def _panels(matrix: Tensor) -> list[slice]:
 log = logging.getLogger(__name__)
 
 SIDES: Final = ("left", "right")
-"""Rows and columns."""
 _FIRST_ITERATIONS: Final = 4
-"""Of the first refresh, which starts from nothing; the others go on from the one before."""
+"""Iterations of the first refresh, which starts from nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +116,7 @@ class RefreshClock:
 
     every: int
     lag: int
-    """A refresh that begins after step s is taken over before step s + lag moves the matrix; at most `every`."""
+    """Steps from the start of a refresh to its use; at most `every`."""
     offset: int
 
     def begun(self, steps: int) -> int:
@@ -161,9 +149,8 @@ class Preconditioned:
 
     steps: int
     mean: Tensor
-    """Of the gradients, shaped as the matrix."""
     variance: Tensor
-    """Mean of their squares in the basis, likewise."""
+    """Mean of the squared gradients in the basis."""
     statistics: dict[str, Tensor]
     """By side: mean of G G^T or G^T G."""
     bases: dict[str, Tensor]
@@ -171,27 +158,24 @@ class Preconditioned:
     refresh: Refresh | None = None
 
     def turned(self, matrix: Tensor) -> Tensor:
-        """The matrix in the basis."""
         if "left" in self.bases:
             matrix = self.bases["left"].T @ matrix
         return matrix @ self.bases["right"] if "right" in self.bases else matrix
 
     def turned_back(self, matrix: Tensor) -> Tensor:
-        """What is in the basis as it was."""
         if "left" in self.bases:
             matrix = self.bases["left"] @ matrix
         return matrix @ self.bases["right"].T if "right" in self.bases else matrix
 
 
 class Soap(InnerRule[Preconditioned]):
-    """SOAP (Vyas et al. 2024, arXiv:2409.11321, algorithm 3), with AdamW's decay. For matrices.
+    """SOAP (Vyas et al. 2024, arXiv:2409.11321, algorithm 3), with AdamW's decay, for matrices.
 
-    Until the first basis is there it is AdamW. A side longer than `largest_side` has no basis: then it is the paper's
-    one-sided variant.
+    It is AdamW until the first basis is there. A side longer than `largest_side` has no basis.
 
     Args:
         submit: takes the refreshes.
-        spread: the refreshes over the steps; else all matrices begin after the same ones.
+        spread: whether refreshes are spread over the steps.
     """
 
     def __init__(
@@ -232,8 +216,7 @@ class Soap(InnerRule[Preconditioned]):
 
     @staticmethod
     def state_bytes(shape: Shape, largest_side: int) -> int:
-        """Of the state of a matrix: its moments, and of each side with a basis statistics, basis, and during a refresh
-        the statistics that it began with and the new basis."""
+        """The bytes of a matrix's state: its moments, and for each side twice statistics and basis."""
         squares = sum(length**2 for length in based_sides(shape, largest_side).values())
         return FLOAT_BYTES * (2 * math.prod(shape) + 4 * squares)
 
@@ -304,7 +287,6 @@ class Soap(InnerRule[Preconditioned]):
 
 
 def based_sides(shape: Shape, largest: int) -> dict[str, int]:
-    """The sides of a matrix that have a basis, with their lengths."""
     return {side: length for side, length in zip(SIDES, shape, strict=True) if length <= largest}
 
 

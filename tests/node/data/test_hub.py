@@ -13,7 +13,7 @@ import zstandard
 
 from node.data.files import LINE_BYTES
 from node.data.hub import WAITS, HubPlace, HubStream, chosen, hub_place
-from node.data.rows import rows
+from node.data.hub import rows_of as rows
 from swarm.vocabulary.errors import ConfigError
 from tests.node.hub_on_loopback import COMMIT, NAME, LoopbackHub, serving
 

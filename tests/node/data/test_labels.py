@@ -13,9 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.data.documents import Documents
+from node.data.documents import UNSCORED, Documents, MalformedDocumentError, conversation
 from node.data.feed import TrainingFeed, held_out_microbatches, open_documents
-from node.data.labels import UNSCORED, MalformedDocumentError, conversation
 from node.data.packing import Microbatch
 from node.data.tokenizers import ByteTokenizer
 from protocol.manifest.manifest import Manifest

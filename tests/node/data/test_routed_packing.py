@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from node.data.documents import Documents, Place
+from node.data.documents import UNSCORED, Documents, Place
 from node.data.feed import held_out_microbatches
-from node.data.labels import UNSCORED
 from node.data.packing import Cursor, DocumentPacker, Microbatch, reading_place
 from node.data.tokenizers import ByteTokenizer, Tokens
 from swarm.experts.routes import best_route

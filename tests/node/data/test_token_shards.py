@@ -12,11 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from node.cli.manifests import ManifestChanges, changed_manifest
-from node.data import token_shards
+from node.data import sources
 from node.data.documents import Place, is_held_out, owner
 from node.data.feed import TrainingFeed, open_documents
-from node.data.sources import shards_at
-from node.data.token_shards import READ_AS, ShardWriter
+from node.data.sources import READ_AS, ShardWriter, shards_at
 from node.data.tokenizers import ByteTokenizer
 from protocol.manifest.manifest import Manifest
 from swarm.vocabulary.errors import ConfigError, ManifestError
@@ -71,7 +70,7 @@ def test_the_bytes_are_megatron_s(tmp_path: Path) -> None:
 
 
 def test_a_long_document_is_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_shards, "PIECE_TOKENS", 4)
+    monkeypatch.setattr(sources, "PIECE_TOKENS", 4)
     assert read_back(written(tmp_path / "shards", [[1], list(range(9)), [2]])) == [
         [1],
         [0, 1, 2, 3],

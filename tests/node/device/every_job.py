@@ -24,8 +24,8 @@ from node.averaging.anchor.local_replica import LocalReplica
 from node.checkpoint.saver import capture_module, restore_module
 from node.model.initialization import floats_of, parameters_of
 from node.model.moments import Allowance, MomentType
+from node.pipeline.device_passes import BlockByBlock
 from node.pipeline.runner import Job, Output
-from node.pipeline.split_backward import BlockByBlock
 from node.pipeline.worker import DataWorker, host_stage_zero, measure_speed
 from protocol.codecs import encode
 from protocol.codecs.memory import buffer_for

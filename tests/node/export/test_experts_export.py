@@ -14,8 +14,7 @@ from node.data.tokenizers import ByteTokenizer
 from node.export.open_model import evaluate_model, open_model
 from node.export.source import RoutedModel, parse_path, path_modules, routed_model
 from node.export.writer import export, export_all
-from node.model.decoder import Decoder
-from node.model.generation import Continuation, Sampling
+from node.model.decoder import Continuation, Decoder, Sampling
 from node.solo.trainer import WholeModel
 from swarm.experts.routes import module_at
 from swarm.vocabulary.errors import ConfigError, CorruptSnapshot

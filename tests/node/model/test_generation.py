@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from node.data.tokenizers import ByteTextStream, ByteTokenizer, WindowTextStream
 from node.model.blocks import Past
-from node.model.decoder import Decoder
-from node.model.generation import Sampling, choose, generate
+from node.model.decoder import Continuation, Decoder, Sampling, choose
 from node.model.initialization import parameters_of
 from protocol.manifest.manifest import Manifest
 from swarm.vocabulary.errors import ConfigError, StateError
@@ -21,6 +20,10 @@ from tests.node.small_manifest import small_manifest
 
 GREEDY = Sampling(temperature=0)
 SEQUENCE = 16
+
+
+def generate(decoder: Decoder, tokenizer: ByteTokenizer, prompt: list[int], limit: int, how: Sampling) -> list[int]:
+    return list(Continuation(decoder, tokenizer, prompt, limit, how).take(limit))
 
 
 def decoder_of(manifest: Manifest) -> Decoder:
@@ -49,9 +52,9 @@ def without_past(decoder: Decoder, prompt: list[int], limit: int) -> list[int]:
 @pytest.mark.parametrize("prompt", [b"a", b"The quick", b"x" * 15, b"y" * 16, b"a prompt longer than what it sees"])
 def test_the_past_changes_nothing(decoder: Decoder, prompt: bytes) -> None:
     tokens = list(prompt)
-    found = list(generate(decoder, ByteTokenizer(), tokens, 40, GREEDY))
+    found = generate(decoder, ByteTokenizer(), tokens, 40, GREEDY)
     assert found == without_past(decoder, tokens, 40)
-    assert found == list(generate(decoder, ByteTokenizer(), tokens, 40, GREEDY))
+    assert found == generate(decoder, ByteTokenizer(), tokens, 40, GREEDY)
     assert len(set(found)) > 1
 
 
@@ -80,17 +83,17 @@ def test_a_part_of_the_model_skips_the_other_stages(decoder: Decoder) -> None:
 
 def test_bfloat16_models_generate() -> None:
     decoder = decoder_of(small_manifest(model__dtype="bfloat16"))
-    assert len(list(generate(decoder, ByteTokenizer(), [1, 2], 20, GREEDY))) > 0
+    assert len(generate(decoder, ByteTokenizer(), [1, 2], 20, GREEDY)) > 0
 
 
 def test_an_empty_prompt_is_the_beginning_of_a_document(decoder: Decoder) -> None:
     begin = [ByteTokenizer.end_of_document]
-    assert list(generate(decoder, ByteTokenizer(), [], 9, GREEDY)) == without_past(decoder, begin, 9)
+    assert generate(decoder, ByteTokenizer(), [], 9, GREEDY) == without_past(decoder, begin, 9)
 
 
 def test_the_seed_decides(decoder: Decoder) -> None:
     def text(seed: int) -> list[int]:
-        return list(generate(decoder, ByteTokenizer(), [65], 30, Sampling(temperature=1.5, seed=seed)))
+        return generate(decoder, ByteTokenizer(), [65], 30, Sampling(temperature=1.5, seed=seed))
 
     assert text(1) == text(1)
     assert len({tuple(text(seed)) for seed in range(4)}) > 1
@@ -99,7 +102,7 @@ def test_the_seed_decides(decoder: Decoder) -> None:
 def test_it_ends_with_the_document(decoder: Decoder) -> None:
     ends = 0
     for seed in range(20):
-        tokens = list(generate(decoder, ByteTokenizer(), [65], 400, Sampling(temperature=9.0, seed=seed)))
+        tokens = generate(decoder, ByteTokenizer(), [65], 400, Sampling(temperature=9.0, seed=seed))
         assert 256 not in tokens[:-1]
         assert len(tokens) == 400 or tokens[-1] == 256
         ends += tokens[-1] == 256

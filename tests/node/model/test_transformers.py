@@ -17,7 +17,7 @@ from node.data.tokenizers import ByteTokenizer, open_tokenizer
 from node.export.open_model import open_model
 from node.export.source import read_decoder
 from node.export.writer import export
-from node.model.generation import Sampling, generate
+from node.model.decoder import Continuation, Sampling
 from protocol.manifest.manifest import Manifest
 from tests.node.checkpoint.saved_model import CPU, logits_of, noisy_model, save_checkpoint
 from tests.node.small_manifest import small_manifest
@@ -72,7 +72,7 @@ def test_greedy_text_is_the_same(transformers: Any, tmp_path: Path) -> None:
         async with open_model(str(folder)) as opened:
             return await read_decoder(opened.source, CPU)
 
-    ours = list(generate(asyncio.run(decoder()), ByteTokenizer(), prompt, 30, Sampling(temperature=0)))
+    ours = list(Continuation(asyncio.run(decoder()), ByteTokenizer(), prompt, 30, Sampling(temperature=0)).take(30))
     assert found[0, 9:].tolist() == ours
 
 

@@ -14,7 +14,7 @@ from node.concurrency.device_threads import DeviceThreads
 from node.model import passes
 from node.model.parts import BlockStack, build_block_stack, build_embedding, build_head
 from node.model.passes import Gradients, OneDevice, OneHead, Passes
-from node.pipeline.several_devices import Copies, SeveralDevices, body_passes, head_passes
+from node.pipeline.device_passes import Copies, SeveralDevices, body_passes, head_passes
 from swarm.vocabulary.types import ModuleId
 from swarm.workload.device_shares import Dealing, deal_cut, deal_whole
 from tests.node.small_manifest import small_manifest

@@ -13,10 +13,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from node.model.optimizer import Accumulator, inner_optimizer
 from node.model.parts import HIDDEN_TYPES, BlockStack, build_block_stack
 from node.model.passes import Gradients, OneDevice
-from node.pipeline import split_backward
+from node.pipeline import device_passes
 from node.pipeline.admission import hidden_tensor
+from node.pipeline.device_passes import BlockByBlock, DeferredWeights, SplitDevice
 from node.pipeline.runner import Job, Output
-from node.pipeline.split_backward import BlockByBlock, DeferredWeights, SplitDevice
 from node.pipeline.tensor_io import tensor_of
 from node.pipeline.worker import HopWorker, host_hop
 from protocol.codecs import Encoded, encode
@@ -113,9 +113,9 @@ def assert_same(one: list[Tensor], other: list[Tensor], tolerance: float = 1e-9)
 @pytest.fixture
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several to a matrix, with some rows and some tokens each."""
-    monkeypatch.setattr(split_backward, "_CHUNK_OPERATIONS", {"cpu": 1})
-    monkeypatch.setattr(split_backward, "_LEAST_ROWS", 5)
-    monkeypatch.setattr(split_backward, "_LEAST_TOKENS", 12)
+    monkeypatch.setattr(device_passes, "_CHUNK_OPERATIONS", {"cpu": 1})
+    monkeypatch.setattr(device_passes, "_LEAST_ROWS", 5)
+    monkeypatch.setattr(device_passes, "_LEAST_TOKENS", 12)
 
 
 @pytest.mark.parametrize("changes", [{}, {"model__family": "qwen3"}, {"model__dtype": "bfloat16"}])

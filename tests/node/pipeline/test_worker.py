@@ -15,8 +15,8 @@ from node.model.optimizer import Accumulator, InnerOptimizer, inner_optimizer
 from node.model.parts import build_block_stack
 from node.model.passes import OneDevice
 from node.pipeline.admission import hidden_tensor
+from node.pipeline.device_passes import BlockByBlock
 from node.pipeline.runner import Job, Output
-from node.pipeline.split_backward import BlockByBlock
 from node.pipeline.tensor_io import tensor_of
 from node.pipeline.worker import DataWorker, HopWorker, WeightStash, host_hop, host_stage_zero
 from protocol.codecs import Encoded, encode

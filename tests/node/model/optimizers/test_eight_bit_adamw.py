@@ -12,8 +12,7 @@ from torch import nn
 from benchmarks.optimizers import Task, measure
 from node.model.optimizers.adamw import AdamW, EightBitAdamW
 from node.model.optimizers.inner_rule import ParameterState
-from node.model.packed.packed_floats import PART
-from node.model.packed.split_weight import SplitWeight
+from node.model.packed import PART, SplitWeight
 from node.model.shapes import EMBEDDING, HEAD, has_eight_bits
 from protocol.manifest.manifest import InnerSection
 

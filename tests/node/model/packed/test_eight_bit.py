@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from node.model.packed.eight_bit import BLOCK, EightBit, dynamic_map, eight_bit_bytes
+from node.model.packed import BLOCK, EightBit, dynamic_map, eight_bit_bytes
 
 CPU = torch.device("cpu")
 

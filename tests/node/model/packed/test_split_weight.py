@@ -11,7 +11,7 @@ from torch import Tensor
 
 from node.model.blocks import Linear, packed_weights
 from node.model.initialization import floats_of, parameters_of
-from node.model.packed.split_weight import SplitWeight
+from node.model.packed import SplitWeight
 
 SPECIAL = (0.0, -0.0, 1.0, -1.0, math.inf, -math.inf, math.nan, 3.4e38, -3.4e38, 1e-45, -1e-45, 1.17549435e-38)
 

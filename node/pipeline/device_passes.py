@@ -1,13 +1,8 @@
-"""Backward passes in parts: without the linear layers' weights, which are put off to idle time, or block by block.
+"""The passes of a part beyond `node.model.passes.OneDevice`: split, block by block, or on several devices.
 
-A linear layer's weight gradient is the product of its output's gradient and its input. No peer waits for it before the
-inner step, so backward can send the gradient of the visit's input on first (`SplitDevice`), and compute the products in
-idle time, at the latest inside that step (`DeferredWeights`). The two factors take the place of the visit's graph in
-memory, which is larger. The split is that of zero-bubble schedules (Qi et al. 2024, arXiv:2401.10241).
-
-On devices whose memory is dear a stack computes block by block (`BlockByBlock`). A block whose graph was not kept is
-computed again from its input (Chen et al. 2016, arXiv:1604.06174), and its gradients are added before the next block's
-are computed: one graph of one block is all that backward ever needs.
+No peer waits for a linear layer's weight gradient, so `SplitDevice` computes the input's gradient first, and
+`DeferredWeights` the products in idle time (zero-bubble schedules, Qi et al. 2024, arXiv:2401.10241). `BlockByBlock`
+needs the graph of one block only, on devices with little memory (Chen et al. 2016, arXiv:1604.06174).
 """
 
 from __future__ import annotations
@@ -16,26 +11,30 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from operator import itemgetter
-from typing import Final, Protocol
+from typing import Final, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from node.concurrency.device_threads import DeviceThreads
 from node.model import passes
 from node.model.blocks import Documents, Linear, Rotary
+from node.model.cut_documents import CutDocuments, Exchange
 from node.model.device import device_errors
-from node.model.optimizer import Accumulator, Addition
+from node.model.optimizer import Accumulator, Addition, are_finite, fold
 from node.model.optimizers.inner_rule import AtDeadline, Deferred, Submit
-from node.model.packed.narrow_copy import NarrowCopy
-from node.model.parts import BlockStack
-from node.model.passes import Around, Gradients, OneDevice, Visit
+from node.model.packed import NarrowCopy
+from node.model.parts import BlockStack, HeadPart
+from node.model.passes import Around, Gradients, HeadPasses, HeadVisit, OneDevice, OneHead, Passes, Visit
 from swarm.vocabulary.errors import ResourceExhausted
 from swarm.vocabulary.types import MicrobatchId, Reasoned
+from swarm.workload.device_shares import CUTTING, Dealing, deal, pieces
 
 _CHUNK_OPERATIONS: Final = {"cpu": 1e8}
 """Operations of one chunk by kind of device, at most: 1 to 5 ms of one core."""
@@ -50,8 +49,6 @@ _LARGEST: Final = torch.finfo(torch.float32).max
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Noted:
-    """A linear layer in a forward pass."""
-
     weight: int
     """Place of its weight among the part's parameters."""
     values: Tensor
@@ -61,8 +58,6 @@ class _Noted:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SplitVisit(Visit):
-    """A visit whose linear layers were noted."""
-
     noted: tuple[_Noted, ...]
 
 
@@ -93,12 +88,11 @@ class SplitGradients:
 
     source: Tensor
     others: tuple[tuple[int, Tensor], ...]
-    """Gradients of the parameters that are no linear layer's weight, with their places."""
+    """Places and gradients of the parameters that are no linear layer's weight."""
     products: tuple[_Product, ...]
 
     @property
     def held_bytes(self) -> int:
-        """Memory of what is kept for the second half."""
         kept = [tensor for product in self.products for tensor in (product.values, product.gradients)]
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in kept}
         return sum(storages.values())
@@ -135,20 +129,8 @@ def _length(tensors: Sequence[Tensor]) -> Tensor:
     return torch.nn.utils.get_total_norm(tensors).float()
 
 
-class Splitting(Protocol):
-    """Passes whose backward pass can leave the weights of linear layers out."""
-
-    def first_half(self, visit: Visit, gradient: Tensor) -> SplitGradients:
-        """Computes the gradients of the visit's input and of all parameters but the linear layers' weights."""
-        ...
-
-
 class SplitDevice(OneDevice):
-    """The passes of a part on one device, whose backward pass can leave the weights of linear layers out.
-
-    Made once for a part, to whose linear layers it stays hooked. With hidden states narrower than float32 these share
-    one narrow copy of their weights among all graphs.
-    """
+    """The passes of a part on one device, whose backward pass can leave the weights of linear layers out."""
 
     def __init__(self, part: nn.Module, hidden_type: torch.dtype = torch.float32) -> None:
         super().__init__(part)
@@ -164,7 +146,7 @@ class SplitDevice(OneDevice):
         self._copies = [linear.narrow for linear in linears if linear.narrow is not None]
         whole = [linear.weight for linear in linears if linear.narrow is None]
         self._read = [*whole, *(parameter for _, parameter in self._others)]
-        """Parameters that graphs refer to themselves, not to a narrow copy."""
+        """Parameters that graphs refer to directly, not by a narrow copy."""
 
     def _note(self, weight: int, linear: nn.Module, values: tuple[Tensor, ...], output: Tensor) -> None:
         if self._noted is not None:
@@ -238,27 +220,22 @@ class _PutOff:
     labels: int = 0
     """Predicted tokens; 0 for all."""
     begun: bool = False
-    """Whether some of it has been added."""
     seconds: float = 0.0
     work: Deferred | None = None
 
 
 class DeferredWeights:
-    """The weight gradients that a replica has put off. Used on the compute thread.
-
-    Args:
-        chosen: whether they are put off, and why.
-        passes: the passes that can be split; None if weights are not put off.
-        sums: get the gradients.
-        submit: takes idle work.
-    """
+    """The weight gradients that a replica has deferred. `passes` can be split; None if weights are not deferred."""
 
     def __init__(
-        self, chosen: Reasoned[bool], passes: Splitting | None, sums: Accumulator, submit: Submit = AtDeadline
+        self,
+        chosen: Reasoned[bool],
+        passes: SplitDevice | BlockByBlock | None,
+        sums: Accumulator,
+        submit: Submit = AtDeadline,
     ) -> None:
         self.chosen = chosen
         self.visits = 0
-        """Visits whose weight gradients were put off."""
         self.held_bytes = 0
         """Memory of the inputs and gradients that are kept now."""
         self.peak_bytes = 0
@@ -269,7 +246,6 @@ class DeferredWeights:
 
     @property
     def waiting(self) -> int:
-        """Visits whose weight gradients have not been computed yet."""
         return len(self._waiting)
 
     def first_half(self, visit: Visit, gradient: Tensor) -> SplitGradients:
@@ -284,12 +260,7 @@ class DeferredWeights:
         ended: Callable[[float | None], None],
         labels: int = 0,
     ) -> Addition:
-        """Promises the sums a microbatch's gradient, which is bounded. From now on it counts.
-
-        Args:
-            labels: predicted tokens; 0 for all.
-            ended: called when nothing is kept any more, with the seconds that it took; None when it was cancelled.
-        """
+        """Promises the sums a bounded gradient. `ended` gets the seconds that it took, None if cancelled."""
         if self._sums.has(microbatch):
             return Addition.DUPLICATE
         self._sums.promise(microbatch, tokens, labels)
@@ -307,11 +278,7 @@ class DeferredWeights:
         return Addition.ADDED
 
     def finish(self) -> None:
-        """Computes all that was put off.
-
-        Raises:
-            ResourceExhausted: there is no memory for it; what has not been added is kept.
-        """
+        """Computes all that was deferred. Without memory raises ResourceExhausted and keeps what has not been added."""
         for waiting in list(self._waiting.values()):
             self._finish(waiting)
 
@@ -403,15 +370,11 @@ class AddedGradients:
     are_finite: Tensor
     """Whether all are, a bool on the device. If not, some have been added, all of them finite."""
     take_back: Callable[[], None]
-    """Takes what has been added out of the sums again, up to rounding."""
+    """Subtracts what has been added to the sums, up to rounding."""
 
 
 class BlockByBlock:
-    """The passes of a stack; see `node.model.passes.Passes`. Made once for a stack.
-
-    Args:
-        hidden_type: of the hidden states; if it is narrower than float32, all graphs share one copy of the weights.
-    """
+    """The passes of a stack; see `node.model.passes.Passes`. Made once for a stack, to which it stays hooked."""
 
     def __init__(self, stack: BlockStack, hidden_type: torch.dtype) -> None:
         blocks = [_Alone(block, stack.rotary) for block in stack.model["layers"].children()]
@@ -453,9 +416,9 @@ class BlockByBlock:
         return SplitGradients(gradient, others, tuple(product for half in halves for product in half.products))
 
     def backward_into(self, sums: Accumulator, visit: Visit, gradient: Tensor, weight: int) -> AddedGradients:
-        """Adds the parameters' gradients, scaled by `weight`, to the sums, without registering the microbatch.
+        """Adds parameter gradients, scaled by `weight`, without registering the microbatch.
 
-        Stops adding at the first block whose gradients may not be finite. Without memory, takes back what was added.
+        Stops at the first block whose gradients may not be finite. Without memory, takes back what was added.
         """
         assert isinstance(visit, BlockVisit)
         added = [0]
@@ -467,7 +430,6 @@ class BlockByBlock:
         return AddedGradients(source, are_finite, lambda: self._take_back(sums, visit, gradient, weight, added))
 
     def _take_back(self, sums: Accumulator, visit: BlockVisit, gradient: Tensor, weight: int, added: list[int]) -> None:
-        """Computes the same again, as far as it came."""
         if added[0]:
             again = self.forward(visit.source, visit.documents, graphs=0)
             self._add(sums, again, gradient, -weight, [0], added[0])
@@ -506,3 +468,274 @@ class BlockByBlock:
 
     def weights(self) -> tuple[Tensor, ...]:
         return tuple(tensor for block in self._blocks for tensor in block.weights())
+
+
+# ---- several devices -------------------------------------------------------------------------------------------------
+
+
+Result = TypeVar("Result")
+
+SHORTEST_CUT: Final = 512
+"""Tokens for each device below which documents are not cut."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Share:
+    places: Tensor
+    """Indices of its rows, or of its tokens in the only row: int64 on the CPU."""
+    documents: tuple[int, ...] | CutDocuments
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Dealt:
+    """A microbatch's shares, for each device; None for a device that has nothing to do."""
+
+    axis: int
+    """Of the places: 0 for rows, 1 for tokens."""
+    shares: tuple[_Share | None, ...]
+    exchange: Exchange
+
+    def part_of(self, whole: Tensor, rank: int, device: torch.device) -> Tensor:
+        share = self.shares[rank]
+        assert share is not None
+        return whole.index_select(self.axis, share.places.to(whole.device)).to(device)
+
+    def together(self, whole: Tensor, parts: Sequence[Tensor | None]) -> Tensor:
+        """The parts in their places of a tensor like `whole`."""
+        for share, part in zip(self.shares, parts, strict=True):
+            if share is not None and part is not None:
+                whole.index_copy_(self.axis, share.places.to(whole.device), part.to(whole.device))
+        return whole
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DealtVisit(Visit):
+    dealt: _Dealt
+    parts: tuple[Visit | None, ...]
+
+
+class Copies:
+    """A part on each of several devices. Those with other memory than the first have copies of the parameters."""
+
+    def __init__(self, part: nn.Module, threads: DeviceThreads, copies: Sequence[nn.Module] | None = None) -> None:
+        self._parts = [part, *(copies or (_on(device, part) for device in threads.devices[1:]))]
+        self._stale = False
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(self._parts)
+
+    def changed(self) -> None:
+        """Notes that the part's parameters have changed; the others follow when they are needed."""
+        self._stale = True
+
+    def fresh(self) -> Sequence[nn.Module]:
+        """All of them, with the parameters of now."""
+        if self._stale:
+            self._stale = False
+            first, *others = self._parts
+            with torch.no_grad():
+                for other in others:
+                    if other is not first:
+                        for new, parameter in zip(first.parameters(), other.parameters(), strict=True):
+                            parameter.copy_(new)
+        return self._parts
+
+
+class SeveralDevices:
+    """The passes of one part on several devices, dealt by `choose`; see `node.model.passes.Passes`."""
+
+    def __init__(
+        self,
+        parts: Copies,
+        threads: DeviceThreads,
+        quadratic_share: float,
+        choose: Callable[[Sequence[float], int, float], Dealing] = lambda *given: deal(*given).value,
+    ) -> None:
+        self._threads = threads
+        self._parts = parts
+        self._quadratic_share = quadratic_share
+        self._choose = choose
+
+    def forward(self, source: Tensor, documents: tuple[int, ...], around: Around = nullcontext) -> Visit:
+        dealt = self._dealt(source, documents)
+
+        def on(rank: int, part: nn.Module, share: _Share) -> Visit:
+            own = dealt.part_of(source, rank, _device_of(part))
+            return passes.forward(part, own, share.documents, around=around)
+
+        visits = self._at_once(dealt, on)
+        results = [None if visit is None else visit.result.detach() for visit in visits]
+        return DealtVisit(source, _joined(dealt, source, results), dealt, tuple(visits))
+
+    def backward(self, visit: Visit, gradient: Tensor) -> Gradients:
+        assert isinstance(visit, DealtVisit)
+
+        def on(rank: int, part: nn.Module, _: _Share) -> Gradients:
+            own = visit.parts[rank]
+            assert own is not None
+            return passes.backward(part, own, visit.dealt.part_of(gradient, rank, _device_of(part)))
+
+        found = self._at_once(visit.dealt, on)
+        computed = [gradients for gradients in found if gradients is not None]
+        sums = [_sum(of_one) for of_one in zip(*(gradients.parameters for gradients in computed), strict=True)]
+        sources = [None if gradients is None else gradients.source for gradients in found]
+        if computed[0].source is None:
+            return Gradients(None, tuple(sums))
+        return Gradients(_joined(visit.dealt, visit.source, sources), tuple(sums))
+
+    def evaluate(self, source: Tensor, documents: tuple[int, ...]) -> Tensor:
+        dealt = self._dealt(source, documents)
+
+        def on(rank: int, part: nn.Module, share: _Share) -> Tensor:
+            with torch.no_grad():
+                result: Tensor = part(dealt.part_of(source, rank, _device_of(part)), share.documents)
+            return result
+
+        return _joined(dealt, source, self._at_once(dealt, on))
+
+    def parameters_changed(self) -> None:
+        self._parts.changed()
+
+    def storages(self) -> set[int]:
+        return {storage for part in self._parts for storage in passes.storages(part)}
+
+    def weights(self) -> tuple[Tensor, ...]:
+        return ()
+
+    def _at_once(self, dealt: _Dealt, job: Callable[[int, nn.Module, _Share], Result]) -> list[Result | None]:
+        def on(rank: int, part: nn.Module) -> Result | None:
+            share = dealt.shares[rank]
+            try:
+                return None if share is None else job(rank, part, share)
+            except BaseException:
+                dealt.exchange.give_up()
+                raise
+
+        return self._threads.at_once([partial(on, rank, part) for rank, part in enumerate(self._parts.fresh())])
+
+    def _dealt(self, source: Tensor, documents: tuple[int, ...]) -> _Dealt:
+        """The shares of a microbatch: a function of its documents, so that what is taken back is what was added."""
+        count = len(self._parts)
+        exchange = Exchange(count)
+        if not documents:
+            rows = self._choose([1.0] * source.shape[0], count, float("inf")).whole
+            return _Dealt(0, tuple(_Share(torch.tensor(own), ()) if own else None for own in rows), exchange)
+        costs = [length + self._quadratic_share * length**2 for length in documents]
+        found = self._choose(costs, count, CUTTING if max(documents) >= SHORTEST_CUT * count else float("inf"))
+        starts = [0, *accumulate(documents)]
+        cut = tuple(pieces(documents[index], found.shares) for index in found.cut)
+        shares: list[_Share | None] = []
+        for rank, own in enumerate(found.whole):
+            spans = [range(starts[index], starts[index + 1]) for index in own] + [
+                range(starts[index] + part.start, starts[index] + part.stop)
+                for index, by_rank in zip(found.cut, cut, strict=True)
+                for part in by_rank[rank]
+            ]
+            if not spans:
+                shares.append(None)
+                continue
+            places = torch.cat([torch.arange(span.start, span.stop) for span in spans])
+            whole = tuple(documents[index] for index in own)
+            lengths = tuple(documents[index] for index in found.cut)
+            shares.append(_Share(places, CutDocuments(rank, whole, lengths, cut, exchange) if cut else whole))
+        return _Dealt(1, tuple(shares), exchange)
+
+
+class SeveralHeads:
+    """The head on several devices, each with an equal share of the tokens; see `node.model.passes.HeadPasses`."""
+
+    def __init__(self, heads: Copies, threads: DeviceThreads) -> None:
+        self._heads = heads
+        self._threads = threads
+
+    def loss(self, hidden: Tensor, labels: Tensor) -> float:
+        def on(head: nn.Module, own: Tensor, wanted: Tensor) -> float:
+            with torch.no_grad():
+                return float(head(own, wanted).item())
+
+        return self._weighted(self._at_once(hidden, labels, on), labels)
+
+    def loss_into(self, hidden: Tensor, labels: Tensor, sums: Sequence[Tensor], weight: int) -> HeadVisit | None:
+        loss, gradients = self._loss_and_gradients(hidden, labels)
+        if not are_finite(gradients.parameters):
+            return None
+        assert gradients.source is not None
+        if sums:
+            fold(sums, gradients.parameters, weight)
+        return HeadVisit(loss, gradients.source, lambda: fold(sums, gradients.parameters, -weight))
+
+    def _loss_and_gradients(self, hidden: Tensor, labels: Tensor) -> tuple[float, Gradients]:
+        def on(head: nn.Module, own: Tensor, wanted: Tensor) -> tuple[float, Gradients]:
+            visit = passes.forward(head, own, wanted)
+            weight = visit.result.new_tensor(wanted.numel() / labels.numel())
+            return float(visit.result.item()), passes.backward(head, visit, weight)
+
+        found = self._at_once(hidden, labels, on)
+        of_each = [gradients for _, gradients in found]
+        sums = [_sum(of_one) for of_one in zip(*(gradients.parameters for gradients in of_each), strict=True)]
+        sources = [gradients.source.to(hidden.device) for gradients in of_each if gradients.source is not None]
+        together = torch.cat(sources, dim=1).view_as(hidden)
+        return self._weighted([loss for loss, _ in found], labels), Gradients(together, tuple(sums))
+
+    def parameters_changed(self) -> None:
+        self._heads.changed()
+
+    def _at_once(
+        self, hidden: Tensor, labels: Tensor, job: Callable[[nn.Module, Tensor, Tensor], Result]
+    ) -> list[Result]:
+        """Of as many tokens as are not left out: fewer than there are devices have fewer jobs."""
+        own = torch.tensor_split(hidden.flatten(0, 1).unsqueeze(0), len(self._heads), dim=1)
+        wanted = torch.tensor_split(labels.flatten().unsqueeze(0), len(self._heads), dim=1)
+
+        def on(head: nn.Module, own: Tensor, wanted: Tensor) -> Result | None:
+            if not wanted.numel():
+                return None
+            return job(head, own.to(_device_of(head)), wanted.to(_device_of(head)))
+
+        given = zip(self._heads.fresh(), own, wanted, strict=True)
+        found = self._threads.at_once([partial(on, *of_one) for of_one in given])
+        return [result for result in found if result is not None]
+
+    def _weighted(self, losses: Sequence[float], labels: Tensor) -> float:
+        counts = [part.numel() for part in torch.tensor_split(labels.flatten(), len(self._heads))]
+        return sum(loss * count for loss, count in zip(losses, counts, strict=False)) / labels.numel()
+
+
+def body_passes(part: nn.Module, threads: DeviceThreads | None, quadratic_share: float) -> Passes:
+    """The passes of a part that is on the first device: the embedding or a stack of blocks."""
+    if threads is None or len(threads.devices) == 1:
+        return OneDevice(part)
+    return SeveralDevices(Copies(part, threads), threads, quadratic_share)
+
+
+def head_passes(head: HeadPart, threads: DeviceThreads | None) -> HeadPasses:
+    """The passes of the head, which is on the first device."""
+    if threads is None or len(threads.devices) == 1:
+        return OneHead(head)
+    return SeveralHeads(Copies(head, threads), threads)
+
+
+def _on(device: torch.device, part: nn.Module) -> nn.Module:
+    return part if _device_of(part) == device else deepcopy(part).to(device)
+
+
+def _device_of(part: nn.Module) -> torch.device:
+    return next(part.parameters()).device
+
+
+def _joined(dealt: _Dealt, like: Tensor, parts: Sequence[Tensor | None]) -> Tensor:
+    """The parts' results in the order of the microbatch, [rows, tokens, hidden] on the device of `like`."""
+    of_one = next(part for part in parts if part is not None)
+    room = torch.empty(*like.shape[:2], *of_one.shape[2:], dtype=of_one.dtype, device=like.device)
+    return dealt.together(room, parts)
+
+
+def _sum(gradients: Sequence[Tensor]) -> Tensor:
+    """The sum on the first one's device, always in the same order."""
+    total = gradients[0]
+    for more in gradients[1:]:
+        total = total + more.to(total.device)
+    return total

@@ -1,1 +1,0 @@
-"""Float32 numbers in fewer bytes, and the narrow matrices that products are made with."""
