@@ -70,9 +70,7 @@ class Life:
     peer: str
     began_ms: int
     now_ms: int = 0
-    """Time of the last line that we read, by the peer's clock."""
     ended_ms: int | None = None
-    """None without a clean end: the process was killed, or its disk was full."""
 
     @property
     def ended_well(self) -> bool:
@@ -140,7 +138,6 @@ class VisitCheck(LogCheck):
         self._abandoned: dict[str, Spot] = {}
         self._tallies: defaultdict[int, MicrobatchCounts] = defaultdict(MicrobatchCounts)
         self._before: defaultdict[int, MicrobatchCounts] = defaultdict(MicrobatchCounts)
-        """Counts that resumed data nodes started from."""
         self._accounts: dict[int, tuple[Spot, MicrobatchCounts]] = {}
 
     def begin(self, life: Life) -> None:
@@ -275,7 +272,6 @@ class _Entry:
     round: int
     digest: str
     fetched: bool
-    """Fetched from others, not the result of an own round."""
     spot: Spot
     life: Life
     at_ms: int
@@ -296,11 +292,8 @@ class RoundCheck(LogCheck):
         self._histories: defaultdict[str, dict[str, History]] = defaultdict(dict)
         self._last_lives: dict[str, Life] = {}
         self._last_modules: dict[str, str] = {}
-        """The module that each peer hosted at the end of its last log."""
         self._left_ms: dict[str, int] = {}
-        """Time at which each peer left its last module."""
         self._joining: set[str] = set()
-        """Peers that did not serve yet at the end of their last log; nothing uses their old anchors."""
 
     def begin(self, life: Life) -> None:
         self._last_lives[life.peer] = life
@@ -414,7 +407,6 @@ class RoundCheck(LogCheck):
 class _Account:
     step: int = 0
     tokens: int | None = 0
-    """Tokens at the last step; None if unknown: of a resumed node, and after a microbatch without a count."""
     completed: int = 0
 
 
@@ -491,11 +483,9 @@ class AuditReport:
     logs: int
     ended_well: int
     torn: int
-    """Logs with a cut last line: their process was killed while it wrote."""
     counts: dict[str, int]
     violations: tuple[Violation, ...]
     by_route: dict[str, Any] = field(default_factory=dict)
-    """Of a run with experts: see `RouteCount.as_json`."""
 
     def as_json(self) -> dict[str, Any]:
         return {

@@ -8,36 +8,142 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import logging
 import math
+import os
 import socket
 import struct
+import sys
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from lab.emulation.emulation import MAX_CHUNK_BYTES, Emulation, Member, Way
-from lab.emulation.sockets import Endpoint, listening
-from swarm.vocabulary.errors import ResourceExhausted
+from swarm.vocabulary.errors import ConfigError, ResourceExhausted
+
+Endpoint = tuple[str, int]
+_LISTENS = 0x0A
+_TABLES = ("/proc/net/tcp", "/proc/net/tcp6")
+
+
+@dataclass(frozen=True, slots=True)
+class Socket:
+    """One line of the kernel's table. IPv4 addresses in IPv6 form become IPv4."""
+
+    local: Endpoint
+    remote: Endpoint
+    listens: bool
+    inode: int
+
+
+def require_proc() -> None:
+    """Raises ConfigError unless the kernel tells which process holds a socket."""
+    if sys.platform != "linux" or not Path(_TABLES[0]).is_file():
+        raise ConfigError(
+            "the WAN emulation needs Linux: it tells nodes apart by /proc",
+            hint="Run it in a container or a virtual machine with Linux.",
+        )
+
+
+def read_sockets() -> list[Socket]:
+    found: list[Socket] = []
+    for table in _TABLES:
+        try:
+            lines = Path(table).read_text().splitlines()[1:]
+        except FileNotFoundError:  # a kernel without IPv6
+            continue
+        found += map(parse_socket, lines)
+    return found
+
+
+def parse_socket(line: str) -> Socket:
+    fields = line.split()
+    return Socket(_endpoint(fields[1]), _endpoint(fields[2]), int(fields[3], 16) == _LISTENS, int(fields[9]))
+
+
+def listening() -> frozenset[Endpoint]:
+    return frozenset(socket.local for socket in read_sockets() if socket.listens)
+
+
+class Callers:
+    """Finds the member behind a connection. `roots` returns the process id of each member's node, by index."""
+
+    def __init__(self, roots: Callable[[], Mapping[int, int]]) -> None:
+        self._roots = roots
+
+    def caller(self, source: Endpoint, target: Endpoint) -> int | None:
+        """Returns the member, or None if it is none of them or its end is closed. Reads /proc: call it in a thread."""
+        inode = next((s.inode for s in read_sockets() if s.local == source and s.remote == target and s.inode), None)
+        if inode is None:
+            return None
+        roots = {pid: member for member, pid in self._roots().items()}
+        return next((roots[root] for root, pid in descendants(set(roots)) if _holds(pid, inode)), None)
+
+
+def descendants(roots: set[int]) -> Iterator[tuple[int, int]]:
+    """Yields all living descendants of `roots`, and the roots themselves, as (root, process)."""
+    parents = {pid: parent for pid in _processes() if (parent := _parent(pid)) is not None}
+    for pid in parents:
+        ancestor: int | None = pid
+        while ancestor is not None and ancestor not in roots:
+            ancestor = parents.get(ancestor)
+        if ancestor is not None:
+            yield ancestor, pid
+
+
+def _processes() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdecimal()]
+
+
+def _parent(pid: int) -> int | None:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:  # it has ended meanwhile
+        return None
+    return int(stat.rpartition(")")[2].split()[1])
+
+
+def _holds(pid: int, inode: int) -> bool:
+    wanted = f"socket:[{inode}]"
+    try:
+        for name in os.listdir(f"/proc/{pid}/fd"):
+            try:
+                if os.readlink(f"/proc/{pid}/fd/{name}") == wanted:
+                    return True
+            except OSError:  # closed meanwhile
+                continue
+    except OSError:  # it has ended, or is somebody else's
+        return False
+    return False
+
+
+def _endpoint(text: str) -> Endpoint:
+    """Parses `0100007F:96A9`: the address in words of the machine's byte order, then the port."""
+    address, _, port = text.partition(":")
+    raw = bytes.fromhex(address)
+    if sys.byteorder == "little":
+        raw = b"".join(raw[start : start + 4][::-1] for start in range(0, len(raw), 4))
+    parsed = ipaddress.ip_address(raw)
+    mapped = getattr(parsed, "ipv4_mapped", None)
+    return str(mapped or parsed), int(port, 16)
+
 
 log = logging.getLogger(__name__)
 
 MAX_HELD_BYTES = 4 * 2**20
-"""Bytes in flight in one direction of a connection; beyond that we do not read. At 100 ms it allows 40 MB/s."""
+"""Bytes in flight in one direction of a connection, before reading pauses."""
 RECEIVE_BUFFER_BYTES = 256 * 1024
-"""The kernel's buffer of unread bytes. Loopback's default would hide many seconds of a slow link."""
 LOOK_EVERY_S = 0.2
 CONNECT_TIMEOUT_S = 5.0
 AT_ONCE_S = 0.0002
-"""A read that took less did not wait."""
 _LINGER_RESET = struct.pack("ii", 1, 0)
-"""SO_LINGER that makes closing a reset."""
 
 Now = Callable[[], float]
 Sleep = Callable[[float], Awaitable[None]]
 FindCaller = Callable[[Endpoint, Endpoint], Awaitable[Member]]
-"""Finds the member that opened a connection, by its two ends."""
 
 
 class ConnectionReset(Exception):
@@ -49,7 +155,6 @@ class _Held:
     due_at: float
     data: bytes
     reset: bool = False
-    """Without data: the sender reset its stream instead of ending it."""
 
 
 class Pipe:
@@ -76,7 +181,6 @@ class Pipe:
         self._held_bytes = 0
         self._moved = asyncio.Event()
         self._late_s = 0.0
-        """Oversleep of this process when it last woke, in seconds."""
 
     async def run(self) -> None:
         """Carries the stream to its end. Raises an ExceptionGroup of one ConnectionReset if it is reset."""

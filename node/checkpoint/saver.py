@@ -13,7 +13,7 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from node.checkpoint.snapshot import Header, own_tensors
+from node.checkpoint.folder import Header, own_tensors
 from node.checkpoint.state import Agreed, Counters, Post, ReplicaState, StateCopy
 from node.concurrency.compute_thread import ComputeThread, Priority
 from node.concurrency.task_groups import set_or_after
@@ -36,11 +36,7 @@ def capture_module(
     tokens: int,
     agreed: Agreed | None = None,
 ) -> ReplicaState:
-    """A replica between two inner steps, after `visits` microbatches of `tokens` tokens. Called on the compute thread.
-
-    Args:
-        post: Copies the optimizer's tensors while they are written (see `StateCopy`); None copies them at once.
-    """
+    """Captures a replica between two inner steps; `post` copies tensors while they are written (None: at once)."""
     optimizer.before_change()  # the copy before this one ends here
     names, floats = parameters_of(*parts), floats_of(*parts)
     since = (optimizer.steps, tokens) if agreed is None else (agreed.steps_since, agreed.tokens_since)
@@ -91,13 +87,7 @@ class SaveRequests:
 
 
 class Saver:
-    """Captures the replica on the compute thread, then hashes and writes it on its own thread, one at a time.
-
-    Args:
-        capture: Called on the compute thread.
-        write: Called on the saver's thread (see `save_state`).
-        every_s: Interval of unrequested saves, in seconds; skipped while no step has been taken.
-    """
+    """Captures a replica on the compute thread and writes it on its own, every `every_s` seconds or on request."""
 
     def __init__(
         self,

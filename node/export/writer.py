@@ -20,7 +20,6 @@ from torch import Tensor
 from node.data.tokenizers import FileTokenizer, open_tokenizer, tokenizer_bytes
 from node.experts.router import router_file
 from node.export import hugging_face as layout
-from node.export.exported_source import is_exported
 from node.export.hugging_face import (
     BYTES_END_OF_DOCUMENT,
     byte_tokenizer,
@@ -28,7 +27,7 @@ from node.export.hugging_face import (
     model_config,
     tokenizer_config,
 )
-from node.export.source import ModuleSource, checked_module, path_modules
+from node.export.source import ModuleSource, checked_module, is_exported, path_modules
 from node.model.initialization import digest_of_tensors
 from node.model.shapes import parameter_bytes
 from protocol.manifest.manifest import Manifest
@@ -45,9 +44,7 @@ class Export:
     path: Path
     run: str
     files: int
-    """Of parameters."""
     size_bytes: int
-    """Of the parameters."""
 
 
 async def export(
@@ -59,18 +56,7 @@ async def export(
     replace: bool = False,
     shard_bytes: int = layout.SHARD_BYTES,
 ) -> Export:
-    """Writes the model to `target`, with one module and one shard in memory at a time.
-
-    Args:
-        target: An empty or missing folder, or an older export if `replace`.
-        tokenizer_file: None for bytes.
-        route: Path of a run with experts; None for the only one.
-        shard_bytes: Largest file of parameters.
-
-    Raises:
-        ConfigError: The target is in use, or the path or the tokenizer is missing.
-        StateError: A module is not of this model, or the folder could not be written; nothing is left of it.
-    """
+    """Writes the model to `target`, one module and one shard in memory at a time. Raises ConfigError, StateError."""
     manifest = source.signed.manifest
     modules = path_modules(source, route)
     require_free(target, replace=replace)

@@ -18,14 +18,15 @@ from node.averaging.anchor.local_replica import LocalReplica, anchor_of
 from node.averaging.anchor.outer_step import OuterRule, step_alone
 from node.checkpoint.folder import (
     CheckpointFolder,
+    Header,
     Problem,
     check_run,
+    read_state,
     remove_older,
     whole_snapshots,
     write_snapshot,
 )
 from node.checkpoint.saver import capture_module, restore_module
-from node.checkpoint.snapshot import Header, read_state
 from node.checkpoint.state import Agreed, DataState, ReplicaState
 from node.data.packing import Cursor
 from node.model.optimizer import InnerOptimizer

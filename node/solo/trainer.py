@@ -21,8 +21,7 @@ from torch import nn
 from node.averaging.anchor.anchor import tensors_of
 from node.averaging.anchor.local_replica import LocalReplica
 from node.averaging.anchor.outer_step import outer_rule
-from node.checkpoint.folder import CheckpointFolder, Problem
-from node.checkpoint.gather import Gathered
+from node.checkpoint.folder import CheckpointFolder, Gathered, Problem
 from node.data.documents import Documents
 from node.data.feed import TrainingFeed, open_documents
 from node.data.packing import Microbatch

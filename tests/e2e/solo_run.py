@@ -6,8 +6,7 @@ from pathlib import Path
 
 import torch
 
-from node.checkpoint.folder import CheckpointFolder
-from node.checkpoint.gather import gather_modules
+from node.checkpoint.folder import CheckpointFolder, gather_modules
 from node.experts.router import Router
 from node.observability.events import Step
 from node.solo.solo_checkpoint import CheckpointPlan

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from node.checkpoint.folder import CheckpointFolder, load_newest, read_manifest
-from node.checkpoint.snapshot import Header
+from node.checkpoint.folder import CheckpointFolder, Header, load_newest, read_manifest
 from node.local_swarm.local_swarm import LocalSwarm
 from node.local_swarm.setup import LocalSwarmOptions
 from node.observability.events import Note, Step

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from lab.audit import check_folder
-from lab.emulation.sockets import Callers, read_sockets
-from lab.experiment import Experiment
+from lab.emulation.proxy import Callers, read_sockets
 from lab.laboratory import Mark
-from lab.recorder import Row
+from lab.outcome import Row
+from lab.run import Experiment
 from lab.scenario import scenario_from_table
 from tests.e2e.small_run import small_run, write_text
 

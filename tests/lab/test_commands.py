@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from lab.emulation.link_shape import PROFILES
+from lab.emulation.emulation import PROFILES
 from lab.scenario import known_scenarios
 from node.__main__ import app
 from tests.lab.test_scenario import BASE, EVENTS

@@ -15,12 +15,14 @@ from typing import Any
 import pytest
 
 from lab.audit import AuditReport, Violation
-from lab.laboratory import Kind, Mark
-from lab.log_watch import Accused, Held
+from lab.laboratory import Accused, Held, Kind, Mark
 from lab.outcome import (
     WINDOW_S,
     Outcome,
+    Peaks,
+    Recorder,
     Recovery,
+    Row,
     agree,
     capacity_of,
     pace_back_after,
@@ -29,7 +31,6 @@ from lab.outcome import (
     served_after,
     utilization_of,
 )
-from lab.recorder import Peaks, Recorder, Row
 from lab.report import Result, draw, report_text, suite_json, suite_text
 from lab.run import Run
 from lab.scenario import Scenario, known_scenarios, read_scenario, scenario_from_table

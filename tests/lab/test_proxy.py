@@ -17,10 +17,19 @@ from typing import Any
 import pytest
 import uvloop
 
-from lab.emulation.emulation import Emulation
-from lab.emulation.link_shape import Fault, LinkShape, Site
-from lab.emulation.proxy import MAX_HELD_BYTES, ListenWatch, Pipe, ProxiedPort, Proxy
-from lab.emulation.sockets import Callers, Endpoint, descendants, listening, parse_socket
+from lab.emulation.emulation import Emulation, Fault, LinkShape, Site
+from lab.emulation.proxy import (
+    MAX_HELD_BYTES,
+    Callers,
+    Endpoint,
+    ListenWatch,
+    Pipe,
+    ProxiedPort,
+    Proxy,
+    descendants,
+    listening,
+    parse_socket,
+)
 from node.concurrency.task_groups import task_scope
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the emulation reads /proc")

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from lab.emulation.link_shape import MBIT, Fault, LinkShape, Site, profile_of
-from lab.scenario import Scenario, find_scenarios, known_scenarios, read_scenario, scenario_from_table
-from lab.scenario_event import (
+from lab.emulation.emulation import MBIT, Fault, LinkShape, Site, profile_of
+from lab.scenario import (
     Churn,
     Crash,
     Freeze,
@@ -22,9 +21,14 @@ from lab.scenario_event import (
     Partition,
     Reshape,
     Restart,
+    Scenario,
     Start,
     Stop,
     Worsen,
+    find_scenarios,
+    known_scenarios,
+    read_scenario,
+    scenario_from_table,
 )
 from node.observability.failpoints import POINTS
 from swarm.vocabulary.errors import ConfigError, ManifestError

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import torch
 
-from node.checkpoint.folder import CheckpointFolder, Storage
-from node.checkpoint.snapshot import own_tensors
+from node.checkpoint.folder import CheckpointFolder, Storage, own_tensors
 from node.checkpoint.state import AnchorState, Counters, DataState, ReplicaState
 from node.data.documents import Place
 from node.data.packing import Cursor

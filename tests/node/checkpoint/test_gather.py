@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from node.checkpoint.folder import save_state
-from node.checkpoint.gather import gather_modules
+from node.checkpoint.folder import gather_modules, save_state
 from swarm.vocabulary.errors import CorruptSnapshot, StateError
 from swarm.vocabulary.types import AnchorVersion, ModuleId, PeerId
 from tests.node.checkpoint.saved_states import ONE, OTHER, PEER, folder_at, state_of, version

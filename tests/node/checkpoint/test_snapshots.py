@@ -13,8 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from node.checkpoint.folder import load_newest, read_manifest, save_state
-from node.checkpoint.snapshot import header_bytes, parse_header
+from node.checkpoint.folder import header_bytes, load_newest, parse_header, read_manifest, save_state
 from node.checkpoint.state import ReplicaState
 from swarm.vocabulary.errors import ConfigError, CorruptSnapshot, StateError
 from swarm.vocabulary.types import ModuleId

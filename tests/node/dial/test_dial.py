@@ -6,8 +6,7 @@ import re
 
 import pytest
 
-from node.dial.cut import FILLED, Peers, spread
-from node.dial.dial import LARGEST, SMALLEST, Wish, choose_recipe, choose_shape, forecast, turn
+from node.dial.dial import FILLED, LARGEST, SMALLEST, Peers, Wish, choose_recipe, choose_shape, forecast, spread, turn
 from node.model.memory_need import need_of
 from node.model.shapes import BYTES_PER_PARAMETER, parameter_bytes, parameter_shapes
 from protocol.identity.keys import Identity

@@ -17,10 +17,15 @@ from typer.testing import CliRunner
 
 from node.__main__ import app
 from node.doctor.doctor import finding_text, report
-from node.doctor.finding import Finding, Level, bounded
-from node.doctor.machine import (
+from node.doctor.examination import (
     LIBRARIES,
+    Finding,
+    Level,
     WantedVersions,
+    bounded,
+    clock_finding,
+    clock_offset,
+    experts_findings,
     files_finding,
     look_at_device,
     look_at_disk,
@@ -28,12 +33,12 @@ from node.doctor.machine import (
     look_at_port,
     look_at_room,
     matmul_flops,
+    reach_finding,
     satisfies,
     versions,
     wanted_here,
     what_fits_of,
 )
-from node.doctor.network_checks import clock_finding, clock_offset, experts_findings, reach_finding
 from node.model.free_memory import GIB, available_memory
 from node.model.memory_need import CPU_BYTES, needs_of, round_bytes
 from node.model.moments import MomentType
@@ -209,14 +214,14 @@ def test_a_cpu_is_measured_and_is_well() -> None:
 
 
 def test_a_device_that_multiplies_wrongly_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("node.doctor.machine.matmul_flops", lambda device, size: None)
+    monkeypatch.setattr("node.doctor.examination.matmul_flops", lambda device, size: None)
     assert look_at_device("cpu")[0].level is Level.FAIL
 
 
 def test_a_gpu_that_torch_cannot_use_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("torch can use the GPU here")
-    monkeypatch.setattr("node.doctor.machine.NVIDIA", tmp_path)
+    monkeypatch.setattr("node.doctor.examination.NVIDIA", tmp_path)
     finding = look_at_device("auto")[0]
     assert (finding.level, "CUDA" in finding.fix) == (Level.WARN, True)
 
@@ -226,7 +231,7 @@ def test_a_gpu_is_told_with_its_memory(monkeypatch: pytest.MonkeyPatch, free: in
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (free, 24 * GIB))
     monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "NVIDIA RTX 4090")
     monkeypatch.setattr("node.model.device.choose_devices", lambda wish: Reasoned((torch.device("cuda"),), "auto"))
-    monkeypatch.setattr("node.doctor.machine.matmul_flops", lambda device, size: 5e13)
+    monkeypatch.setattr("node.doctor.examination.matmul_flops", lambda device, size: 5e13)
     finding = look_at_device("auto")[0]
     assert finding.level is level
     assert finding.found.startswith(f"NVIDIA RTX 4090, {free / GIB:.1f} of 24.0 GiB free; a CUDA matrix product")

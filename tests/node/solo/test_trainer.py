@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from node.checkpoint.folder import CheckpointFolder, load_newest
-from node.checkpoint.gather import gather_modules
+from node.checkpoint.folder import CheckpointFolder, gather_modules, load_newest
 from node.data.feed import TrainingFeed, held_out_microbatches, open_documents
 from node.data.places import ToldPlaces
 from node.export.open_model import evaluate_model

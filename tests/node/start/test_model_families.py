@@ -20,8 +20,7 @@ from node.model.decoder import Decoder
 from node.model.initialization import parameters_of
 from node.model.optimizer import Accumulator, Addition, inner_optimizer
 from node.solo.trainer import SOLO, WholeModel
-from node.start.cut_model import CutModel
-from node.start.model_folder import ModelFolder
+from node.start.cut_model import CutModel, ModelFolder
 from protocol.manifest.manifest import Manifest, manifest_from_table
 from swarm.vocabulary.types import MicrobatchId, ModuleId
 from tests.node.checkpoint.saved_model import CPU, logits_of, save_checkpoint
