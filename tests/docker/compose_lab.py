@@ -21,23 +21,18 @@ from swarm.vocabulary.errors import ProtocolViolation
 
 ROOT = Path(__file__).parent.parent.parent
 HELPER = ROOT.parent / "shared" / "tools" / "docker-up"
-"""Where this script lies beside the repository, it brings an engine and the base image to a machine that has none."""
 ENGINE_PID = Path("/var/run/docker.pid")
 PROJECT = f"skipstone-test-{os.getpid()}"
 IMAGE = "skipstone:test"
 LOGS = "/var/lib/skipstone/logs"
 HELPER_LIMIT_S, BUILD_LIMIT_S, COMMAND_LIMIT_S = 400.0, 1000.0, 120.0
 WAIT_LIMIT_S = 240.0
-"""A bound for what should take seconds: it ends a test that hangs, and says nothing about speed."""
 POLL_S = 0.5
 
 
 @contextlib.contextmanager
 def engine() -> Iterator[None]:
-    """A Docker engine that answers; one that was started for this is stopped at the end.
-
-    Skips the test when there is none, and says why in one line.
-    """
+    """A Docker engine that answers; one that was started for this is stopped at the end."""
     was_there = _answers()
     if HELPER.is_file():
         said = _quietly(str(HELPER), limit_s=HELPER_LIMIT_S)
@@ -60,9 +55,7 @@ class Heard:
     """What the event logs of all nodes have said so far."""
 
     steps: int = 0
-    """Of all data nodes together."""
     inner_steps: Counter[str] = field(default_factory=Counter)
-    """Of each peer's replica."""
 
     def trained_since(self, before: Heard) -> int:
         """How many peers have taken an inner step since."""

@@ -1,7 +1,4 @@
-"""The record of a data node's microbatches: one line of JSON for each launch and each end, by the machine's monotonic
-clock, which all processes of one machine share. An emulated node writes it (`tests/e2e/emulated_paths.py`), whoever
-started the node reads it.
-"""
+"""The record of a data node's microbatches."""
 
 from __future__ import annotations
 
@@ -20,9 +17,7 @@ class FlightMark:
     at: float
     kind: str
     peers: tuple[str, ...]
-    """Of its hops: as planned when it is launched, as they were when it is home."""
     measured: int
-    """Visits that had been measured by then, of all microbatches, by whoever chooses the peers."""
 
 
 class FlightWriter:

@@ -1,10 +1,4 @@
-"""A home behind a router with address translation, beside public hosts: all of it in network namespaces of this
-machine.
-
-Nothing is changed in the machine's own network, and nothing can be reached from outside or reaches out. The public
-addresses look like real ones, because what is meant for documentation (RFC 5737) or for homes is refused by miniupnpd
-and by libp2p.
-"""
+"""A home behind a router with address translation, beside public hosts."""
 
 from __future__ import annotations
 

@@ -17,7 +17,6 @@ from node.observability.events import Event, Reach
 from tests.e2e.home_network import HomeNetwork
 
 PATIENCE_S = 120.0
-"""A bound for what should take seconds: it ends a test that hangs, and says nothing about speed."""
 
 Kind = TypeVar("Kind")
 

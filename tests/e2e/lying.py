@@ -15,13 +15,10 @@ from tests.e2e.round_watch import watching
 from tests.e2e.striking import MODULE, STAGE
 
 HONEST = 3
-"""Replicas, besides the liar."""
 LIAR = 1 + HONEST
-"""Its index: the last one."""
 EVAL_S = 120.0
 TRAINING_S = 900.0
 FEWEST = 3
-"""Rounds with a liar that is at work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,17 +26,11 @@ class Company:
     """What the honest replicas went through."""
 
     rounds: int
-    """That were committed after the liar had something to contribute."""
     with_liar: int
-    """Those with its update in them."""
     attempts: float
-    """At a round, on average."""
     digests: dict[int, set[str]]
-    """Of the honest replicas, by round."""
     loss: float
-    """Held out, after the tokens that were asked for."""
     ends: dict[int, int]
-    """Exit codes."""
 
 
 def liar_among(kind: str) -> Places:

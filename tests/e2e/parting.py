@@ -16,7 +16,6 @@ from tests.e2e.striking import replicas_of
 
 ROUNDS_APART = 5
 TWO_AND_TWO = "aaabbb"
-"""Where the six nodes are. The first and the fourth are data nodes, so that each side can go on."""
 THREE_AND_ONE = "aaabab"
 
 
@@ -31,16 +30,11 @@ class Parted:
 
     sides: tuple[frozenset[str], frozenset[str]]
     before: int
-    """The round of all before the cut."""
     apart: tuple[int, int]
-    """How many rounds each side made alone."""
     apart_s: float
     contact_s: float
-    """From the healing to the first link across between two of the replicas."""
     together_s: float
-    """From the healing to the first round that all have committed together."""
     rounds_after: int
-    """From the leading side's round at the first link to that round."""
 
 
 async def part(swarm: LocalSwarm, watch: RoundWatch, network: SplitNetwork, logs: Path) -> Parted:

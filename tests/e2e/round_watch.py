@@ -1,5 +1,4 @@
-"""Watches the rounds of a swarm of real processes: when each replica came to stand where, and how far an exchange
-is."""
+"""Watches the rounds of a swarm of real processes."""
 
 from __future__ import annotations
 
@@ -28,9 +27,7 @@ from node.observability.events import (
 )
 
 PATIENCE_S = 240.0
-"""A bound for what should take seconds: it ends a run that hangs, and says nothing about speed."""
 LOOK_S = 0.001
-"""Between two looks at the logs."""
 
 Found = TypeVar("Found")
 Kind = TypeVar("Kind", RoundProgress, PeerChange, RoundCommitted, Completed)
@@ -41,7 +38,6 @@ class Stand:
     """A replica holds an anchor from now on."""
 
     at: float
-    """Monotonic seconds, as its word reached us."""
     event: RoundCommitted | CaughtUp | Restored
 
     @property
@@ -61,7 +57,6 @@ class RoundWatch:
     module: str
     stands: list[Stand] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
-    """Of all data nodes' steps."""
     _news: asyncio.Event = field(default_factory=asyncio.Event)
 
     def take(self, event: Event) -> None:
@@ -81,8 +76,7 @@ class RoundWatch:
         return found
 
     async def loss_below(self, wanted: float) -> None:
-        """Until the median of the last ten steps is. However slow the machine was: replicas that find each other late
-        have each stepped alone, and what they hold together at first is worth little."""
+        """Until the median of the last ten steps is."""
         await self.until(lambda: True if median(self.losses[-10:] or [math.inf]) < wanted else None)
 
     def holding(self) -> dict[str, Stand]:
@@ -153,8 +147,7 @@ async def watching(swarm: LocalSwarm, module: str) -> AsyncIterator[RoundWatch]:
 
 
 class LogTail(Generic[Kind]):
-    """Follows the event logs in a folder, for what only they tell: how far an exchange is, whose link it is that has
-    come up, and which microbatches have come home."""
+    """Follows the event logs in a folder, for what only they tell."""
 
     def __init__(self, folder: Path, kind: type[Kind]) -> None:
         self._folder = folder

@@ -13,15 +13,12 @@ from protocol.manifest.manifest import Manifest, RoutingSection
 from tests.e2e.small_run import small_run
 
 ALPHABETS: Final = ("abcdef", "ghijkl", "mnopqr", "stuvwx")
-"""Of the documents of each route."""
 OF_EACH: Final = 20
 DOCUMENT_BYTES: Final = 31
-"""One less than a row: with the end of document they fill it."""
 
 
 def run_of_experts(folder: Path, experts: tuple[int, ...] = (2, 2)) -> tuple[Manifest, Router]:
-    """Writes equally many documents of each route, equally long, and makes a manifest and a router of them. `experts`
-    of each stage after 0 make four routes."""
+    """Writes equally many documents of each route, equally long, and makes a manifest and a router of them."""
     folder.mkdir()
     for route, letters in _letters(experts).items():
         for number in range(OF_EACH):

@@ -13,7 +13,6 @@ from node.observability.events import Event, NodeStatus, NodeSummary, Step
 from protocol.manifest.manifest import Manifest, manifest_from_table
 
 PATIENCE_S = 90.0
-"""A bound for what should take seconds: it ends a test that hangs, and says nothing about speed."""
 
 
 def small_run(

@@ -1,8 +1,4 @@
-"""Two networks of this machine with a cable between them that can be cut: each node in a network namespace of its own.
-
-All of it lives in namespaces: nothing is changed in the machine's own network, and nothing can be reached from outside
-or reaches out.
-"""
+"""Two networks of this machine with a cable between them that can be cut."""
 
 from __future__ import annotations
 

@@ -19,7 +19,6 @@ from tests.e2e.small_run import Watch, small_run, write_text
 pytestmark = pytest.mark.e2e
 
 REPLICATED = 1
-"""The stage that has a second peer, the fifth of the swarm."""
 
 
 def _account(watch: Watch) -> MicrobatchCounts:

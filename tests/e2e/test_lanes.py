@@ -1,5 +1,4 @@
-"""Data nodes of real processes agree on lanes: stages are skipped equally often, or by shares where the run allows it,
-and a peer that dies is on none of them any more."""
+"""Data nodes of real processes agree on lanes."""
 
 from __future__ import annotations
 
@@ -21,7 +20,6 @@ pytestmark = pytest.mark.e2e
 
 DATA_NODES, STAGES, PER_PATH = 2, 4, 2
 REPLICATED = 1
-"""The stage that has a second peer, the fifth of the swarm."""
 
 Lanes = tuple[LaneStatus, ...]
 

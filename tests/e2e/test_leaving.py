@@ -24,7 +24,6 @@ from tests.e2e.small_run import PATIENCE_S, Watch, small_run, write_text
 pytestmark = pytest.mark.e2e
 
 REPLICATED = 1
-"""The stage that has a second peer, the fifth of the swarm."""
 
 
 def assert_nothing_lost(watch: Watch, completed: int, *, abandoned: bool = False) -> None:

@@ -26,7 +26,6 @@ PEERS = 4
 FORWARD_S = 0.04
 TENSOR_BYTES = 4 * 2 * 32 * 32
 SLOW_BYTES_PER_S = 4 * TENSOR_BYTES
-"""A tensor as it is would take a quarter of a second, a visit 0.12."""
 
 
 def compressible(text: Path) -> Manifest:

@@ -1,6 +1,4 @@
-"""Peers that are told how much memory they have: each takes a stage that fits it, whoever comes first, and one that
-fits nowhere says so and ends.
-"""
+"""Peers that are told how much memory they have."""
 
 from __future__ import annotations
 

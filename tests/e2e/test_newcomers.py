@@ -1,5 +1,4 @@
-"""Newcomers that come at the same moment and are told no module: none sees where the others go, and in the end each
-expert is served."""
+"""Newcomers that come at the same moment and are told no module."""
 
 from __future__ import annotations
 

@@ -47,7 +47,6 @@ peers = [2]
 for = 0.5
 """
 BEHIND = "127.77."
-"""Where nodes listen: only proxies call them there."""
 
 
 def own_sockets() -> set[str]:

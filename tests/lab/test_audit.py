@@ -1,5 +1,4 @@
-"""The checker on logs written by hand: a run in good order passes, and each kind of violation is found where it
-stands."""
+"""The checker on logs written by hand."""
 
 from __future__ import annotations
 
@@ -48,7 +47,6 @@ class Log:
     end: int | None = 1000
     began: int = 1
     ms_each: int = 0
-    """Between two events."""
     torn: bool = False
 
     def lines(self) -> Iterator[Line]:

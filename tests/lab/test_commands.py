@@ -1,5 +1,4 @@
-"""The commands wan and chaos: what they list, refuse, and how they end. Nodes are stand-ins; tests/e2e has real
-ones."""
+"""The commands wan and chaos."""
 
 from __future__ import annotations
 

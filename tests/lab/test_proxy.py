@@ -36,7 +36,6 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the emulation r
 
 NODE, CALLER = 0, 1
 AT_ONCE = struct.pack("ii", 1, 0)
-"""SO_LINGER that makes closing a reset."""
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 _numbers = itertools.count(1)
@@ -326,7 +325,6 @@ def test_the_kernels_table_is_read() -> None:
 
 SENDER, RECEIVER = 0, 1
 RATE = 1_000_000.0
-"""Bytes a second; the pipe takes in five milliseconds' worth at a time."""
 DELAY_S = 0.1
 
 

@@ -29,24 +29,15 @@ class LoopbackHub:
         self.configs = configs
         self.commit = COMMIT
         self.listed_sizes: dict[str, int] = {}
-        """Lies of the listing."""
         self.failures: Counter[str] = Counter()
-        """How often each file is still answered with an error."""
         self.unlisted = 0
-        """How often what the set is at the commit is still answered with an error."""
         self.status = 500
-        """That error."""
         self.fetched: list[str] = []
-        """Files, in the order in which their bytes were asked for."""
         self.bytes = 0
-        """Of files that were sent."""
         self.tokens: list[str] = []
-        """That were sent along."""
         self.gates: dict[str, threading.Event] = {}
-        """Files whose bytes wait until these are set."""
         self.url = ""
         self.rate: float | None = None
-        """Bytes a second at which files are sent, one after the other, as over one link."""
         self.link = threading.Lock()
 
     def answer(self, path: str) -> bytes | None:

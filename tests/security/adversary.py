@@ -1,8 +1,4 @@
-"""A peer that belongs to the run and means no good: what it can find out, who it can say that it is, and what it can
-send.
-
-Anybody can be one: whoever has the link of a run can make an identity with a certificate that its peers accept.
-"""
+"""A peer that belongs to the run and means no good."""
 
 from __future__ import annotations
 
@@ -45,7 +41,6 @@ LONGEST_LIFETIME_S = 3600.0
 RECORD_LIFETIME_S = 100.0
 HARD_OF_HEARING = (("grpc.http2.lookahead_bytes", 65_536), ("grpc.http2.bdp_probe", 0))
 NOWHERE = "127.0.0.1:9"
-"""An address where nobody answers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +49,6 @@ class Targets:
 
     link: JoinLink
     announced: dict[ModuleId, Announcement]
-    """One serving peer of each module."""
     tensor: TensorSpec
 
     def contact(self, module: ModuleId) -> Contact:
@@ -99,13 +93,11 @@ class Targets:
         return Forward(microbatch, path, position, Purpose.TRAIN, LONGEST_LIFETIME_S)
 
     def as_data_node(self, persona: Persona) -> bytes:
-        """What the persona says of itself so that its own microbatches are taken. Not that it serves already: then
-        rounds would wait for it."""
+        """What the persona says of itself so that its own microbatches are taken."""
         return self.record(persona, ModuleId(0), state=PeerState.JOINING)
 
     def record(self, persona: Persona, module: ModuleId | None = None, **lies: object) -> bytes:
-        """What the persona says of itself, signed: that it serves the module faster than anybody, or, without one, that
-        it is a visitor."""
+        """What the persona says of itself, signed."""
         return encode_record(self.announcement(persona, module, **lies), persona.identity)
 
     def announcement(self, persona: Persona, module: ModuleId | None = None, **lies: object) -> Announcement:
@@ -140,14 +132,7 @@ class Targets:
         introduced: bool = True,
         deaf: bool = False,
     ) -> AsyncIterator[tuple[PeerId, BareStream]]:
-        """A stream to the victim, or another, on which anything can be said.
-
-        Args:
-            persona: who attacks; somebody new if not given.
-            record: what it says of itself; that it is a visitor, if not given.
-            introduced: whether a Hello has been said, and answered.
-            deaf: there is hardly any room for what the attacked says.
-        """
+        """A stream to the victim, or another, on which anything can be said."""
         persona = persona or self.persona()
         record = self.record(persona) if record is None else record
         async with hostile_stream(on or self.victim, persona, record, introduced=introduced, deaf=deaf) as stream:

@@ -1,8 +1,4 @@
-"""Well-formed nonsense: frames of every kind that decode without objection, made of values that mean something to the
-victim.
-
-The contract itself says what there is to fill in (the fields of `link.proto`), so a kind that is added is babbled too.
-"""
+"""Well-formed nonsense."""
 
 from __future__ import annotations
 
@@ -20,7 +16,6 @@ from swarm.vocabulary.errors import ProtocolViolation
 from swarm.vocabulary.types import AnchorVersion, MicrobatchId, PeerId
 
 WORTHLESS: Final = frozenset({"chunk", "hello", "farewell"})
-"""Kinds that end the link, or say nothing."""
 MOST_TRIES: Final = 50
 NUMBERS: Final = (0, 1, 2, 3, 7, 63, 64, 255, 256, 65_535, 2**20 - 1, 2**31 - 1, 2**32 - 1, 2**48 - 1, 2**63)
 MEASURES: Final = (0.0, 1.0, 1e-300, 1e300, 3.5, 60.0)
@@ -31,7 +26,6 @@ _WHOLE: Final = {
     FieldDescriptor.TYPE_UINT64: 2**64 - 1,
     FieldDescriptor.TYPE_SINT32: 2**31 - 1,
 }
-"""Types of numbers, and the largest of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +34,6 @@ class Knowledge:
 
     own: PeerId
     peers: tuple[PeerId, ...]
-    """The victim first."""
     anchors: tuple[AnchorVersion, ...]
     microbatches: tuple[MicrobatchId, ...]
     tensor: TensorSpec

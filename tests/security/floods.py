@@ -31,7 +31,6 @@ from tests.security.adversary import Targets
 from tests.security.siege import Siege, siege
 
 Flood = Callable[[Targets, PeerId, int], Frame | bytes]
-"""The n-th frame of a peer's flood."""
 
 
 def pings(targets: Targets, own: PeerId, number: int) -> Frame:
@@ -84,11 +83,9 @@ FLOODS: dict[str, tuple[Flood, ModuleId]] = {
     "recalls": (recalls, ModuleId(1)),
     "lanes": (lanes, ModuleId(0)),
 }
-"""What is said, and whom it is said to."""
 _RECORDS: dict[str, bytes] = {}
 _LANES: list[bytes] = []
 PREPARED = 1000
-"""Frames that are made once, and said again and again."""
 
 
 @dataclass(slots=True)
@@ -98,7 +95,6 @@ class Poured:
     said: int = 0
     heard: int = 0
     cut_off: int = 0
-    """Attackers whose link was ended."""
 
 
 @asynccontextmanager

@@ -37,7 +37,6 @@ from swarm.vocabulary.types import MAX_ROUND, AnchorVersion, Codec, PeerId
 
 MILLION = 1e6
 FIRST_LIE = 3
-"""The round from which on it lies as a convener, or about its work: before, all is in good order."""
 
 Sent = tuple[Contribution, TensorSpec, memoryview]
 

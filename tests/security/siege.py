@@ -1,8 +1,4 @@
-"""A swarm of real processes in full work that is attacked, and what tells whether it minds.
-
-Every process logs at debug level into a file of its own, and every object that it makes from a pickle is noted there
-(`watching/sitecustomize.py`).
-"""
+"""A swarm of real processes in full work that is attacked, and what tells whether it minds."""
 
 from __future__ import annotations
 
@@ -27,13 +23,10 @@ from tests.security.adversary import Targets, find_targets
 from tests.security.watching import sitecustomize
 
 BESIEGED = [pytest.mark.e2e, pytest.mark.timeout(400), pytest.mark.asyncio(loop_scope="package")]
-"""Marks of tests that share the one swarm; its start counts towards the time of the first."""
 PEERS = 4
 START_S = 300.0
-"""A bound for the start on a busy machine; it says nothing about speed."""
 MAY_GROW_BYTES = 64 * 2**20
 MAY_STAY_OPEN = 16
-"""File descriptors."""
 
 
 @dataclass(eq=False)

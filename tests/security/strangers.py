@@ -1,5 +1,4 @@
-"""Connections of strangers to a node's libp2p daemon, as complete as the daemon asks for: TLS with an identity of its
-own each, a multiplexer, and silence."""
+"""Connections of strangers to a node's libp2p daemon, as complete as the daemon asks for."""
 
 from __future__ import annotations
 

@@ -26,7 +26,6 @@ pytestmark = BESIEGED
 
 FRAMES = 700
 AT_ONCE = 7
-"""Frames after which the babbler waits until they have been heard."""
 PARTS = {
     "a visitor to a data node": (ModuleId(0), None, PeerState.VISITING),
     "a visitor to a hop": (ModuleId(1), None, PeerState.VISITING),
@@ -34,8 +33,6 @@ PARTS = {
     "a replica to a replica": (ModuleId(1), ModuleId(1), PeerState.DRAINING),
     "a replica to a lone one": (ModuleId(2), ModuleId(2), PeerState.DRAINING),
 }
-"""Whom it is said to, and what the babbler says that it is. One that drains is heard in rounds and gets no
-microbatches."""
 
 
 @pytest.mark.parametrize("part", PARTS)

@@ -33,14 +33,11 @@ STALLED = 40
 NAMELESS = 20
 SPEECHLESS = 100
 A_FLOOD = 100
-"""Frames, before anything is looked at."""
 LET_GO_S = 45.0
-"""For what takes 5 s (no TLS), 3 s (no Hello) and 10 s (no word) on a machine with nothing else to do."""
 
 
 async def test_who_stalls_is_let_go_and_holds_up_nobody(scene: Siege) -> None:
-    """Three kinds at once: connections that say nothing, streams without a Hello, links on which nothing more is said
-    or read."""
+    """Three kinds at once."""
     victim = scene.targets.victim
     files, memory = scene.open_files(victim), scene.peak_bytes(victim)
     async with AsyncExitStack() as stack:
@@ -91,7 +88,6 @@ async def test_a_flood_of_small_frames_stops_nobody(scene: Siege, kind: str, dea
 
 
 OTHER_TASKS = 16
-"""That were there when the messages began to wait, and may have ended since."""
 
 
 async def test_who_asks_and_never_reads_collects_few_messages() -> None:

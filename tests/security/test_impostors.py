@@ -1,5 +1,4 @@
-"""Peers that say they serve a stage, are given microbatches, and do not do what they say: training goes on, and the
-account adds up."""
+"""Peers that say they serve a stage, are given microbatches, and do not do what they say."""
 
 from __future__ import annotations
 
@@ -31,9 +30,6 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 STATUS = Question(QuestionAbout.STATUS)
 STAGE = ModuleId(1)
 MOST_KEPT = 2
-"""Different microbatches that somebody gets who has never brought one back: one, and one that another hop's repair may
-bring. Believed, it had all of the four or five that are under way.
-"""
 
 Sent = tuple[Forward | Backward, TensorSpec]
 
@@ -119,9 +115,7 @@ def shortens(hop: FalseHop, sender: PeerId, message: Forward) -> None:
 
 HIDDEN = hidden_tensor(small_run(Path("text"), blocks=(0, 1, 1)))
 QUICK = (puts_off, poisons, returns)
-"""Lies that come out at once."""
 SLOW = (swallows, claims, shortens)
-"""Lies that come out when a microbatch's time is over, after a minute; or with the end of the liar's link."""
 
 
 def nothing_finite() -> bytes:

@@ -1,5 +1,4 @@
-"""Only code of ours runs, and no secret of this machine's goes where it is not needed: how child processes are
-started."""
+"""Only code of ours runs, and no secret of this machine's goes where it is not needed."""
 
 from __future__ import annotations
 

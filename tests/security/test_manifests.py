@@ -34,8 +34,6 @@ if {WATCHED!r} in os.environ:
     noted = os.open(os.environ[{NOTED!r}], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     sys.addaudithook(note)
 """
-"""A `sitecustomize`: writes down each file and folder that a process opens, where its name has what is watched in
-it."""
 
 
 class Victim:

@@ -1,5 +1,4 @@
-"""A peer with a valid certificate of the run sends what it must not, in numbers: each time it is told why not, and the
-swarm goes on."""
+"""A peer with a valid certificate of the run sends what it must not, in numbers."""
 
 from __future__ import annotations
 
@@ -74,8 +73,7 @@ async def test_what_is_forbidden_is_refused_with_the_reason_and_disturbs_nobody(
 
 
 async def test_a_flood_of_microbatches_leaves_room_for_others(scene: Siege) -> None:
-    """The adversary plays a data node that never takes its results back. Its slots are free again 20 s after it has
-    gone."""
+    """The adversary plays a data node that never takes its results back."""
     targets, before = scene.targets, scene.peak_bytes(scene.targets.victim)
     async with targets.peer(ModuleId(0), state=PeerState.JOINING) as intruder:
         receipts = await _flood(targets, intruder)

@@ -1,5 +1,4 @@
-"""Whoever comes to a run, or looks at it, meets the adversary's peers first: silent ones, lying ones, and a link that
-was tampered with."""
+"""Whoever comes to a run, or looks at it, meets the adversary's peers first."""
 
 from __future__ import annotations
 
@@ -28,7 +27,6 @@ pytestmark = BESIEGED
 
 SILENT, LYING = 10, 4
 SOON_S = 40.0
-"""Much less than one silent peer after the other would take to be given up."""
 LITTLE_PATIENCE_S = 2.0
 
 

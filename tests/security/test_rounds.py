@@ -41,7 +41,6 @@ pytestmark = BESIEGED
 MODULE = ModuleId(1)
 PIECE = TensorSpec((64,), DType.FLOAT32)
 FAR = 40
-"""Rounds ahead for which lies are told: more than are held meanwhile."""
 
 
 def versions(scene: Siege) -> tuple[AnchorVersion, AnchorVersion]:
@@ -106,12 +105,10 @@ def pieces(scene: Siege, own: PeerId) -> Iterator[RoundPiece]:
 
 
 UNREAD = 32
-"""Pieces at most that are on their way."""
 
 
 async def test_pieces_that_nobody_is_due_get_no_buffer(scene: Siege) -> None:
-    """Also in the moment before a round's roster is known, when pieces of its members are kept: a stranger's are
-    not."""
+    """Also in the moment before a round's roster is known, when pieces of its members are kept."""
     refused = said = 0
 
     async def listen(stream: BareStream) -> None:

@@ -1,7 +1,4 @@
-"""Paths that no data node has made: what a peer can do by naming others in a path of its own.
-
-It knows more here than it can: the numbers of others' microbatches, which begin at random, are taken from their log.
-"""
+"""Paths that no data node has made."""
 
 from __future__ import annotations
 
@@ -29,7 +26,6 @@ pytestmark = BESIEGED
 STAGES = ModuleId(1), ModuleId(2)
 SLOTS = 16
 AHEAD = 60
-"""Numbers that the data node comes to while the test lasts."""
 
 
 class Stranger:
@@ -149,8 +145,7 @@ async def test_nobody_hands_a_data_node_the_result_of_what_was_not_given_to_him(
 
 
 async def test_nobody_uses_up_the_numbers_of_a_data_node(scene: Siege) -> None:
-    """Zeros under its next numbers: they are not taken, and when it comes to these numbers, they count at the stage
-    that was to have used them."""
+    """Zeros under its next numbers."""
     targets, victim = scene.targets, scene.targets.contact(STAGES[1])
     data_node, zeros = targets.data_node.peer, bytes(targets.tensor.byte_length)
     next_ = scene.first_number() + 4 * scene.swarm.progress.step + 20

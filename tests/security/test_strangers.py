@@ -1,5 +1,4 @@
-"""A flood of idle connections to a node's DHT, which any host can make: honest nodes are served beside them, and they
-do not stay."""
+"""A flood of idle connections to a node's DHT, which any host can make."""
 
 from __future__ import annotations
 
@@ -16,7 +15,6 @@ from tests.security.strangers import idle_connection
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 
 STRANGERS = 300
-"""More than p2pd's connection manager lets stay."""
 
 
 def open_files(process: int) -> int:

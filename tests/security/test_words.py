@@ -1,5 +1,4 @@
-"""What a node writes: no secret at any level of detail, nothing that a stranger could have it write; and what it makes
-from bytes: no objects."""
+"""What a node writes."""
 
 from __future__ import annotations
 

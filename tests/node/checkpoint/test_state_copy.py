@@ -84,8 +84,7 @@ def test_a_compute_thread_that_has_stopped_ends_the_writing(compute: ComputeThre
 
 
 def written_meanwhile(replica: Replica, compute: ComputeThread, path: Path) -> tuple[ReplicaState, ReplicaState]:
-    """The replica when a write of it began, and what was read again. After the first piece has been written, it goes on
-    and does not wait until the rest is."""
+    """The replica when a write of it began, and what was read again."""
     began, stepped = threading.Event(), threading.Event()
 
     def disk(step: str) -> None:

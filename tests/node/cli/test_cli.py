@@ -1,5 +1,4 @@
-"""The commands: what they write, where they write it, and how they end. Nodes are stand-ins; whole swarms are in
-tests/e2e."""
+"""The commands."""
 
 from __future__ import annotations
 
@@ -65,7 +64,6 @@ import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 """
-"""Whoever is started in the background, or by nohup, ignores these, and so would a process of ours."""
 
 
 def command(*arguments: str, code: str = "from node.__main__ import main; main()") -> subprocess.Popen[str]:

@@ -76,8 +76,7 @@ def test_a_manifest_cannot_write_to_the_terminal() -> None:
 
 @contextmanager
 def terminal() -> Iterator[int]:
-    """Standard input and output are a terminal; its other end. No fixture: pytest puts its own in their place between a
-    fixture and its test."""
+    """Standard input and output are a terminal; its other end."""
     ours, theirs = pty.openpty()
     with (
         os.fdopen(ours, "rb"),

@@ -63,7 +63,6 @@ OTHER_VALUES: dict[str, Any] = {
     "stop_on_eof": True,
     "log_level": LogLevel.DEBUG,
 }
-"""Of each row of the table, one that is not the default."""
 
 
 @pytest.fixture(autouse=True)

@@ -23,7 +23,6 @@ from tests.node.small_manifest import small_manifest
 
 A, B = PeerId("a"), PeerId("b")
 LENGTH = 63
-"""Of each document, so that with its end it is four rows of 16."""
 
 
 @pytest.fixture

@@ -42,7 +42,6 @@ CPU: Final = torch.device("cpu")
 NO_GRAPHS: Final = 0
 CODECS: Final = (Codec.NONE, Codec.BF16, Codec.INT8, Codec.INT4)
 WIDE: Final = {"vocabulary": 257, "hidden": 128, "heads": 4, "kv_heads": 2, "feed_forward": 384, "sequence": 8}
-"""Of so few tokens that activations weigh nothing beside the parameters."""
 
 
 @dataclass
@@ -172,8 +171,7 @@ def all_jobs(manifest: Manifest, device: torch.device) -> Record:
 
 
 def parameter_bytes(moments: MomentType) -> dict[str, float]:
-    """Bytes of the device for each parameter of a hop, in a bfloat16 run of next to no activations: at rest, and the
-    most during each job."""
+    """Bytes of the device for each parameter of a hop, in a bfloat16 run of next to no activations."""
     manifest = small_manifest(model={**WIDE, "dtype": "bfloat16"}, stages={"blocks": [1, 8]}, training__rows=1)
     found: dict[str, float] = {}
     gc.collect()

@@ -21,11 +21,9 @@ from swarm.vocabulary.pipeline_messages import Purpose
 from swarm.vocabulary.types import Codec, MicrobatchId, ModuleId, PeerId
 
 Allocate = Callable[[int], memoryview]
-"""Of a receive buffer."""
 CPU: Final = torch.device("cpu")
 MANY_GRAPHS: Final = 2**30
 HAS_OUTLIER: Final = 3
-"""The number of the message, out and back, with a channel that stands out, which blockwise codecs send apart."""
 STANDS_OUT: Final = 5
 
 

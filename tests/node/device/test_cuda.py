@@ -24,7 +24,6 @@ pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available()
 STEPS = 20
 CARD: Final = torch.device("cuda")
 ERRORS: Final = {Codec.BF16: 2e-3, Codec.INT8: 7e-3, Codec.INT4: 0.11}
-"""Relative, on normal numbers."""
 
 
 def trained(manifest: Manifest, device: torch.device) -> torch.Tensor:

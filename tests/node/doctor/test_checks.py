@@ -1,5 +1,4 @@
-"""The doctor's checks with machines made up: what is well, what is not, and that a check never takes the doctor
-down."""
+"""The doctor's checks with machines made up."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Exports: what is read back is the run's model, or it is refused; nothing else is overwritten, nothing half is
-left."""
+"""Exports."""
 
 from __future__ import annotations
 
@@ -42,7 +41,6 @@ from tests.node.small_manifest import small_manifest
 
 TOKENS = torch.randint(257, (2, 16), generator=torch.Generator().manual_seed(1))
 A_FEW_TENSORS = 20_000
-"""Bytes of a file that cuts the small model into several."""
 
 
 def exported(source: Path, target: Path, *, replace: bool = False, shard_bytes: int = SHARD_BYTES) -> Export:

@@ -1,7 +1,4 @@
-"""The processes of a local swarm: started as planned, watched, stopped in order or by force, none left behind.
-
-The nodes are stand-ins (`stand_in_node.py`): what is under test here is the handling of processes alone.
-"""
+"""The processes of a local swarm."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Nodes of one small run in one process, as far as microbatches go: real workers and compute threads, and links that a
-test can stop, break and listen to."""
+"""Nodes of one small run in one process, as far as microbatches go."""
 
 from __future__ import annotations
 
@@ -39,7 +38,6 @@ from tests.node.small_manifest import small_manifest
 
 CPU = torch.device("cpu")
 LONG_S = 20.0
-"""How long a test waits for what has to come; reached only when it fails."""
 LIFETIME_S = 60.0
 DATA, A, A2, B = PeerId("data"), PeerId("a"), PeerId("a2"), PeerId("b")
 MODULES = {DATA: ModuleId(0), A: ModuleId(1), A2: ModuleId(1), B: ModuleId(2)}
@@ -99,8 +97,6 @@ class Gate:
 
 
 Spot = tuple[PeerId, str | Work, type[MicrobatchTensor] | None]
-"""Where a gate stands: a peer's computation (its work), its inner step (`"step"`), or its sending (`"before"` or
-`"halfway"`, and of which message)."""
 
 
 class GatedWorker:
@@ -245,7 +241,6 @@ class SmallSwarm:
         self.lost_messages: Callable[[PeerId, PeerId, MicrobatchControl], bool] = lambda sender, to, message: False
         self.refused: list[tuple[PeerId, Refusal]] = []
         self.sent: list[tuple[PeerId, int]] = []
-        """By whom, and how many bytes."""
         data_worker = host_stage_zero(manifest, CPU)
         self.ends = Ends(data_worker)
         self.members = {

@@ -32,8 +32,7 @@ GONE = Unreachable("the link broke")
 
 
 class Links:
-    """`protocol.interfaces.transport.Transport` of which only questions and announcements are used. Questions are
-    answered when a test says so."""
+    """`protocol.interfaces.transport.Transport` of which only questions and announcements are used."""
 
     def __init__(self) -> None:
         self.asked: list[PeerId] = []

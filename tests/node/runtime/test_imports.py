@@ -1,5 +1,4 @@
-"""What a node that trains does not import: each of these is a good part of a second of computing, for every node at
-every start."""
+"""What a node that trains does not import."""
 
 from __future__ import annotations
 

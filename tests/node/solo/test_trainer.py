@@ -180,8 +180,7 @@ def steps_of(folder: CheckpointFolder) -> list[int]:
 
 
 def test_a_skipped_stage_steps_when_it_has_seen_its_tokens(manifest: Manifest, tmp_path: Path) -> None:
-    """Of two microbatches in each step of stage 0, each of the two other stages sees one: a step of its own every
-    second time."""
+    """Of two microbatches in each step of stage 0, each of the two other stages sees one."""
     skipping = small_manifest(data__source=manifest.data.source, stages__per_path=1)
     folder = folder_at(tmp_path / "checkpoint", manifest=skipping)
     summary, events = train(skipping, 7, saves=CheckpointPlan(folder))

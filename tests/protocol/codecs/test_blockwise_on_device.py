@@ -1,6 +1,4 @@
-"""Blockwise encoding as a device does it that would have to be waited for: the CPU's bytes, and checks that are looked
-at later. Its steps run here on the CPU; `tests/node/device` has them on a device that counts waits.
-"""
+"""Blockwise encoding as a device does it that would have to be waited for."""
 
 from __future__ import annotations
 
@@ -29,13 +27,10 @@ DIGESTS: Final = {
     Codec.INT8: "acb3898e4fb2de5954306dac61fe92fc692ad921ad25b6c46a22fd585ff7f068",
     Codec.INT4: "0b7afc8416abcecca8c3040fbfd853559ca4033c2d4b08dfa905e36ef570e694",
 }
-"""Of the encodings of `corpus`, as they were before there was a way without looking."""
 
 
 def corpus() -> list[Tensor]:
-    """Made of whole numbers, so that it is the same everywhere: plain, with channels that stand out (few, too many, the
-    same ones), zeros, tiny ones, vectors, a shorter last block.
-    """
+    """Made of whole numbers, so that it is the same everywhere."""
     made = []
     for seed, shape in enumerate([(1,), (129,), (3, 5), (7, 64), (2, 40, 96), (1, 300, 515), (40_000,)]):
         numbers = np.random.default_rng(seed).integers(-(2**20), 2**20, shape)

@@ -69,8 +69,7 @@ class TestFormat:
         assert decoded(put_together(halves), 3, torch.bfloat16).tolist() == [1.0, -2.0, 2.0**-133]
 
     def test_a_frame_written_out_byte_by_byte(self) -> None:
-        """RFC 8878: magic number; a descriptor that says single segment, content size in one byte; 100; the last block,
-        of 100 times 3f."""
+        """RFC 8878."""
         run = bytes.fromhex("28b52ffd 20 64") + ((100 << 3) | (1 << 1) | 1).to_bytes(3, "little") + b"\x3f"
         mantissa = bytes(range(100))
         expected = [struct.unpack("<f", bytes([0, 0, low, 0x3F]))[0] for low in mantissa]

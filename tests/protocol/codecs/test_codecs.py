@@ -20,7 +20,6 @@ from swarm.vocabulary.errors import ProtocolViolation, StateError
 from swarm.vocabulary.types import Codec
 
 INT8_SPAN = 16 * 255 * BLOCK
-"""Elements from which on a vector is encoded in several spans."""
 LARGEST_SCALE, LARGEST_VALUE = INT8.largest_scale, INT8.largest_value
 VECTOR_CODECS = [codec for codec in Codec if codec is not Codec.PLANES]
 LENGTHS = [1, 127, 128, 129, 255, 256, 255 * 128 - 1, 255 * 128, 255 * 128 + 1, INT8_SPAN, INT8_SPAN + 1, 1_100_001]

@@ -1,5 +1,4 @@
-"""Codecs for tensors of any shape, float32 and bfloat16: bytes worked out by hand, error bounds, what is sent apart,
-what falls back."""
+"""Codecs for tensors of any shape, float32 and bfloat16."""
 
 from __future__ import annotations
 
@@ -36,7 +35,6 @@ SHAPES = [
     (1, 300_001),
 ]
 RELATIVE_ERROR = {Codec.BF16: 2e-3, Codec.INT8: 7e-3, Codec.INT4: 0.11}
-"""On normal numbers."""
 
 
 def numbers(*values: float) -> Tensor:

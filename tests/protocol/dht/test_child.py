@@ -23,8 +23,7 @@ async def _some_turns(number: int) -> None:
 @needs_proc
 @pytest.mark.parametrize("between", [1, 3])
 async def test_who_is_cancelled_twice_while_it_starts_leaves_nothing(marked: Marked, between: int) -> None:
-    """The second one comes when a group of tasks around it ends. Pipes that are left open are warnings, and so errors,
-    when they are collected."""
+    """The second one comes when a group of tasks around it ends."""
 
     async def start() -> None:
         async with running_child(dht_process_pb2.DhtStart(timeout_s=10.0), Identity.generate()):

@@ -1,5 +1,4 @@
-"""The directory with real processes on loopback: it finds peers, survives the death of its parts, and leaves nothing
-behind."""
+"""The directory with real processes on loopback."""
 
 from __future__ import annotations
 

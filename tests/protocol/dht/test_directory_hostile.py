@@ -1,8 +1,4 @@
-"""A real directory against a stranger who speaks hivemind's protocol and does not keep its manners.
-
-The stranger runs hivemind as it is imported ordinarily, without any of our guards, so these tests also hold the DHT
-process's own slim import against the real thing.
-"""
+"""A real directory against a stranger who speaks hivemind's protocol and does not keep its manners."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Tunnels with real processes and p2pd's on loopback: what goes in comes out, and whatever ends ends soon and says
-why."""
+"""Tunnels with real processes and p2pd's on loopback."""
 
 from __future__ import annotations
 

@@ -55,7 +55,6 @@ MANY_PEERS = tuple(peer(number) for number in range(MAX_MEMBERS))
 LARGEST_VERSION = AnchorVersion(MAX_ROUND, 2**48, 2**48, 63, b"\xff" * 32)
 LOSSLESS = [Codec.NONE, Codec.PLANES]
 OF_ANY_VECTOR = [codec for codec in Codec if codec is not Codec.PLANES]
-"""Of which the length follows from the number of elements."""
 LARGEST_ROUND = RoundId(ModuleId(1023, 1023), MAX_ROUND, MAX_ATTEMPTS, PEERS[0])
 
 modules = st.builds(ModuleId, st.integers(0, 1023), st.integers(0, 1023))

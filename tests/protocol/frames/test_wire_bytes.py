@@ -1,8 +1,4 @@
-"""What is on the wire stays what it is: the bytes of an example and more of every small frame, written down once.
-
-`wire_bytes.txt` has a line for each example of `frame_examples`: its bytes in hexadecimal, and its name. Nodes of
-another version speak those bytes, so a line of it changes only together with the protocol's version.
-"""
+"""What is on the wire stays what it is."""
 
 from __future__ import annotations
 
@@ -21,7 +17,6 @@ BYTES = {
     name: bytes.fromhex(octets) for octets, name in (line.split(" ", 1) for line in TABLE.read_text().splitlines())
 }
 CUT = {"receipt beyond bounds"}
-"""What is brought within its bounds when it is sent comes out another."""
 
 
 def test_every_kind_of_small_frame_has_an_example() -> None:

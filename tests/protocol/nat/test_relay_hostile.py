@@ -22,8 +22,7 @@ RELAY = "the relay"
 
 
 class Hostile:
-    """A relay whose every word the test says: `dial` is what the ends are given, and `streams` are its sides of what
-    they open."""
+    """A relay whose every word the test says."""
 
     def __init__(self) -> None:
         self.streams: asyncio.Queue[RelayStream] = asyncio.Queue()

@@ -25,7 +25,6 @@ from tests.protocol.identity.minting import RUN
 
 SETTINGS = TransportSettings(chunk_bytes=16 * 1024, ping_period_s=0.1, stall_after_s=5.0)
 LONG = 20.0
-"""Seconds that a test waits for what has to come; reached only when it fails."""
 
 
 class SystemClock:
@@ -55,7 +54,6 @@ class Recorder:
     answering: Callable[[Question], bytes] = lambda question: question.about.value.encode()
     answer_gate: asyncio.Event | None = None
     is_served: bool = True
-    """By everybody who speaks to it."""
     minded: tuple[Topic, ...] = tuple(Topic)
     admitted: list[TensorMessage] = field(default_factory=list)
     tensors: list[tuple[PeerId, TensorMessage, TensorSpec, bytes]] = field(default_factory=list)
@@ -237,7 +235,6 @@ class BareStream:
 
 
 FLOATS = TensorSpec((2, 32, 512), DType.FLOAT32)
-"""128 KiB: 8 chunks with the settings above."""
 
 
 def forward(sender: PeerId, receiver: PeerId, number: int = 0) -> Forward:

@@ -22,7 +22,6 @@ from protocol.transport.settings import TransportSettings
 
 SHORT_PAUSE_S = PAUSE_AFTER / FRAMES_A_SECOND
 NONE_LEFT_UNTIL = 1e9
-"""Of a common account whose time has not come yet: it has what it has saved, and gets no more."""
 
 
 def drained() -> CommonPatience:
@@ -122,8 +121,7 @@ def test_who_serves_nothing_has_no_part_in_what_is_common() -> None:
 
 
 def test_what_honest_peers_say_at_once_fits_their_due() -> None:
-    """The largest of each kind: an offer of lanes, a roster of 256 members, a reply to a stand-in of 256 hops. A
-    data node has one offer at a time, and makes it again after 1.5 s at the earliest."""
+    """The largest of each kind."""
     for octets, times in ((70 * 1024, 3), (48 * 1024, 4), (20 * 1024, 12)):
         patience = Patience(CommonPatience(0.0), 0.0)
         assert [patience.heard(0.0, octets) for _ in range(times)] == [0.0] * times

@@ -23,7 +23,6 @@ from tests.protocol.transport.peer_process import contact_from_json, contact_to_
 pytestmark = pytest.mark.e2e
 
 LARGE = TensorSpec((16 * 1024, 1024), DType.FLOAT32)
-"""64 MiB: more than fits in the buffers between two processes."""
 
 
 @asynccontextmanager

@@ -285,7 +285,6 @@ async def test_who_asks_more_than_may_be_open_is_refused() -> None:
 
 
 TELLS = 16_000
-"""Several times what may wait, and what the system keeps on the way besides."""
 
 
 async def test_who_says_more_than_its_due_is_read_later_and_loses_nothing() -> None:

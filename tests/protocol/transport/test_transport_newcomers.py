@@ -72,8 +72,7 @@ async def test_the_name_in_the_hello_must_be_the_certificates() -> None:
 
 
 async def test_a_certificate_that_carries_anothers_name_is_turned_away_at_the_door() -> None:
-    """Anybody can sign it with the authority's key, so TLS lets it in. What it lacks is the named peer's own
-    signature."""
+    """Anybody can sign it with the authority's key, so TLS lets it in."""
     impostor, key = Persona(), new_key()
     der = certificate(impostor.identity, key=key, extension=extension_for(Persona().identity, key))
     impostor.credentials = credentials_for(der, key, like=impostor.credentials)

@@ -1,5 +1,4 @@
-"""Two processes with one key, as a machine's copy or a restored backup makes them: the older one is kept, the younger
-one hears why."""
+"""Two processes with one key, as a machine's copy or a restored backup makes them."""
 
 from __future__ import annotations
 

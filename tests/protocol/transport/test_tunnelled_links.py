@@ -1,5 +1,4 @@
-"""gRPC links through a tunnel: two peers of which neither can be dialled, with real p2pd's, real TLS and a real
-relay."""
+"""gRPC links through a tunnel."""
 
 from __future__ import annotations
 
@@ -30,7 +29,6 @@ from tests.protocol.transport.tunnelled import Three, three_at
 pytestmark = pytest.mark.e2e
 
 LARGE = TensorSpec((16 * 1024, 1024), DType.FLOAT32)
-"""64 MiB."""
 SETTINGS = with_settings(chunk_bytes=512 * 1024)
 
 

@@ -27,7 +27,6 @@ class Three:
     relay: str
     contact: Contact
     tunnels: RelayTunnels
-    """Of the near one."""
     far_tunnels: RelayTunnels
 
 
