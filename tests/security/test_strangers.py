@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from protocol.identity.keys import Identity
-from tests.protocol.announcements import MODULE, announced
-from tests.protocol.dht.running import Marked, directory, needs_proc
+from tests.protocol.dht.running import MODULE, Marked, announced, directory, needs_proc
 from tests.security.strangers import idle_connection
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,11 +19,32 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from node.checkpoint.folder import header_bytes, load_newest, parse_header, read_manifest, save_state
-from node.checkpoint.state import ReplicaState
-from swarm.vocabulary.errors import ConfigError, CorruptSnapshot, StateError
-from swarm.vocabulary.types import ModuleId
-from tests.node.checkpoint.saved_states import CURSOR, ONE, OTHER, PEER, folder_at, same, state_of, version
+from node.checkpoint.folder import (
+    CheckpointFolder,
+    gather_modules,
+    header_bytes,
+    load_newest,
+    parse_header,
+    read_manifest,
+    save_state,
+)
+from node.checkpoint.state import Counters, ReplicaState
+from node.model.optimizer import InnerState
+from swarm.vocabulary.errors import ConfigError, CorruptSnapshot, ResourceExhausted, StateError
+from swarm.vocabulary.types import AnchorVersion, ModuleId, PeerId
+from tests.node.checkpoint.saved_states import (
+    CURSOR,
+    ONE,
+    OTHER,
+    PEER,
+    Countdown,
+    SteppedStorage,
+    die,
+    folder_at,
+    same,
+    state_of,
+    version,
+)
 from tests.node.small_manifest import small_manifest
 
 NEW, OLD = state_of(2.0, anchor=version(3), cursor=CURSOR), state_of(1.0)
@@ -196,3 +223,187 @@ def test_a_folder_of_another_run_is_neither_read_nor_written_to(tmp_path: Path) 
 def test_a_folder_without_a_manifest_is_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not a checkpoint"):
         read_manifest(tmp_path)
+
+
+THIRD = PeerId("12D3KooWthird")
+
+
+def save(path: Path, peer: PeerId, value: float, anchor: AnchorVersion | None, tokens: int = 256) -> None:
+    save_state(folder_at(path), peer, ONE, state_of(value, anchor=anchor, tokens=tokens))
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """Modules 0.0 and 2.0 are there; 3 stages in all. A folder that is not a peer's does not disturb."""
+    for stage in (0, 2):
+        save_state(folder_at(tmp_path), PeerId(f"peer-{stage}"), ModuleId(stage), state_of(stage))
+    (tmp_path / "identities").mkdir()
+    return tmp_path
+
+
+def test_one_replica_is_taken_as_it_is(path: Path) -> None:
+    save(path, PEER, 0.1, None)
+    found = gather_modules(path)
+    assert list(found.modules) == [ModuleId(0), ModuleId(1), ModuleId(2)]
+    assert torch.equal(found.modules[ONE]["w"], state_of(0.1).local["w"])
+    assert found.problems == ()
+
+
+def test_replicas_of_the_newest_anchor_are_averaged_by_their_tokens(path: Path) -> None:
+    save(path, PEER, 1.0, version(5), tokens=100)
+    save(path, OTHER, 2.0, version(5), tokens=300)
+    save(path, THIRD, 50.0, version(4), tokens=900)
+    torch.testing.assert_close(gather_modules(path).modules[ONE]["w"], state_of(1.75).local["w"])
+
+
+def test_replicas_right_after_a_round_weigh_the_same(path: Path) -> None:
+    save(path, PEER, 1.0, version(5), tokens=0)
+    save(path, OTHER, 2.0, version(5), tokens=0)
+    torch.testing.assert_close(gather_modules(path).modules[ONE]["w"], state_of(1.5).local["w"])
+
+
+def test_an_anchor_is_newer_than_none_and_two_of_one_round_are_never_mixed(path: Path) -> None:
+    save(path, PEER, 1.0, None)
+    save(path, OTHER, 2.0, version(1, digest=1))
+    save(path, THIRD, 3.0, version(1, digest=2))
+    assert torch.equal(gather_modules(path).modules[ONE]["w"], state_of(3.0).local["w"])
+
+
+def test_a_damaged_snapshot_is_passed_over_and_named(path: Path) -> None:
+    save(path, PEER, 1.0, None)
+    save(path, PEER, 2.0, None)
+    file = path / PEER / "state-2.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    found = gather_modules(path)
+    assert torch.equal(found.modules[ONE]["w"], state_of(1.0).local["w"])
+    assert [problem.file for problem in found.problems] == [file]
+    (path / PEER / "state-1.safetensors").unlink()
+    with pytest.raises(CorruptSnapshot, match=r"module 1\.0 is whole.*state-2"):
+        gather_modules(path)
+
+
+def test_a_module_that_nobody_saved_is_named(path: Path) -> None:
+    with pytest.raises(StateError, match=r"no snapshot of module 1\.0"):
+        gather_modules(path)
+
+
+def test_the_older_module_of_a_peer_that_has_moved_counts(path: Path) -> None:
+    save(path, PeerId("peer-2"), 9.0, None)
+    found = gather_modules(path).modules
+    assert torch.equal(found[ModuleId(2)]["w"], state_of(2.0).local["w"])
+    assert torch.equal(found[ONE]["w"], state_of(9.0).local["w"])
+
+
+ROOT = Path(__file__).parent.parent.parent.parent
+
+
+def steps_of_a_save(path: Path) -> list[str]:
+    """Of the third save in a folder, which has something to remove as well."""
+    countdown = Countdown(-1, die)
+    for value in (1.0, 2.0):
+        save_state(folder_at(path), PEER, ONE, state_of(value))
+    save_state(folder_at(path, SteppedStorage(countdown)), PEER, ONE, state_of(3.0))
+    return countdown.steps
+
+
+def child(arguments: list[str]) -> None:
+    """Saves 3.0, and dies at the given step."""
+    path, at = arguments
+    save_state(folder_at(Path(path), SteppedStorage(Countdown(int(at), die))), PEER, ONE, state_of(3.0))
+
+
+def test_a_process_killed_at_any_step_of_a_save(tmp_path: Path) -> None:
+    steps = steps_of_a_save(tmp_path / "counted")
+    assert steps.count("rename") == 2
+    assert steps.count("remove") == 2
+    shutil.copytree(tmp_path / "counted", tmp_path / "before")
+    # One process forks for every step: importing torch for each would take minutes.
+    code = (
+        "import sys; from tests.node.checkpoint.test_snapshots import die_at_every_step; "
+        "die_at_every_step(sys.argv[1:])"
+    )
+    folders = [str(tmp_path / f"at-{step}") for step in range(1, len(steps) + 1)]
+    for folder in folders:
+        for value in (1.0, 2.0):
+            save_state(folder_at(Path(folder)), PEER, ONE, state_of(value))
+    subprocess.run([sys.executable, "-c", code, *folders], cwd=ROOT, timeout=100, check=True)
+    outcomes = []
+    for folder in map(Path, folders):
+        found = load_newest(folder_at(folder), PEER)
+        assert found is not None
+        assert found.problems == ()
+        assert same(found.state, state_of(2.0)) or same(found.state, state_of(3.0))
+        outcomes.append(same(found.state, state_of(3.0)))
+        save_state(folder_at(folder), PEER, ONE, state_of(4.0))  # and it goes on from there
+        again = load_newest(folder_at(folder), PEER)
+        assert again is not None
+        assert same(again.state, state_of(4.0))
+        assert len(list((folder / PEER).iterdir())) == 4, "what the crash left behind is gone"
+    assert outcomes == sorted(outcomes), "once there, a snapshot stays"
+    assert {True, False} == set(outcomes)
+
+
+def die_at_every_step(folders: list[str]) -> None:
+    """In a process of its own: a child of it dies at each step, in a folder of its own."""
+    for at, folder in enumerate(folders, start=1):
+        pid = os.fork()
+        if pid == 0:
+            child([folder, str(at)])
+            os._exit(0)
+        status = os.waitpid(pid, 0)[1]
+        if not (os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL):
+            raise AssertionError(f"the child that was to die at step {at} did not: {status}")
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
+def test_a_disk_that_fails_at_any_step(tmp_path: Path, number: int) -> None:
+    def fail() -> None:
+        raise OSError(number, os.strerror(number))
+
+    for at, step in enumerate(steps_of_a_save(tmp_path / "counted"), start=1):
+        folder = tmp_path / f"at-{at}"
+        for value in (1.0, 2.0):
+            save_state(folder_at(folder), PEER, ONE, state_of(value))
+        storage = SteppedStorage(Countdown(at, fail))
+        expected = state_of(3.0)
+        if step == "remove":  # the snapshot is whole, only an old file stays a while longer
+            save_state(folder_at(folder, storage), PEER, ONE, expected)
+        else:
+            with pytest.raises(
+                ResourceExhausted if number == errno.ENOSPC else StateError, match="could not be written"
+            ):
+                save_state(folder_at(folder, storage), PEER, ONE, expected)
+        found = load_newest(folder_at(folder), PEER)
+        assert found is not None
+        assert found.problems == ()
+        assert same(found.state, expected) or (step != "remove" and same(found.state, state_of(2.0)))
+        assert not list((folder / PEER).glob(".*")), f"a failed attempt leaves no rest (step {at}, {step})"
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A real file system of 256 KiB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mount = shutil.which("mount")
+    command = [str(mount), "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(place)]
+    if mount is None or subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("no file system can be mounted here; the test with injected errors covers the same")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+def of_size(numbers: int) -> ReplicaState:
+    return ReplicaState({"w": torch.ones(numbers)}, InnerState(1, {}), Counters(1, 1, 1, 1))
+
+
+def test_a_disk_that_is_really_full(small_disk: Path) -> None:
+    folder: CheckpointFolder = folder_at(small_disk / "checkpoint")
+    save_state(folder, PEER, ONE, of_size(20_000))
+    for _ in range(3):
+        with pytest.raises(ResourceExhausted, match="No space left"):
+            save_state(folder, PEER, ONE, of_size(60_000))
+    found = load_newest(folder, PEER)
+    assert found is not None
+    assert found.state.local["w"].numel() == 20_000
+    save_state(folder, PEER, ONE, of_size(20_001))

@@ -28,7 +28,7 @@ from node.observability.typed_json import to_json
 from protocol.manifest.signing import read_signed_manifest
 from swarm.experts.routes import best_route
 from swarm.vocabulary.errors import ConfigError, IdentityError, SkipstoneError, Unreachable
-from tests.node.checkpoint.saved_model import file_of, save_checkpoint
+from tests.node.checkpoint.saved_states import file_of, save_checkpoint
 from tests.node.small_manifest import small_manifest
 from tests.node.start.tiny_models import write_folder
 

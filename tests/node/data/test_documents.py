@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import threading
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import islice
 from pathlib import Path
 
 import pytest
+import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,7 +20,10 @@ from node.cli.manifests import ManifestChanges, changed_manifest
 from node.data.documents import FILES_EACH, Documents, FileShare, Place, epoch_order, everything, is_held_out, owner
 from node.data.documents import ROWS as LONGEST
 from node.data.feed import TrainingFeed, held_out_microbatches, open_documents
+from node.data.files import LINE_BYTES
+from node.data.hub import WAITS, HubPlace, HubStream, chosen, hub_place
 from node.data.packing import Microbatch
+from node.data.rows import rows
 from node.data.tokenizers import ByteTokenizer
 from protocol.manifest.manifest import Manifest
 from swarm.vocabulary.errors import ConfigError, ManifestError
@@ -297,3 +303,254 @@ def test_a_data_set_that_is_named_is_read_by_files_at_its_newest_commit(hub: Loo
 def test_only_a_data_set_of_the_hub_is_dealt_by_files() -> None:
     with pytest.raises(ManifestError, match="dealt_by"):
         small_manifest(data__dealt_by="files")
+
+
+def lines(*texts: str) -> bytes:
+    return b"".join(json.dumps({"text": text}).encode() + b"\n" for text in texts)
+
+
+@pytest.fixture
+def small_hub(tmp_path: Path) -> Iterator[LoopbackHub]:
+    files = {f"data/train-{number}.jsonl": lines(f"{number}a", f"{number}b") for number in range(8)}
+    with serving(LoopbackHub({"README.md": b"#", **files}), tmp_path / "home") as serves:
+        yield serves
+
+
+def opened(kept_bytes: int = 2**20, pauses: list[float] | None = None) -> HubStream:
+    return HubStream(NAME, COMMIT, kept_bytes=kept_bytes, pause=([] if pauses is None else pauses).append)
+
+
+def texts(stream: HubStream, file: str, start: int = 0) -> list[bytes]:
+    return [read() for read in stream.rows(file, start)]
+
+
+def test_a_file_is_fetched_when_it_is_due_and_once(small_hub: LoopbackHub) -> None:
+    stream = opened()
+    assert small_hub.fetched == []
+    assert stream.files == tuple(f"data/train-{number}.jsonl" for number in range(8))
+    assert texts(stream, "data/train-3.jsonl") == [b"3a", b"3b"]
+    assert texts(stream, "data/train-3.jsonl", 1) == [b"3b"]
+    assert small_hub.fetched == ["data/train-3.jsonl"]
+    assert small_hub.tokens == []
+
+
+def test_the_bytes_on_disk_are_bounded_and_what_was_not_read_for_longest_goes(
+    small_hub: LoopbackHub, tmp_path: Path
+) -> None:
+    size = len(small_hub.files["data/train-0.jsonl"])
+    stream = opened(4 * size)
+    for file in stream.files:
+        assert len(texts(stream, file)) == 2
+        on_disk = list((tmp_path / "home").rglob("*.jsonl"))
+        assert sum(path.stat().st_size for path in on_disk) <= stream.bytes <= 4 * size
+    assert {path.name for path in on_disk} == {f"train-{number}.jsonl" for number in (4, 5, 6, 7)}
+    with pytest.raises(ConfigError, match=f"data/train-0.jsonl has {size} bytes, more than a quarter"):
+        opened(4 * size - 1)
+
+
+def test_what_is_being_read_stays_and_is_made_no_room_of(small_hub: LoopbackHub) -> None:
+    stream = opened(4 * len(small_hub.files["data/train-0.jsonl"]))
+    reading = stream.rows("data/train-0.jsonl", 0)
+    assert next(reading)() == b"0a"
+    for file in stream.files[1:]:
+        texts(stream, file)
+    assert [read() for read in reading] == [b"0b"]
+    assert texts(stream, "data/train-0.jsonl") == [b"0a", b"0b"]
+    assert small_hub.fetched.count("data/train-0.jsonl") == 1
+
+
+def test_the_next_file_comes_while_one_is_read(small_hub: LoopbackHub) -> None:
+    stream = opened()
+    reading = stream.rows("data/train-0.jsonl", 0)
+    next(reading)
+    stream.expect("data/train-1.jsonl")
+    assert texts(stream, "data/train-1.jsonl") == [b"1a", b"1b"], "waits for the one that is under way"
+    assert small_hub.fetched == ["data/train-0.jsonl", "data/train-1.jsonl"]
+
+
+def test_one_that_could_not_be_fetched_ahead_is_fetched_when_it_is_due(small_hub: LoopbackHub) -> None:
+    stream = opened()
+    small_hub.failures["data/train-1.jsonl"], small_hub.status = 1, 404
+    stream.expect("data/train-1.jsonl")
+    assert texts(stream, "data/train-1.jsonl") == [b"1a", b"1b"]
+
+
+def test_a_hub_that_fails_is_asked_again_so_often_and_no_more(small_hub: LoopbackHub) -> None:
+    pauses: list[float] = []
+    stream = opened(pauses=pauses)
+    small_hub.failures["data/train-0.jsonl"] = 2
+    assert texts(stream, "data/train-0.jsonl") == [b"0a", b"0b"]
+    assert pauses == [*WAITS[:2]]
+    pauses.clear()
+    small_hub.failures["data/train-1.jsonl"] = 1000
+    with pytest.raises(ConfigError, match=r"data/train-1.jsonl of some/set cannot be had from the hub: .*500"):
+        texts(stream, "data/train-1.jsonl")
+    assert pauses == [*WAITS]
+    pauses.clear()
+    small_hub.status = 404
+    with pytest.raises(ConfigError, match="cannot be had"):
+        texts(stream, "data/train-1.jsonl")
+    assert pauses == [], "it would say the same again"
+
+
+def test_a_list_of_files_is_asked_for_again_too(small_hub: LoopbackHub) -> None:
+    pauses: list[float] = []
+    small_hub.unlisted = 2
+    assert len(opened(pauses=pauses).files) == 8
+    assert pauses == [*WAITS[:2]]
+    pauses.clear()
+    small_hub.unlisted = 1000
+    with pytest.raises(ConfigError, match=r"the list of files of some/set cannot be had from the hub: .*503"):
+        opened(pauses=pauses)
+    assert pauses == [*WAITS]
+
+
+def test_a_file_of_another_size_than_the_listing_says_is_not_read(small_hub: LoopbackHub, tmp_path: Path) -> None:
+    small_hub.listed_sizes["data/train-0.jsonl"] = 5
+    with pytest.raises(ConfigError, match="in place of 5"):
+        texts(opened(), "data/train-0.jsonl")
+    assert not [*(tmp_path / "home").rglob("train-0.jsonl")]
+
+
+def test_another_commit_is_refused_before_anything_is_fetched(small_hub: LoopbackHub) -> None:
+    small_hub.commit = "f" * 40
+    with pytest.raises(ConfigError, match=f"is {'f' * 40} on the hub, the manifest asks for {COMMIT}"):
+        opened()
+    assert small_hub.fetched == []
+
+
+def test_files_go_with_their_reader_and_those_of_one_that_died_go_later(small_hub: LoopbackHub, tmp_path: Path) -> None:
+    home = tmp_path / "home" / "skipstone"
+    first = opened()
+    texts(first, "data/train-0.jsonl")
+    (home / "dead").mkdir()
+    (home / "dead" / "left.jsonl").write_bytes(b"x")
+    (home / "dead.lock").touch()
+    (home / "without").mkdir()
+    second = opened()
+    assert sorted(path.suffix for path in home.iterdir()) == ["", "", ".lock", ".lock"], "of the first and the second"
+    assert texts(second, "data/train-1.jsonl") == [b"1a", b"1b"]
+    assert {path.name for path in home.rglob("*.jsonl")} == {"train-0.jsonl", "train-1.jsonl"}
+    del first, second
+    assert [*home.iterdir()] == []
+
+
+def test_a_home_that_cannot_be_written_is_said(small_hub: LoopbackHub, tmp_path: Path) -> None:
+    (tmp_path / "home").write_bytes(b"no folder")
+    with pytest.raises(ConfigError, match="no place for a data set's files"):
+        opened()
+
+
+class TestRows:
+    """Of each kind of file."""
+
+    @pytest.mark.parametrize(
+        ("suffix", "pack"),
+        [("jsonl", bytes), ("json", bytes), ("jsonl.gz", gzip.compress), ("json.zst", zstandard.compress)],
+    )
+    def test_lines_from_a_number_on(self, tmp_path: Path, suffix: str, pack: type[bytes]) -> None:
+        file = tmp_path / f"a.{suffix}"
+        file.write_bytes(pack(b"\n" + lines(*map(str, range(100)))))
+        assert [read() for read in rows(file, "text", 0, is_chat=False)] == [b"%d" % n for n in range(100)]
+        assert [read() for read in rows(file, "text", 97, is_chat=False)] == [b"97", b"98", b"99"]
+        assert [*rows(file, "text", 100, is_chat=False)] == []
+
+    def test_a_line_that_is_none_keeps_its_number_and_cannot_be_read(self, tmp_path: Path) -> None:
+        file = tmp_path / "a.jsonl"
+        long = json.dumps({"text": "x" * LINE_BYTES}).encode()
+        file.write_bytes(b'{"text": "a"}\n{"other": 1}\nno\n' + long + b'\n{"text": null}\n{"text": "b"}')
+        read = [*rows(file, "text", 0, is_chat=False)]
+        assert (read[0](), read[4](), read[5]()) == (b"a", b"", b"b")
+        for number, why in ((1, "no object with 'text'"), (2, "no JSON"), (3, "more than")):
+            with pytest.raises(OSError, match=why):
+                read[number]()
+        assert [row() for row in rows(file, "text", 4, is_chat=False)] == [b"", b"b"]
+
+    def test_one_list_in_place_of_lines_is_said(self, tmp_path: Path) -> None:
+        (tmp_path / "a.json").write_bytes(b'[\n{"text": "a"}]')
+        with pytest.raises(ConfigError, match="not one JSON object a line"):
+            list(rows(tmp_path / "a.json", "text", 0, is_chat=False))
+
+    @pytest.mark.parametrize("suffix", ["gz", "zst"])
+    def test_a_damaged_file_is_said(self, tmp_path: Path, suffix: str) -> None:
+        (tmp_path / f"a.jsonl.{suffix}").write_bytes(b"no such thing")
+        with pytest.raises(ConfigError, match="cannot be unpacked"):
+            list(rows(tmp_path / f"a.jsonl.{suffix}", "text", 0, is_chat=False))
+
+    def test_conversations(self, tmp_path: Path) -> None:
+        said = [{"role": "assistant", "content": "hi"}]
+        (tmp_path / "a.jsonl").write_text(json.dumps({"messages": said}))
+        (read,) = rows(tmp_path / "a.jsonl", "messages", 0, is_chat=True)
+        assert json.loads(read()) == {"messages": said}
+
+    def test_parquet_by_groups(self, tmp_path: Path) -> None:
+        pyarrow = pytest.importorskip("pyarrow", reason="needs pyarrow, of the extras `datasets` and `dev`")
+        from pyarrow import parquet
+
+        said = [[{"role": "user", "content": str(n)}] for n in range(700)]
+        table = pyarrow.table({"text": [str(n) for n in range(699)] + [None], "messages": said, "n": range(700)})
+        file = tmp_path / "a.parquet"
+        parquet.write_table(table, file, row_group_size=300)
+        expected = [b"%d" % n for n in range(699)] + [b""]
+        for start in (0, 1, 255, 256, 299, 300, 301, 650, 699, 700):
+            assert [read() for read in rows(file, "text", start, is_chat=False)] == expected[start:]
+        first = next(rows(file, "messages", 600, is_chat=True))
+        assert json.loads(first()) == {"messages": said[600]}
+        with pytest.raises(ConfigError, match="no column 'other'; it has text, messages, n"):
+            list(rows(file, "other", 0, is_chat=False))
+        file.write_bytes(b"PAR1 no such thing PAR1")
+        with pytest.raises(ConfigError, match="cannot be read"):
+            list(rows(file, "text", 0, is_chat=False))
+
+
+class TestChosenFiles:
+    """Which files a config and a split are."""
+
+    def place(self, rest: str = "") -> HubPlace:
+        return hub_place(NAME + rest, is_chat=False)
+
+    def test_without_a_word_of_a_split_all_files_are_train(self) -> None:
+        names = ["b.parquet", "a.jsonl.gz", ".hidden.jsonl", "x/_y.jsonl", "README.md"]
+        assert chosen(self.place(), [], names) == ["a.jsonl.gz", "b.parquet"]
+        with pytest.raises(ConfigError, match="no file of the split 'test'"):
+            chosen(self.place("::test"), [], names)
+
+    def test_words_name_splits(self) -> None:
+        names = ["data/train-0.parquet", "data/test-0.parquet", "dev/a.jsonl", "data/latest.jsonl"]
+        assert chosen(self.place(), [], names) == ["data/train-0.parquet"]
+        assert chosen(self.place("::test"), [], names) == ["data/test-0.parquet"]
+        assert chosen(self.place("::validation"), [], names) == ["dev/a.jsonl"]
+
+    def test_the_readme_names_configs(self) -> None:
+        configs = [
+            {"config_name": "default", "data_files": "en/*.gz"},
+            {"config_name": "all", "data_files": ["*.jsonl", "**/*.gz"]},
+            {
+                "config_name": "parts",
+                "data_files": [{"split": "train", "path": ["en/a*"]}, {"split": "test", "path": "en/b*"}],
+            },
+            {"config_name": "folder", "data_dir": "en"},
+        ]
+        names = ["en/a.json.gz", "en/b.json.gz", "en/deep/c.json.gz", "top.jsonl"]
+        assert chosen(self.place(), configs, names) == names[:2]
+        assert chosen(self.place(":all"), configs, names) == names
+        assert chosen(self.place(":parts"), configs, names) == names[:1]
+        assert chosen(self.place(":parts:test"), configs, names) == names[1:2]
+        assert chosen(self.place(":folder"), configs, names) == names[:3]
+        with pytest.raises(ConfigError, match="no config 'other'; it has default, all, parts, folder"):
+            chosen(self.place(":other"), configs, names)
+        with pytest.raises(ConfigError, match="several configs and none is the default"):
+            chosen(self.place(), configs[1:], names)
+
+    def test_other_kinds_of_files_are_refused(self, small_hub: LoopbackHub) -> None:
+        small_hub.configs = [{"config_name": "default", "data_files": "*.csv"}]
+        small_hub.files["a.csv"] = b"text"
+        with pytest.raises(ConfigError, match=r"a\.csv .* is none of \.parquet") as caught:
+            opened()
+        assert "Parquet" in caught.value.hint
+
+    def test_what_a_stranger_wrote_there_may_be_anything(self, small_hub: LoopbackHub) -> None:
+        for configs in ([3], [{"data_files": {"a": 1}}], [{"data_files": None}], [{"config_name": [], "data_dir": 4}]):
+            small_hub.configs = configs  # type: ignore[assignment]
+            with suppress(ConfigError):
+                assert opened().files

@@ -17,6 +17,7 @@ from node.cli.manifests import ManifestChanges, changed_manifest
 from node.data import files as listing
 from node.data.files import LINE_BYTES, MAX_DOCUMENTS, files_below
 from node.data.hub import newest_commit
+from node.data.places import NOTHING_TOLD, Places, ToldPlaces, as_written, places, tokenizer_place
 from node.data.sources import (
     DOCUMENT_BYTES,
     PIECE_BYTES,
@@ -315,3 +316,76 @@ def test_a_place_without_a_line_is_an_error(tmp_path: Path) -> None:
         lines_at(tmp_path)
     with pytest.raises(ConfigError, match="no file or folder"):
         lines_at(tmp_path / "none")
+
+
+SHA = "0" * 64
+HERE = Path("/here")
+
+
+@pytest.mark.parametrize("source", ["path:~/.ssh", "path:/etc/passwd", "path:corpus", "path:."])
+def test_no_path_of_somebody_else_s_manifest_is_opened(source: str) -> None:
+    place = places(DataSection(source=source), NOTHING_TOLD, own=False)
+    assert place.value is None
+    assert "--text" in place.reason
+    assert source.removeprefix("path:") in place.reason
+
+
+def test_the_person_s_word_counts_whoever_signed_and_whatever_the_manifest_says() -> None:
+    for own in (True, False):
+        place = places(DataSection(source="path:/elsewhere"), ToldPlaces(text=HERE), own=own)
+        assert place.value == Places(HERE)
+        assert place.reason == "where --text says"
+
+
+def test_one_s_own_manifest_is_believed() -> None:
+    assert places(DataSection(source="path:corpus/"), NOTHING_TOLD, own=True).value == Places(Path("corpus"))
+    assert places(DataSection(source="path:../corpus"), NOTHING_TOLD, own=True).value == Places(Path("../corpus"))
+    assert places(DataSection(source="path:~/corpus"), NOTHING_TOLD, own=True).value == Places(Path.home() / "corpus")
+
+
+@pytest.mark.parametrize("source", ["path:~/.ssh", "path:/home/u/.gnupg/x", "path:.netrc"])
+def test_a_hidden_place_is_named_by_the_person_or_by_nobody(source: str) -> None:
+    assert places(DataSection(source=source), NOTHING_TOLD, own=True).value is None
+    told = Path(source.removeprefix("path:"))
+    assert places(DataSection(source=source), ToldPlaces(text=told), own=False).value == Places(told)
+
+
+def test_the_tokenizer_likewise() -> None:
+    data = DataSection(tokenizer="file:/there/t.json", tokenizer_sha256=SHA)
+    refused = tokenizer_place(data, None, own=False)
+    assert refused.value is None
+    assert "--tokenizer" in refused.reason
+    assert places(data, NOTHING_TOLD, own=False).value == Places(), "it is no file of this machine; peers have it"
+    assert places(data, ToldPlaces(tokenizer=HERE), own=False).value == Places(None, HERE)
+    assert places(data, NOTHING_TOLD, own=True).value == Places(None, Path("/there/t.json"))
+
+
+def test_a_tokenizer_that_nobody_has_named_is_left_to_the_peers_and_text_is_not() -> None:
+    data = DataSection(source="path:x", tokenizer="file:t.json", tokenizer_sha256=SHA)
+    assert places(data, ToldPlaces(text=HERE), own=False).value == Places(HERE)
+    assert places(data, ToldPlaces(tokenizer=HERE), own=False).value is None
+    assert places(data, ToldPlaces(text=HERE, tokenizer=HERE), own=False).value == Places(HERE, HERE)
+
+
+def test_a_hub_is_asked_only_with_leave() -> None:
+    data = DataSection(source="huggingface:some/set", revision="0" * 40, dealt_by="files")
+    refused = places(data, NOTHING_TOLD, own=False)
+    assert refused.value is None
+    assert "--allow-hub" in refused.reason
+    assert places(data, ToldPlaces(hub=True), own=False).value == Places()
+    assert places(data, NOTHING_TOLD, own=True).value == Places()
+
+
+def test_what_every_machine_has_needs_no_leave() -> None:
+    assert places(DataSection(), NOTHING_TOLD, own=False).value == Places()
+
+
+def test_whoever_runs_his_own_manifest_has_named_its_places() -> None:
+    data = DataSection(source="path:~/.text", tokenizer="file:t.json", tokenizer_sha256=SHA)
+    assert as_written(data) == Places(Path.home() / ".text", Path("t.json"))
+    assert as_written(DataSection()) == Places()
+
+
+def test_a_home_that_nobody_has_is_said() -> None:
+    with pytest.raises(ConfigError, match="~nobody-of-that-name"):
+        places(DataSection(source="path:~nobody-of-that-name/text"), NOTHING_TOLD, own=True)

@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import hashlib
 import os
+import struct
 import sys
 import types
+from itertools import islice
 from pathlib import Path
 
+import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from node.cli.manifests import ManifestChanges, changed_manifest
+from node.data import token_shards
+from node.data.documents import Place, is_held_out, owner
+from node.data.feed import TrainingFeed, open_documents
+from node.data.sources import shards_at
+from node.data.token_shards import READ_AS, ShardWriter
 from node.data.tokenizers import ByteTokenizer, FileTokenizer, open_tokenizer
 from protocol.manifest.manifest import Manifest
 from swarm.vocabulary.errors import ConfigError, ManifestError
+from swarm.vocabulary.types import PeerId
+from tests.node.data.test_documents import everything
 from tests.node.small_manifest import small_manifest
 
 tokenizers = pytest.importorskip("tokenizers")
@@ -156,3 +167,133 @@ def test_who_interrupts_is_not_taken_for_the_library(panicking: FileTokenizer, m
     monkeypatch.setattr(panicking, "_tokenizer", types.SimpleNamespace(encode_batch=interrupted))
     with pytest.raises(KeyboardInterrupt):
         panicking.encode(b"a")
+
+
+END = ByteTokenizer.end_of_document
+
+
+def written(folder: Path, documents: list[list[int]], vocabulary: int = 257, shard_tokens: int = 100) -> Path:
+    folder.mkdir()
+    ShardWriter(folder, vocabulary, shard_tokens).write(np.array(each, dtype=np.int64) for each in documents)
+    return folder
+
+
+def read_back(folder: Path) -> list[list[int]]:
+    source = shards_at(folder)
+    return [np.frombuffer(source.read(name), READ_AS).tolist() for name in source.names]
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.lists(st.integers(0, 2**16 - 1), min_size=1, max_size=30), min_size=1, max_size=12),
+    st.integers(1, 60),
+    st.sampled_from([2**16, 2**17]),
+)
+def test_documents_come_back_as_they_were(
+    tmp_path_factory: pytest.TempPathFactory, documents: list[list[int]], shard_tokens: int, vocabulary: int
+) -> None:
+    folder = written(tmp_path_factory.mktemp("made") / "shards", documents, vocabulary, shard_tokens)
+    assert read_back(folder) == documents
+    sizes = [path.stat().st_size for path in folder.glob("*.bin")]
+    assert sum(sizes) == sum(map(len, documents)) * (2 if vocabulary == 2**16 else 4)
+    assert len({*shards_at(folder).names}) == len(documents)
+    assert not list(folder.glob(".*"))
+
+
+def test_the_bytes_are_megatron_s(tmp_path: Path) -> None:
+    """Written down from its `indexed_dataset.py`; of three sequences the first two are one document there."""
+    folder = tmp_path / "shards"
+    folder.mkdir()
+    header = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, 3, 3)
+    index = struct.pack("<3i3q3q", 2, 1, 3, 0, 4, 6, 0, 2, 3)
+    (folder / "made.idx").write_bytes(header + index)
+    (folder / "made.bin").write_bytes(struct.pack("<6H", 1, 2, 3, 4, 5, 60000))
+    assert read_back(folder) == [[1, 2, 3], [4, 5, 60000]]
+    own = written(tmp_path / "own", [[1, 2], [3], [4, 5, 60000]], 2**16)
+    assert (own / "00000.bin").read_bytes() == (folder / "made.bin").read_bytes()
+    of_own = struct.pack("<9sQBQQ3i3q4q", b"MMIDIDX\0\0", 1, 8, 3, 4, 2, 1, 3, 0, 4, 6, 0, 1, 2, 3)
+    assert (own / "00000.idx").read_bytes() == of_own
+
+
+def test_a_long_document_is_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token_shards, "PIECE_TOKENS", 4)
+    assert read_back(written(tmp_path / "shards", [[1], list(range(9)), [2]])) == [
+        [1],
+        [0, 1, 2, 3],
+        [4, 5, 6, 7],
+        [8],
+        [2],
+    ]
+
+
+@pytest.mark.parametrize("damage", ["magic", "version", "type", "count", "pointer", "order", "short", "empty", "data"])
+def test_an_index_that_does_not_fit_is_refused(tmp_path: Path, damage: str) -> None:
+    folder = written(tmp_path / "shards", [[1, 2], [3]])
+    file = folder / "00000.idx"
+    index = bytearray(file.read_bytes())
+    at, value = {
+        "magic": (0, b"PICK"),
+        "version": (9, b"\2"),
+        "type": (17, b"\7"),
+        "count": (18, b"\xff" * 7),
+        "pointer": (42, b"\1"),
+        "order": (58, b"\1"),
+    }.get(damage, (0, b""))
+    index[at : at + len(value)] = value
+    file.write_bytes({"short": index[:-1], "empty": index[:20]}.get(damage, index))
+    if damage == "data":
+        (folder / "00000.bin").write_bytes(b"\0" * 5)
+    with pytest.raises(ConfigError, match="00000"):
+        shards_at(folder)
+
+
+def test_a_folder_without_shards_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("text")
+    with pytest.raises(ConfigError, match="no shard of tokens"):
+        shards_at(tmp_path)
+
+
+def shards_manifest(folder: Path) -> Manifest:
+    return changed_manifest(small_manifest(), ManifestChanges(source=f"tokens:{folder}"))
+
+
+def test_two_data_nodes_read_all_documents_and_none_twice(tmp_path: Path) -> None:
+    """A document's first token tells it from the others."""
+    documents = [[number, *[200] * (number % 9), END] for number in range(120)]
+    manifest = shards_manifest(written(tmp_path / "shards", documents))
+    nodes = (PeerId("a"), PeerId("b"))
+    opened = open_documents(manifest)
+    names = {fragment.tokens[0]: fragment.name for fragment in opened.epoch(Place(), everything)}
+    assert names.keys() == set(range(120))
+    read: dict[PeerId, set[int]] = {}
+    for node in nodes:
+        feed = TrainingFeed(manifest, opened, node)
+        texts = islice(iter(lambda feed=feed: feed.next(nodes), None), 120)
+        read[node] = {token for text in texts for token in text.tokens.flatten().tolist() if token < 200}
+    assert not read[nodes[0]] & read[nodes[1]]
+    for number, name in names.items():
+        if not is_held_out(manifest.seed, name, manifest.data.held_out):
+            assert number in read[owner(manifest.seed, name, nodes)]
+        else:
+            assert number not in read[nodes[0]] | read[nodes[1]]
+
+
+def test_the_end_of_a_document_is_added_where_it_is_missing(tmp_path: Path) -> None:
+    manifest = shards_manifest(written(tmp_path / "shards", [[1, 2], [3, END]]))
+    found = sorted(fragment.tokens.tolist() for fragment in open_documents(manifest).epoch(Place(), everything))
+    assert found == [[1, 2, END], [3, END]]
+
+
+def test_other_shards_than_the_manifest_s_and_tokens_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
+    folder = written(tmp_path / "shards", [[1, 300]], 2**16)
+    manifest = shards_manifest(folder)
+    with pytest.raises(ConfigError, match="has tokens from 1 to 300"):
+        next(open_documents(manifest).epoch(Place(), everything))
+    (folder / "more.txt").write_text("more")
+    with pytest.raises(ConfigError, match="not the text of this run"):
+        open_documents(manifest)
+
+
+def test_masks_are_not_in_shards() -> None:
+    with pytest.raises(ManifestError, match="which tokens is not"):
+        small_manifest(data__source="tokens:x", data__labels="assistant")

@@ -16,7 +16,7 @@ from protocol.codecs.host_memory import buffer_for
 from protocol.manifest.manifest import Manifest
 from swarm.pipeline.custody_events import Work
 from swarm.vocabulary.types import Codec
-from tests.node.device.hop_messages import Hop, arrived
+from tests.node.device.every_job import Hop, arrived
 from tests.node.small_manifest import small_manifest
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]

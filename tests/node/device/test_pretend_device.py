@@ -130,7 +130,7 @@ from protocol.interfaces.tensor_spec import TensorSpec
 from swarm.pipeline.custody_events import Work
 from swarm.vocabulary.errors import ProtocolViolation
 from swarm.vocabulary.types import Codec
-from tests.node.device.hop_messages import HAS_OUTLIER, Hop
+from tests.node.device.every_job import HAS_OUTLIER, Hop
 from tests.node.device.pretend import DEVICE, pretended
 from tests.node.small_manifest import small_manifest
 with pretended():

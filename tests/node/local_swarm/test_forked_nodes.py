@@ -15,7 +15,7 @@ from node.local_swarm.child_process import ChildEnd, ChildProcess
 from node.local_swarm.forked_nodes import ForkServer, may_fork
 from node.local_swarm.setup import node_command
 from protocol.libp2p.child_process import with_packages
-from tests.node.local_swarm.test_child_process import gone
+from tests.node.local_swarm.test_local_swarm import gone
 
 pytestmark = pytest.mark.skipif(not may_fork(node_command()), reason="nodes are forked on Linux only")
 

@@ -16,7 +16,7 @@ from node.model.generation import Sampling, choose, generate
 from node.model.initialization import parameters_of
 from protocol.manifest.manifest import Manifest
 from swarm.vocabulary.errors import ConfigError, StateError
-from tests.node.checkpoint.saved_model import CPU, noisy_model
+from tests.node.checkpoint.saved_states import CPU, noisy_model
 from tests.node.small_manifest import small_manifest
 
 GREEDY = Sampling(temperature=0)

@@ -34,32 +34,13 @@ from swarm.vocabulary.pipeline_messages import (
     ReceiptStatus,
 )
 from swarm.vocabulary.types import MAX_HOPS, Codec, Hop, MicrobatchId, ModuleId, Path, PeerId, Reasoned
+from tests.kit.waiting import LONG_S, ManualClock, until
 from tests.node.small_manifest import small_manifest
 
 CPU = torch.device("cpu")
-LONG_S = 20.0
 LIFETIME_S = 60.0
 DATA, A, A2, B = PeerId("data"), PeerId("a"), PeerId("a2"), PeerId("b")
 MODULES = {DATA: ModuleId(0), A: ModuleId(1), A2: ModuleId(1), B: ModuleId(2)}
-
-
-@dataclass
-class ManualClock:
-    """A clock that stands until somebody turns it."""
-
-    now: float = 100.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def wall(self) -> float:
-        return 1_000_000.0 + self.now
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(LONG_S):
-        while not condition():
-            await asyncio.sleep(0.002)
 
 
 def path_by(*peers: PeerId) -> Path:

@@ -12,7 +12,7 @@ from swarm.membership.membership import Membership
 from swarm.vocabulary.errors import Unreachable
 from swarm.vocabulary.types import PeerId, PeerState
 from tests.node.network.small_swarm import LONG_S, ManualClock
-from tests.protocol.announcements import MODULE, RUN, announced
+from tests.protocol.dht.running import MODULE, RUN, announced
 
 
 @dataclass

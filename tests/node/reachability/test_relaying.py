@@ -20,7 +20,7 @@ from swarm.membership.membership import Membership, relays_first
 from swarm.vocabulary.errors import Unreachable
 from swarm.vocabulary.types import ModuleId, PeerId, PeerState, RunId
 from tests.node.network.small_swarm import ManualClock
-from tests.protocol.announcements import MODULE, RUN, announced
+from tests.protocol.dht.running import MODULE, RUN, announced
 
 ME, ONE, TWO, THREE = (PeerId(name) for name in ("me", "one", "two", "three"))
 RELAYS = {ONE: "/ip4/25.0.0.1/tcp/1/p2p/one", THREE: "/ip4/25.0.0.3/tcp/3/p2p/three"}

@@ -26,7 +26,7 @@ from swarm.membership.membership import Membership
 from swarm.vocabulary.errors import Busy, Rejected, Unreachable
 from swarm.vocabulary.types import PeerId, PeerState
 from tests.node.network.small_swarm import ManualClock
-from tests.protocol.announcements import RUN, announced
+from tests.protocol.dht.running import RUN, announced
 from tests.protocol.transport.link_peers import Persona, Recorder, introduce, node
 
 PORT = Question(QuestionAbout.DIAL_BACK, port=4002)

@@ -14,7 +14,7 @@ from protocol.dht.directory import RelayTunnels
 from protocol.interfaces.directory import Contact
 from swarm.vocabulary.errors import Unreachable
 from tests.protocol.dht.running import PATIENCE_S, Marked, needs_proc, until
-from tests.protocol.transport.tunnelled import MIB, connected, digest_of, echo, sent, three
+from tests.protocol.transport.link_peers import MIB, connected, digest_of, echo, sent, three
 
 pytestmark = pytest.mark.e2e
 

@@ -11,7 +11,7 @@ from protocol.generated import relay_pb2
 from protocol.libp2p.messages import RelayStream
 from protocol.nat.relay_server import RelayLimits, RelayService
 from swarm.vocabulary.types import PeerId
-from tests.protocol.announcements import RUN
+from tests.protocol.dht.running import RUN
 
 ANNA, BERT, CARL = PeerId("anna"), PeerId("bert"), PeerId("carl")
 PLENTY = 2**40

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import socket
+import sys
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 
 import pytest
 
-from protocol.frames.frames import Farewell, FarewellReason
+from protocol.frames.frames import MAX_AGE_MS, Farewell, FarewellReason, Hello, decode, encode
+from protocol.interfaces.directory import Contact
 from protocol.interfaces.tensor_spec import DType, TensorSpec
 from protocol.interfaces.transport import Question, QuestionAbout, Refusal
+from protocol.transport.dialer import MOST_REPLACED, REPLACED_WITHIN_S, Turnover
 from protocol.transport.settings import TransportSettings
-from swarm.vocabulary.errors import ConfigError, Rejected, Stalled, Unreachable
+from swarm.vocabulary.errors import ConfigError, ProtocolViolation, Rejected, Stalled, Unreachable
 from swarm.vocabulary.pipeline_messages import Backward, Close, Direction, Receipt, ReceiptStatus
 from swarm.vocabulary.types import MicrobatchId, PeerId
+from tests.node.network.small_swarm import ManualClock
+from tests.protocol.identity.minting import OTHER_RUN, certificate, credentials_for, extension_for, new_key
 from tests.protocol.transport.link_peers import (
     FLOATS,
     SETTINGS,
@@ -31,6 +40,7 @@ from tests.protocol.transport.link_peers import (
     two_nodes,
     with_settings,
 )
+from tests.protocol.transport.peer_process import contact_from_json, contact_to_json
 
 pytestmark = pytest.mark.e2e
 
@@ -349,3 +359,230 @@ async def test_a_broken_handler_ends_the_transport() -> None:
 def test_impossible_settings_are_refused(name: str, value: float) -> None:
     with pytest.raises(ConfigError, match=name):
         TransportSettings(**{name: value})  # type: ignore[arg-type]
+
+
+LARGE = TensorSpec((16 * 1024, 1024), DType.FLOAT32)
+
+
+@asynccontextmanager
+async def peer_process(own: Node, *arguments: str) -> AsyncIterator[tuple[asyncio.subprocess.Process, Contact]]:
+    """Another process with a peer that `own` has a link to."""
+    contact = contact_to_json(own.persona.contact(own.port))
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "tests.protocol.transport.peer_process",
+        contact,
+        *arguments,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    try:
+        assert process.stdout is not None
+        other = contact_from_json((await process.stdout.readline()).decode())
+        own.persona.book.contacts[other.peer] = other
+        await own.transport.tell(other.peer, Close(MicrobatchId(own.peer, 0), ""))
+        yield process, other
+    finally:
+        with suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+
+
+async def start_sending(own: Node, other: Contact) -> asyncio.Task[None]:
+    data = memoryview(bytearray(LARGE.byte_length))
+    message = forward(own.peer, other.peer)
+    sending = asyncio.create_task(own.transport.send(other.peer, message, LARGE, data))
+    before = own.transport.figures()[other.peer].sent_bytes
+    await own.handler.until(lambda: own.transport.figures()[other.peer].sent_bytes > before + 2**20)
+    return sending
+
+
+async def test_a_killed_receiver_fails_the_send_and_the_question_at_once() -> None:
+    async with node() as own, peer_process(own) as (process, other):
+        os.kill(process.pid, signal.SIGSTOP)  # so that nothing can complete before it dies
+        asked = asyncio.create_task(own.transport.ask(other.peer, Question(QuestionAbout.STATUS), 60))
+        sending = await start_sending(own, other)
+        process.kill()
+        for under_way in (sending, asked):
+            with pytest.raises(Unreachable):
+                await under_way
+        assert [peer for peer, _ in own.handler.downs] == [other.peer]
+        assert isinstance(own.handler.downs[0][1], Unreachable)
+        with pytest.raises(Unreachable):
+            await own.transport.tell(other.peer, Close(MicrobatchId(own.peer, 0), ""))
+
+
+async def test_a_stopped_receiver_is_noticed_although_its_sockets_stay_open() -> None:
+    async with node(settings=with_settings(stall_after_s=1.0)) as own, peer_process(own) as (process, other):
+        os.kill(process.pid, signal.SIGSTOP)
+        sending = await start_sending(own, other)
+        with pytest.raises(Stalled, match="nothing was heard"):
+            await sending
+        assert isinstance(own.handler.downs[0][1], Stalled)
+
+
+async def test_a_sender_killed_in_mid_tensor_is_reported_and_its_buffer_given_back() -> None:
+    async with node() as own, peer_process(own, str(LARGE.shape[0])) as (process, _):
+        await own.handler.until(lambda: own.handler.admitted)
+        process.kill()
+        await own.handler.until(lambda: own.handler.downs)
+        assert [message for message, _ in own.handler.broken] == own.handler.admitted
+        assert isinstance(own.handler.broken[0][1], Unreachable)
+        assert own.handler.tensors == []
+
+
+async def test_a_sender_stopped_in_mid_tensor_is_reported_and_its_buffer_given_back() -> None:
+    settings = with_settings(stall_after_s=1.0)
+    async with node(settings=settings) as own, peer_process(own, str(LARGE.shape[0])) as (process, _):
+        await own.handler.until(lambda: own.handler.admitted)
+        os.kill(process.pid, signal.SIGSTOP)
+        await own.handler.until(lambda: own.handler.downs)
+        assert isinstance(own.handler.broken[0][1], Stalled)
+        assert isinstance(own.handler.downs[0][1], Stalled)
+
+
+def greeting(peer: PeerId) -> Close:
+    return Close(MicrobatchId(peer, 0), "hello")
+
+
+async def test_a_caller_nobody_has_heard_of_is_let_in_and_its_record_handed_on() -> None:
+    async with node() as server, node(record=b"who I am") as stranger:
+        stranger.persona.knows(server.persona, server.port)
+        await stranger.transport.tell(server.peer, greeting(stranger.peer))
+        await server.handler.until(lambda: server.handler.messages)
+        assert server.handler.ups == [stranger.peer]
+        assert server.handler.records == [(stranger.peer, b"who I am")]
+        assert server.handler.messages == [(stranger.peer, greeting(stranger.peer))]
+
+
+async def test_a_restarted_caller_gets_in_at_once_with_its_new_certificate() -> None:
+    async with node() as server:
+        former = Persona()
+        async with node(former) as caller:
+            introduce(server, caller)
+            await caller.transport.tell(server.peer, greeting(caller.peer))
+            await server.handler.until(lambda: server.handler.messages)
+        reborn = Persona(former.identity)
+        assert reborn.credentials.certificate_der != former.credentials.certificate_der
+        async with node(reborn) as caller:
+            reborn.knows(server.persona, server.port)
+            await caller.transport.tell(server.peer, greeting(caller.peer))
+            await server.handler.until(lambda: len(server.handler.messages) == 2)
+        assert server.handler.ups == [former.peer, former.peer]
+
+
+async def test_a_peer_of_another_run_gets_no_link_whoever_dials() -> None:
+    async with node() as server, node(Persona(run=OTHER_RUN)) as other:
+        introduce(server, other)
+        for dialling, dialled in ((server, other), (other, server)):
+            with pytest.raises(Unreachable, match="another run"):
+                await dialling.transport.tell(dialled.peer, greeting(dialling.peer))
+        assert server.handler.ups == other.handler.ups == []
+
+
+async def test_a_hello_for_another_run_is_told_so() -> None:
+    caller = Persona()
+    async with node() as server, bare_stream(caller, server, introduced=False) as stream:
+        await stream.say(replace(hello_of(caller), run=OTHER_RUN))
+        assert (await stream.farewell()).reason is FarewellReason.WRONG_RUN
+        assert server.handler.ups == []
+
+
+async def test_the_name_in_the_hello_must_be_the_certificates() -> None:
+    liar, honest = Persona(), Persona()
+    async with node() as server, bare_stream(liar, server, introduced=False) as stream:
+        await stream.say(hello_of(honest))
+        assert (await stream.farewell()).reason is FarewellReason.NOT_YOU
+        assert server.handler.ups == []
+
+
+async def test_a_certificate_that_carries_anothers_name_is_turned_away_at_the_door() -> None:
+    """Anybody can sign it with the authority's key, so TLS lets it in."""
+    impostor, key = Persona(), new_key()
+    der = certificate(impostor.identity, key=key, extension=extension_for(Persona().identity, key))
+    impostor.credentials = credentials_for(der, key, like=impostor.credentials)
+    async with node() as server:
+        async with bare_stream(impostor, server, introduced=False) as stream:
+            with pytest.raises(Rejected, match="refused the connection: certificate: the common name"):
+                await stream.hear()
+        assert server.handler.ups == []
+
+
+async def test_a_peer_that_proves_to_be_another_is_rejected_by_who_dials() -> None:
+    async with node() as server, node() as caller:
+        expected = Persona()
+        caller.persona.knows(expected, server.port)
+        with pytest.raises(Rejected, match="another peer"):
+            await caller.transport.tell(expected.peer, greeting(caller.peer))
+        assert server.handler.ups == []
+
+
+async def linked(peer: Node, server: Node, number: int) -> None:
+    await peer.transport.tell(server.peer, close_of(peer.peer, number))
+    await server.handler.until(lambda: len(server.handler.messages) == number)
+
+
+async def test_the_newcomer_is_told_with_the_older_ones_record() -> None:
+    persona = Persona()
+    async with node() as server, node(persona, record=b"of the older") as older:
+        introduce(server, older)
+        await linked(older, server, 1)
+        async with node(persona, record=b"of the newcomer") as newcomer:
+            for _ in range(3):
+                with pytest.raises(Rejected, match="another process with this key runs since"):
+                    await newcomer.transport.tell(server.peer, close_of(persona.peer))
+            assert set(newcomer.handler.records) == {(server.peer, b"of the older")}
+        assert server.handler.ups == [persona.peer]
+        assert not server.handler.downs
+        await linked(older, server, 2)
+
+
+async def test_the_older_one_is_kept_though_the_newcomer_was_linked_first() -> None:
+    persona = Persona()
+    async with node() as server, node(persona, record=b"of the newcomer") as newcomer:
+        introduce(server, newcomer)
+        await linked(newcomer, server, 1)
+        older = replace(hello_of(persona), incarnation=1, age_ms=100_000, record=b"of the older")
+        async with bare_stream(persona, server, hello=older) as stream:
+            await newcomer.handler.until(lambda: newcomer.handler.downs)
+            assert newcomer.handler.records[-1] == (server.peer, b"of the older")
+            await stream.say(close_of(persona.peer, 2))
+            await server.handler.until(lambda: len(server.handler.messages) == 2)
+        assert server.handler.ups == [persona.peer, persona.peer]
+
+
+async def test_one_process_that_links_again_and_again_is_left_alone_for_a_while() -> None:
+    """Two copies of a machine's memory are one process to everybody: each stream replaces the other's."""
+    persona, answers = Persona(), list[object]()
+    async with node() as server, AsyncExitStack() as stack:
+        for _ in range(MOST_REPLACED + 2):
+            stream = await stack.enter_async_context(bare_stream(persona, server, introduced=False))
+            await stream.say(replace(hello_of(persona), incarnation=1))
+            answers.append(await stream.hear())
+        *taken, refused = answers
+        assert all(isinstance(answer, Hello) for answer in taken)
+        assert isinstance(refused, Farewell)
+        assert "too often" in refused.detail
+        assert len(server.handler.ups) == 1 + MOST_REPLACED
+
+
+def test_turnover_is_high_for_a_while_after_the_third_replacement() -> None:
+    clock = ManualClock()
+    turnover, peer = Turnover(clock), PeerId("p")
+    for _ in range(MOST_REPLACED):
+        assert not turnover.is_high(peer)
+        turnover.replaced(peer)
+        clock.now += 1
+    assert turnover.is_high(peer)
+    assert not turnover.is_high(PeerId("q"))
+    clock.now += REPLACED_WITHIN_S - MOST_REPLACED
+    assert not turnover.is_high(peer)
+
+
+def test_what_a_hello_says_of_its_process_arrives() -> None:
+    hello = replace(hello_of(Persona()), incarnation=2**64 - 1, age_ms=MAX_AGE_MS - 1)
+    assert decode(encode(hello)) == hello
+    with pytest.raises(ProtocolViolation, match="no process is"):
+        decode(encode(replace(hello, age_ms=MAX_AGE_MS)))
+    farewell = Farewell(FarewellReason.SAME_KEY, "since yesterday", b"a record")
+    assert decode(encode(farewell)) == farewell

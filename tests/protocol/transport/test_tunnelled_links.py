@@ -23,8 +23,17 @@ from swarm.vocabulary.pipeline_messages import Close
 from swarm.vocabulary.types import MicrobatchId, PeerId
 from tests.protocol.dht.running import Marked, needs_proc, until
 from tests.protocol.nat.relay_ends import stream_pair
-from tests.protocol.transport.link_peers import RUN, Node, Persona, forward, node, pattern, with_settings
-from tests.protocol.transport.tunnelled import Three, three_at
+from tests.protocol.transport.link_peers import (
+    RUN,
+    Node,
+    Persona,
+    Three,
+    forward,
+    node,
+    pattern,
+    three_at,
+    with_settings,
+)
 
 pytestmark = pytest.mark.e2e
 

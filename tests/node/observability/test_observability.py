@@ -1,16 +1,28 @@
-"""A status survives the trip through JSON with the keys that it always had, and whatever a peer sends can be read."""
+"""Events survive the trip through JSON, and what is not an event is refused."""
 
 from __future__ import annotations
 
+import ast
+import io
 import json
 import math
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.observability.events import MicrobatchCounts
+from node.observability import event_json as event_lines
+from node.observability import events
+from node.observability.event_json import JsonLinesSink, event_from_json, event_to_json
+from node.observability.events import Event, MicrobatchCounts
+from node.observability.failpoints import POINTS, VARIABLE, crash_at
 from node.observability.status import (
     Accusation,
     AttachmentStatus,
@@ -30,9 +42,219 @@ from node.observability.status import (
     SwarmStatus,
     parse_status,
 )
+from node.observability.throughput import MAX_SAMPLES, WINDOW_S, Rate
 from node.observability.typed_json import to_json
-from swarm.vocabulary.errors import ProtocolViolation
+from swarm.pipeline.custody_events import Work
+from swarm.vocabulary.errors import ConfigError, ProtocolViolation
 from swarm.workload.microbatch_sizes import SizeSummary
+from tests.node.network.small_swarm import ManualClock
+
+numbers = st.floats(allow_nan=False, allow_infinity=False)
+counts = st.integers(0, 2**53)
+texts = st.text(max_size=40)
+EVENTS = st.one_of(
+    st.builds(events.Step, counts, numbers, counts, numbers, texts),
+    st.builds(events.NodeStatus, texts, st.none() | texts, texts, texts, texts),
+    st.builds(events.InnerStep, texts, texts, counts, counts, numbers, numbers),
+    st.builds(events.Load, texts, texts, counts, counts, numbers),
+    st.builds(events.Waiting, texts, texts),
+    st.builds(events.Resumed, texts),
+    st.builds(events.PeerChange, texts, st.sampled_from(["up", "down"]), texts),
+    st.builds(events.Abandoned, texts, texts),
+    st.builds(
+        events.CaughtUp,
+        *(texts, texts, counts, texts, counts, numbers, st.lists(texts).map(tuple), st.lists(counts).map(tuple)),
+    ),
+    st.builds(events.CatchingUp, texts, texts, counts, counts, counts),
+    st.builds(events.LastPeer, texts, texts, st.none() | texts),
+    st.builds(events.Note, st.sampled_from(["info", "warning", "error"]), texts),
+    st.builds(
+        events.NodeSummary,
+        *(texts, st.none() | texts, counts, st.none() | numbers, st.none() | numbers, counts, numbers),
+        *(st.builds(events.MicrobatchCounts, counts, counts, counts, counts), counts),
+        st.builds(events.BusySeconds, numbers, numbers, numbers, numbers),
+    ),
+    st.builds(
+        events.Summary,
+        *(counts, st.none() | numbers, st.none() | numbers, counts, numbers),
+        st.builds(events.MicrobatchCounts, counts, counts, counts, counts),
+        st.lists(
+            st.builds(events.PeerSummary, texts, st.none() | texts, counts, counts, st.none() | st.integers(0, 255))
+        ).map(tuple),
+    ),
+)
+
+
+@given(EVENTS)
+def test_an_event_comes_back_as_it_was(event: Event) -> None:
+    line = event_to_json(event)
+    assert "\n" not in line
+    assert event_from_json(line) == event
+    assert json.loads(line)["event"] == event.NAME
+
+
+def test_keys_are_the_documented_ones() -> None:
+    step = json.loads(event_to_json(events.Step(1, 5.5, 4096, 1000.0, "12D3")))
+    assert step == {"event": "step", "step": 1, "loss": 5.5, "tokens": 4096, "tokens_per_s": 1000.0, "peer": "12D3"}
+    summary = events.Summary(
+        1, 5.5, 5.5, 9, 1.0, events.MicrobatchCounts(3, 2, 1), (events.PeerSummary("p", "0.0", 1, 2, 0),)
+    )
+    assert json.loads(event_to_json(summary))["microbatches"] == {
+        "started": 3,
+        "completed": 2,
+        "abandoned": 1,
+        "duplicated": 0,
+    }
+    assert json.loads(event_to_json(summary))["peers"] == [
+        {"peer": "p", "module": "0.0", "steps": 1, "accumulated": 2, "exit_code": 0}
+    ]
+
+
+def test_a_loss_that_is_not_finite_travels_as_null() -> None:
+    line = event_to_json(events.Step(1, math.nan, 1, math.inf, ""))
+    assert json.loads(line)["loss"] is None
+    read = event_from_json(line)
+    assert isinstance(read, events.Step)
+    assert math.isnan(read.loss)
+
+
+def test_a_key_that_an_older_node_did_not_write_has_its_default() -> None:
+    table = json.loads(event_to_json(events.CaughtUp("p", "1.0", 3, "ab", 10, 0.5, ("q",), (10,))))
+    del table["donor_bytes"]
+    assert event_from_json(json.dumps(table)) == events.CaughtUp("p", "1.0", 3, "ab", 10, 0.5, ("q",))
+
+
+def test_what_a_newer_node_adds_is_ignored() -> None:
+    assert event_from_json('{"event":"aurora","x":1}') is None
+    assert event_from_json('{"event":"resumed","module":"1.0","colour":"green"}') == events.Resumed("1.0")
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ("hello", "not JSON"),
+        ("[" * 50_000, "not JSON"),
+        ('"step"', "not an object"),
+        ('{"step":1}', "not an object"),
+        ('{"event":"resumed"}', "resumed.module is missing"),
+        ('{"event":"resumed","module":1}', "resumed.module is malformed"),
+        ('{"event":"load","peer":"p","module":"1.0","slots":true,"busy_slots":0,"tokens_per_s":1}', "load.slots"),
+        ('{"event":"peer","peer":"p","change":"sideways","reason":""}', "peer.change is malformed"),
+        ("x" * (event_lines.MAX_LINE_BYTES + 1), "more than"),
+    ],
+)
+def test_what_is_not_an_event_is_refused(line: str, complaint: str) -> None:
+    with pytest.raises(ProtocolViolation, match=complaint):
+        event_from_json(line)
+
+
+class _Gone(io.StringIO):
+    def write(self, text: str) -> int:
+        raise BrokenPipeError
+
+
+def test_a_reader_that_goes_away_is_told_once() -> None:
+    calls: list[Any] = []
+    sink = JsonLinesSink(_Gone(), lambda: calls.append("closed"))
+    sink.emit(events.Resumed("1.0"))
+    sink.emit(events.Resumed("1.0"))
+    assert calls == ["closed"]
+
+
+ROOT = Path(__file__).parent.parent.parent.parent
+PROGRAM = """
+from node.observability.failpoints import crash_point
+for turn in range(3):
+    crash_point("sent")
+    crash_point("staged")
+    print(turn, flush=True)
+"""
+
+
+def run(value: str | None) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment.pop(VARIABLE, None)
+    if value is not None:
+        environment[VARIABLE] = value
+    return subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True)
+
+
+def test_without_the_variable_nothing_happens() -> None:
+    ended = run(None)
+    assert (ended.returncode, ended.stdout) == (0, "0\n1\n2\n")
+    assert run("").returncode == 0
+
+
+def test_a_process_dies_at_the_nth_time_and_not_before() -> None:
+    ended = run(crash_at("staged", 2))
+    assert (ended.returncode, ended.stdout) == (-signal.SIGKILL, "0\n")
+
+
+@pytest.mark.parametrize("value", ["nowhere:1", "sent", "sent:0", "sent:x", "sent:-1"])
+def test_a_point_that_is_none_is_no_silent_survival(value: str) -> None:
+    ended = run(value)
+    assert ended.returncode == 1
+    assert "ConfigError" in ended.stderr
+
+
+def test_an_unknown_point_is_named() -> None:
+    with pytest.raises(ConfigError, match="nowhere"):
+        crash_at("nowhere", 1)
+
+
+def test_every_point_is_somewhere_and_every_place_has_a_known_name() -> None:
+    found = set[str]()
+    for path in (ROOT / "node").rglob("*.py"):
+        for call in ast.walk(ast.parse(path.read_text())):
+            if isinstance(call, ast.Call) and ast.unparse(call.func) == "crash_point":
+                name = ast.unparse(call.args[0])
+                by_work = re.fullmatch(r"f'(before|after) \{action\.work\.name\.lower\(\)\}'", name)
+                if by_work:
+                    found |= {f"{by_work[1]} {work.name.lower()}" for work in Work}
+                else:
+                    found.add(ast.literal_eval(name))
+    assert found == POINTS.keys()
+
+
+def test_nothing_added_is_no_rate() -> None:
+    clock = ManualClock()
+    rate = Rate(clock)
+    clock.now += 10
+    assert rate.per_second() == 0.0
+    assert rate.mean() == 0.0
+
+
+def test_young_rates_are_divided_by_their_age() -> None:
+    clock = ManualClock()
+    rate = Rate(clock)
+    for _ in range(4):
+        clock.now += 1
+        rate.add(50)
+    assert rate.per_second() == pytest.approx(50)
+    assert rate.mean() == pytest.approx(50)
+
+
+def test_old_amounts_leave_the_window_but_not_the_mean() -> None:
+    clock = ManualClock()
+    rate = Rate(clock)
+    clock.now += 5
+    rate.add(1000)
+    clock.now += WINDOW_S + 1
+    rate.add(30)
+    assert rate.per_second() == pytest.approx(30 / WINDOW_S)
+    assert rate.mean() == pytest.approx(1030 / (5 + WINDOW_S + 1))
+    clock.now += WINDOW_S + 1
+    assert rate.per_second() == 0.0
+
+
+def test_more_samples_than_are_kept_count_over_the_time_they_cover() -> None:
+    clock = ManualClock()
+    rate = Rate(clock)
+    for _ in range(2 * MAX_SAMPLES):
+        clock.now += 0.001
+        rate.add(1)
+    assert rate.per_second() == pytest.approx(1000, rel=0.01)
+
 
 RECORDED: dict[str, Any] = {
     "peer": "12D3KooWa",
