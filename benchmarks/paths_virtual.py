@@ -44,7 +44,7 @@ from swarm.vocabulary.pipeline_messages import Receipt
 from swarm.vocabulary.types import ModuleId, PeerId
 from swarm.vocabulary.types import Path as HopPath
 from tests.e2e.emulated import Spec
-from tests.e2e.flight_record import HOME, LAUNCHED, LOST, FlightMark
+from tests.e2e.small_run import HOME, LAUNCHED, LOST, FlightMark
 
 LEAST_WAY_S: Final = 0.001
 """One way of the smallest message."""

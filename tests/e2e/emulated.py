@@ -39,8 +39,8 @@ from swarm.vocabulary.types import Codec, MicrobatchId, PeerId, Reasoned
 from swarm.workload.microbatch_sizes import Size
 from swarm.workload.visit_cost import VisitCost
 from tests.e2e.emulated_paths import emulate_data_node
-from tests.e2e.flight_record import whole_lines
 from tests.e2e.late_frames import LateFrames
+from tests.e2e.small_run import whole_lines
 
 Written = Callable[[float, float], None]
 

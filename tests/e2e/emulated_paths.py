@@ -26,7 +26,7 @@ from swarm.routing.planner import Planner
 from swarm.vocabulary.pipeline_messages import Purpose, Receipt
 from swarm.vocabulary.types import MicrobatchId, PeerId
 from swarm.vocabulary.types import Path as HopPath
-from tests.e2e.flight_record import HOME, LAUNCHED, LOST, FlightWriter
+from tests.e2e.small_run import HOME, LAUNCHED, LOST, FlightWriter
 
 
 class Listener(Protocol):

@@ -9,9 +9,9 @@ from pathlib import Path
 from node.local_swarm.local_swarm import LocalSwarm
 from node.observability.events import PeerChange, RoundCommitted
 from protocol.manifest.manifest import Manifest
+from tests.e2e.home_network import SplitNetwork
 from tests.e2e.round_watch import LogTail, RoundWatch
 from tests.e2e.small_run import small_run
-from tests.e2e.split_network import SplitNetwork
 from tests.e2e.striking import replicas_of
 
 ROUNDS_APART = 5

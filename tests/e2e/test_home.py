@@ -13,8 +13,18 @@ import pytest
 
 from node.local_swarm.local_swarm import LocalSwarm
 from node.local_swarm.setup import LocalSwarmOptions
-from tests.e2e.home_network import HOME, ROUTER_OUTSIDE, HomeNetwork, home_network, why_no_home, why_no_mapping
-from tests.e2e.home_node import answering, asks, finding, node_at
+from tests.e2e.home_network import (
+    HOME,
+    ROUTER_OUTSIDE,
+    HomeNetwork,
+    answering,
+    asks,
+    finding,
+    home_network,
+    node_at,
+    why_no_home,
+    why_no_mapping,
+)
 from tests.e2e.small_run import Watch, small_run, write_text
 
 pytestmark = pytest.mark.e2e

@@ -20,8 +20,7 @@ from node.observability.events import Abandoned
 from node.observability.status import LaneStatus
 from protocol.manifest.manifest import Manifest, manifest_from_table
 from tests.e2e.emulated import Network, Spec, status_of
-from tests.e2e.flight_record import HOME, read_flights
-from tests.e2e.small_run import PATIENCE_S, Watch, small_run, write_text
+from tests.e2e.small_run import HOME, PATIENCE_S, Watch, read_flights, small_run, write_text
 
 pytestmark = pytest.mark.e2e
 

@@ -14,9 +14,9 @@ from node.experts.router import router_file
 from node.observability.events import Completed, NodeStatus
 from protocol.identity.keys import Identity
 from protocol.manifest.signing import sign_manifest
-from tests.e2e.home_node import WatchedNode, joined
+from tests.e2e.home_network import WatchedNode, joined
 from tests.e2e.round_watch import LogTail
-from tests.e2e.run_of_experts import run_of_experts
+from tests.e2e.small_run import run_of_experts
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(400)]
 

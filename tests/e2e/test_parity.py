@@ -20,9 +20,16 @@ from node.start.cut_model import open_start
 from protocol.manifest.manifest import Manifest
 from swarm.routing.planner import visited_stages
 from swarm.vocabulary.types import PeerId
-from tests.e2e.run_of_experts import run_of_experts
-from tests.e2e.small_run import Watch, small_run, write_conversations, write_documents, write_text
-from tests.e2e.solo_run import assert_same_parameters, solo_losses
+from tests.e2e.small_run import (
+    Watch,
+    assert_same_parameters,
+    run_of_experts,
+    small_run,
+    solo_losses,
+    write_conversations,
+    write_documents,
+    write_text,
+)
 from tests.node.start.tiny_models import write_folder
 
 pytestmark = pytest.mark.e2e

@@ -27,7 +27,7 @@ from protocol.manifest.signing import sign_manifest
 from swarm.pipeline.custody import DEFAULT_SLOTS
 from swarm.vocabulary.errors import ConfigError, ManifestError, Unreachable
 from swarm.vocabulary.types import ModuleId
-from tests.e2e.home_node import environment, joined
+from tests.e2e.home_network import environment, joined
 from tests.e2e.small_run import PATIENCE_S, Watch, small_run, write_text
 from tests.node.data.test_tokenizers import word_tokenizer
 from tests.security.test_manifests import HERE, NODE, Victim, running, written

@@ -14,8 +14,16 @@ from node.__main__ import app
 from node.local_swarm.local_swarm import LocalSwarm
 from node.local_swarm.setup import LocalSwarmOptions, Place
 from node.observability.events import NodeStatus, PeerChange, RoundCommitted
-from tests.e2e.home_network import HomeNetwork, home_network, why_no_home
-from tests.e2e.home_node import PATIENCE_S, WatchedNode, answering, asks, node_at
+from tests.e2e.home_network import (
+    PATIENCE_S,
+    HomeNetwork,
+    WatchedNode,
+    answering,
+    asks,
+    home_network,
+    node_at,
+    why_no_home,
+)
 from tests.e2e.small_run import Watch, small_run, write_text
 
 pytestmark = pytest.mark.e2e

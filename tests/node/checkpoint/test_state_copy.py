@@ -2,24 +2,312 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from node.checkpoint import state as state_copy
 from node.checkpoint.folder import load_newest, save_state
-from node.checkpoint.saver import capture_module
-from node.checkpoint.state import ReplicaState, StateCopy
+from node.checkpoint.saver import Saver, SaveRequests, capture_module, restore_module
+from node.checkpoint.state import Agreed, ReplicaState, StateCopy
 from node.concurrency.compute_thread import ComputeThread, Priority
+from node.model.initialization import digest_of_tensors, parameters_of
+from node.model.moments import MomentType
+from node.model.optimizer import Accumulator, InnerOptimizer
+from node.model.optimizers.adamw import AdamW
+from node.model.parts import build_block_stack
+from node.observability.events import Event, Note
+from node.pipeline.worker import host_hop
+from node.runtime.resume import NUMBERS, RESERVED_NUMBERS, capture_hop, counts_of, find_own, first_number, restore_hop
+from swarm.pipeline.in_flight import Counts
 from swarm.vocabulary.errors import ResourceExhausted, StateError
-from tests.node.checkpoint.saved_states import ONE, PEER, SteppedStorage, folder_at, same
-from tests.node.checkpoint.test_resume_state import Replica, at_once
+from swarm.vocabulary.types import MicrobatchId, ModuleId, PeerId
+from tests.kit.waiting import LONG_S, until
+from tests.node.checkpoint.saved_states import CURSOR, ONE, PEER, SteppedStorage, folder_at, same, state_of, version
+from tests.node.small_manifest import small_manifest
+
+CPU = torch.device("cpu")
+
+
+class Replica:
+    """A small module with its optimizer, fed with gradients that follow from a number."""
+
+    def __init__(self, seed: int = 3, moments: MomentType = MomentType.FLOAT32, *, split: bool = False) -> None:
+        wide = {} if moments is MomentType.FLOAT32 else {"model__hidden": 64, "model__feed_forward": 96}
+        part = build_block_stack(small_manifest(seed=seed, **wide), ONE)
+        if split:
+            part.split_weights()
+        self.part: nn.Module = part
+        self.total = Accumulator(self.part)
+        self.optimizer = InnerOptimizer(small_manifest().training, [self.total], moments=moments)
+
+    def add(self, number: int) -> None:
+        numbers = torch.Generator().manual_seed(number)
+        gradients: list[Tensor] = [torch.randn(p.shape, generator=numbers) for p in self.total.parameters]
+        self.total.add(MicrobatchId(PeerId("a"), number), 32, gradients)
+
+    def steps(self, first: int, count: int) -> None:
+        for number in range(first, first + count):
+            self.add(number)
+            self.optimizer.step()
+
+
+def test_it_goes_on_to_the_bit_through_a_file(tmp_path: Path) -> None:
+    one, other = Replica(), Replica(seed=8)
+    one.steps(0, 5)
+    state = capture_module((one.part,), one.optimizer, visits=5, tokens=5 * 32)
+    save_state(folder_at(tmp_path), PEER, ONE, state)
+    one.steps(5, 5)  # what was captured is a copy, or this would change it
+    other.steps(100, 2)
+    found = load_newest(folder_at(tmp_path), PEER)
+    assert found is not None
+    restore_module((other.part,), other.optimizer, found.state)
+    assert other.optimizer.steps == 5
+    other.steps(5, 5)
+    assert digest_of_tensors(parameters_of(other.part)) == digest_of_tensors(parameters_of(one.part))
+    assert found.state.counters.tokens == found.state.counters.tokens_since_anchor == 5 * 32
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_moments_in_8_bits_go_on_to_the_bit_and_either_form_is_read_as_the_other(tmp_path: Path, split: bool) -> None:
+    """What is written is float32 in any case, slice by slice, and the weights whole."""
+    one = Replica(moments=MomentType.EIGHT_BIT, split=split)
+    one.steps(0, 5)
+    with ComputeThread() as compute:
+        post = partial(compute.post, Priority.UPKEEP)
+        captured = partial(capture_module, (one.part,), one.optimizer, post, visits=5, tokens=5 * 32)
+        states = list[ReplicaState]()
+        post(lambda: states.append(captured())).result()
+        save_state(folder_at(tmp_path), PEER, ONE, states.pop())
+    found = load_newest(folder_at(tmp_path), PEER)
+    assert found is not None
+    assert {tensor.dtype for own in found.state.inner.parameters.values() for tensor in own.tensors.values()} == {
+        torch.float32
+    }
+    other = Replica(seed=8, moments=MomentType.EIGHT_BIT)
+    plain = Replica(seed=8, moments=MomentType.EIGHT_BIT)
+    plain.optimizer = InnerOptimizer(small_manifest().training, [plain.total])
+    for each in (other, plain):
+        restore_module((each.part,), each.optimizer, found.state)
+    one.steps(5, 3)
+    other.steps(5, 3)
+    assert weights_of(other) == weights_of(one)
+    assert [type(rule) for rule in plain.optimizer.rules] == [AdamW]
+    kept = plain.optimizer.export_state(parameters_of(plain.part))
+    for name, own in found.state.inner.parameters.items():
+        assert all(torch.equal(kept.parameters[name].tensors[slot], each) for slot, each in own.tensors.items())
+    plain.steps(5, 3)
+    there, here = (torch.cat([t.flatten() for t in copies_of(each).values()]) for each in (plain, one))
+    assert 0 < (there - here).norm() / here.norm() < 1e-3
+    back = Replica(moments=MomentType.EIGHT_BIT)
+    restore_module((back.part,), back.optimizer, capture_module((plain.part,), plain.optimizer, visits=8, tokens=256))
+    back.steps(8, 1)
+    assert back.optimizer.steps == 9
+    assert all(bool(t.isfinite().all()) for t in copies_of(back).values())
+
+
+def copies_of(replica: Replica) -> dict[str, Tensor]:
+    """Its parameters, whatever form they have."""
+    return dict(capture_module((replica.part,), replica.optimizer, visits=0, tokens=0).local)
+
+
+def weights_of(replica: Replica) -> bytes:
+    return digest_of_tensors(copies_of(replica))
+
+
+def test_an_optimizer_that_has_not_stepped_has_an_empty_state() -> None:
+    one, other = Replica(), Replica()
+    other.steps(0, 3)
+    restore_module((other.part,), other.optimizer, capture_module((one.part,), one.optimizer, visits=0, tokens=0))
+    assert digest_of_tensors(parameters_of(other.part)) == digest_of_tensors(parameters_of(one.part))
+    one.steps(0, 2)
+    other.total.start_over()
+    other.steps(10, 0)
+    fresh = [MicrobatchId(PeerId("b"), number) for number in range(2)]
+    for number, microbatch in enumerate(fresh):
+        numbers = torch.Generator().manual_seed(number)
+        other.total.add(microbatch, 32, [torch.randn(p.shape, generator=numbers) for p in other.total.parameters])
+        other.optimizer.step()
+    assert digest_of_tensors(parameters_of(other.part)) == digest_of_tensors(parameters_of(one.part))
+
+
+def test_a_state_of_another_model_changes_nothing() -> None:
+    one = Replica()
+    one.steps(0, 1)
+    before = digest_of_tensors(parameters_of(one.part))
+    with pytest.raises(StateError, match="other parameters"):
+        restore_module((one.part,), one.optimizer, state_of(1.0))
+    with pytest.raises(StateError, match="another model"):
+        one.optimizer.import_state(parameters_of(one.part), state_of(1.0).inner)
+    assert digest_of_tensors(parameters_of(one.part)) == before
+    assert one.optimizer.steps == 1
+
+
+def at_once(job: Callable[[], None]) -> Future[None]:
+    done: Future[None] = Future()
+    done.set_result(job())
+    return done
+
+
+def test_a_stage_peer_counts_what_is_applied_and_keeps_its_anchor() -> None:
+    manifest = small_manifest()
+    worker, other = (host_hop(manifest, ModuleId(1), CPU, 0) for _ in range(2))
+    worker.accumulated, worker.accumulated_tokens = 7, 200
+    anchor = state_of(1.0, anchor=version(3)).anchor
+    assert anchor is not None
+    state = capture_hop(worker, Agreed(anchor, 2, 64), at_once)
+    assert (state.counters.visits, state.counters.tokens) == (7, 200)
+    assert (state.counters.steps_since_anchor, state.counters.tokens_since_anchor) == (2, 64)
+    assert state.anchor is anchor
+    restore_hop(other, state)
+    assert (other.accumulated, other.accumulated_tokens) == (7, 200)
+    assert other.optimizer.tokens == version(3).tokens + 64, "where it stands in the schedule"
+
+
+def test_numbers_keep_away_from_those_of_the_life_before() -> None:
+    data = state_of(1.0, cursor=CURSOR).data
+    assert data is not None
+    assert first_number(None, 1000) == 1000
+    assert first_number(data, 2**40) == 2**40
+    for near in (data.next_number - 1, data.next_number, data.next_number + RESERVED_NUMBERS):
+        number = first_number(data, near)
+        assert number > data.next_number + RESERVED_NUMBERS
+    last = replace(data, next_number=NUMBERS // 2 - 5)
+    for near in (NUMBERS // 2 - RESERVED_NUMBERS, NUMBERS // 2 - 1):
+        assert abs(first_number(last, near) - last.next_number) > RESERVED_NUMBERS
+        assert 0 <= first_number(last, near) < NUMBERS // 2
+    assert counts_of(data) == Counts(started=9, completed=8, abandoned=1, duplicated=0)
+
+
+def test_what_was_damaged_is_told_and_when_all_is_damaged_the_node_begins_anew(tmp_path: Path) -> None:
+    folder = folder_at(tmp_path)
+    assert find_own(folder, PEER, None)[1] == ()
+    for value in (1.0, 2.0):
+        save_state(folder, PEER, ONE, state_of(value))
+    (folder.of(PEER) / "state-2.safetensors").write_bytes(b"")
+    resumed, notes = find_own(folder, PEER, None)
+    assert resumed.module == ONE
+    assert [note.level for note in notes] == ["warning", "info"]
+    assert "state-2.safetensors" in notes[0].message
+    (folder.of(PEER) / "state-1.json").write_bytes(b"")
+    resumed, (note,) = find_own(folder, PEER, None)
+    assert resumed.state is None
+    assert isinstance(note, Note)
+    assert note.level == "warning"
+    assert "goes on without" in note.message
+
+
+@dataclass
+class Bench:
+    """A saver at work, the replica it saves, and what it says."""
+
+    path: Path
+    steps: int = 1
+    captures: int = 0
+    events: list[Event] = field(default_factory=list)
+    disk: Callable[[str], None] = lambda step: None
+    requests: SaveRequests = field(default_factory=SaveRequests)
+
+    def emit(self, event: Event) -> None:
+        self.events.append(event)
+
+    def capture(self) -> ReplicaState:
+        assert threading.current_thread().name == "compute"
+        self.captures += 1
+        return state_of(float(self.captures), steps=self.steps)
+
+    def newest(self) -> int:
+        found = load_newest(folder_at(self.path), PEER)
+        return 0 if found is None else found.header.number
+
+    @asynccontextmanager
+    async def saver(self, every_s: float = LONG_S) -> AsyncIterator[Saver]:
+        folder = folder_at(self.path, SteppedStorage(lambda step: self.disk(step)))
+        write = partial(save_state, folder, PEER, ONE)
+        with (
+            ComputeThread() as compute,
+            Saver(self.capture, write, compute, self.requests, self, every_s) as saver,
+        ):
+            running = asyncio.create_task(saver.run())
+            try:
+                yield saver
+            finally:
+                running.cancel()
+
+
+async def test_a_request_is_followed_by_a_save(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    async with bench.saver():
+        bench.requests.request_save("round 1")
+        await until(lambda: bench.newest() == 1)
+        bench.requests.request_save("round 2")
+        await until(lambda: bench.newest() == 2)
+    assert bench.events == []
+
+
+async def test_the_interval_saves_only_what_has_changed(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    async with bench.saver(every_s=0.01):
+        await until(lambda: bench.captures > 5)
+        assert bench.newest() == 1
+        bench.steps = 2
+        await until(lambda: bench.newest() == 2)
+
+
+async def test_a_failure_is_a_warning_and_the_next_one_may_succeed(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+
+    def full(step: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    bench.disk = full
+    async with bench.saver() as saver:
+        bench.requests.request_save("round 1")
+        await until(lambda: bench.events)
+        (note,) = bench.events
+        assert isinstance(note, Note)
+        assert note.level == "warning"
+        assert "No space left" in note.message
+        with pytest.raises(ResourceExhausted):
+            await saver.save_at_the_end()
+        bench.disk = lambda step: None
+        await saver.save_at_the_end()
+    assert bench.newest() == 1
+
+
+async def test_two_writes_never_overlap_and_the_last_one_waits_for_the_one_before(tmp_path: Path) -> None:
+    bench, gate, reached = Bench(tmp_path), threading.Event(), threading.Event()
+    active, overlaps = 0, 0
+
+    def slow(step: str) -> None:
+        nonlocal active, overlaps
+        active += 1
+        overlaps += active > 1
+        if step == "rename":
+            reached.set()
+            assert gate.wait(LONG_S)
+        active -= 1
+
+    bench.disk = slow
+    async with bench.saver() as saver:
+        bench.requests.request_save("round 1")
+        await until(reached.is_set)
+        last = asyncio.create_task(saver.save_at_the_end())
+        await until(lambda: bench.captures == 2)
+        gate.set()
+        await last
+    assert overlaps == 0
+    assert bench.newest() == 2
+
 
 LONG_S = 30.0
 TENSORS = {"local/a": torch.arange(1000.0), "local/b": torch.arange(6.0).view(2, 3).T, "exp_avg/a": torch.ones(())}

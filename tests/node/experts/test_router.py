@@ -6,6 +6,7 @@ import hashlib
 import math
 import struct
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from node.experts.router import (
     MAX_ROUTER_BYTES,
     ChanceRouter,
     Router,
+    StageTable,
     Tokens,
     buckets,
     document_router,
@@ -26,11 +28,37 @@ from node.experts.router import (
     router_digest,
     shares_of_tokens,
 )
-from protocol.manifest.manifest import manifest_from_table
+from protocol.manifest.manifest import Manifest, manifest_from_table
 from swarm.experts.routes import best_route
 from swarm.vocabulary.errors import ConfigError, StateError
-from tests.node.experts.routed import PREFIX, manifest_with, some_router
 from tests.node.small_manifest import small_manifest
+
+PREFIX = 8
+
+
+def some_router(experts: tuple[int, ...] = (1, 2, 3), prefix: int = PREFIX, seed: int = 0) -> Router:
+    """Of random tables."""
+    random = np.random.default_rng(seed)
+
+    def table(count: int) -> StageTable:
+        return StageTable(
+            random.integers(-127, 128, (count, BUCKETS)).astype(np.int8),
+            random.integers(-200, 201, count).astype(np.int32),
+            tuple([1 / count] * count),
+        )
+
+    return Router(tuple(table(count) if count > 1 else None for count in experts[1:]), prefix)
+
+
+def manifest_with(router: Router, **changes: Any) -> Manifest:
+    """Of three stages."""
+    return small_manifest(
+        model__attention="documents",
+        stages__experts=router.experts,
+        routing={"router": router_digest(router.to_bytes()), "prefix": router.prefix},
+        **changes,
+    )
+
 
 ROUTER = some_router()
 

@@ -44,7 +44,7 @@ from swarm.vocabulary.errors import (
 )
 from swarm.vocabulary.types import AnchorVersion, ModuleId, PeerId, Route
 from tests.node.checkpoint.saved_states import CPU, file_of, logits_of, noisy_model, save_checkpoint
-from tests.node.experts.routed import manifest_with, some_router
+from tests.node.experts.test_router import manifest_with, some_router
 from tests.node.small_manifest import small_manifest
 
 TOKENS = torch.randint(257, (2, 16), generator=torch.Generator().manual_seed(1))

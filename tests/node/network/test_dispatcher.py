@@ -52,7 +52,7 @@ from swarm.vocabulary.pipeline_messages import (
 )
 from swarm.vocabulary.routing_messages import Heard, LaneControl
 from swarm.vocabulary.types import AnchorVersion, Hop, MicrobatchId, ModuleId, Path, PeerId
-from tests.node.experts.routed import manifest_with, some_router
+from tests.node.experts.test_router import manifest_with, some_router
 from tests.node.small_manifest import small_manifest
 
 A, B = PeerId("a"), PeerId("b")

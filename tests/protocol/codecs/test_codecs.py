@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import struct
 from contextlib import suppress
+from typing import Final
 
 import numpy as np
 import pytest
@@ -14,11 +16,11 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from torch import Tensor
 
-from protocol.codecs import Encoded, decode, decode_into, encode, encode_into, encoded_bytes, host_memory
-from protocol.codecs.blockwise import INT8, SMALLEST_SCALE
+from protocol.codecs import Encoded, decode, decode_into, encode, encode_into, encoded_bytes, host_memory, outliers
+from protocol.codecs.blockwise import INT4, INT8, SMALLEST_SCALE, Blockwise
 from protocol.codecs.host_memory import buffer_for, to_device, to_host
 from protocol.codecs.top_k import LARGEST_LEVEL, TOP_K_2, TOP_K_4, TopK
-from protocol.codecs.views import ELEMENT_TYPES, Vector
+from protocol.codecs.views import DTYPES, ELEMENT_TYPES, Vector
 from protocol.interfaces.tensor_spec import (
     BLOCK,
     INT4_BLOCK,
@@ -196,7 +198,7 @@ def test_the_result_does_not_depend_on_the_number_of_threads(codec: Codec) -> No
 
 
 BLOCKWISE = [Codec.INT8, Codec.INT4]
-DTYPES = st.sampled_from([DType.FLOAT32, DType.BFLOAT16])
+TENSOR_TYPES = st.sampled_from([DType.FLOAT32, DType.BFLOAT16])
 SHAPES = st.lists(st.integers(1, 20), max_size=3).flatmap(
     lambda front: st.integers(1, 200).map(lambda last: (*front[:3], last))
 )
@@ -209,7 +211,7 @@ def blockwise(draw: st.DrawFn) -> Received:
     """Any codes, and scales at and beyond the borders of what is allowed."""
     shape, codec = draw(SHAPES), draw(st.sampled_from(BLOCKWISE))
     most = most_outliers(shape) if len(shape) > 1 else 0
-    spec = TensorSpec(shape, draw(DTYPES), codec, draw(st.integers(0, most)))
+    spec = TensorSpec(shape, draw(TENSOR_TYPES), codec, draw(st.integers(0, most)))
     blocks = blocks_of(spec.elements, INT4_BLOCK if codec is Codec.INT4 else BLOCK)
     width = 2 if codec is Codec.INT4 else 4
     one = struct.pack("<f", draw(SCALES))[-width:]
@@ -232,7 +234,7 @@ def test_anything(made_up: bytes) -> None:
 
 
 @pytest.mark.parametrize("codec", Codec)
-@given(shape=SHAPES, dtype=DTYPES, damage=st.binary(max_size=12))
+@given(shape=SHAPES, dtype=TENSOR_TYPES, damage=st.binary(max_size=12))
 def test_damaged_encodings(codec: Codec, shape: tuple[int, ...], dtype: DType, damage: bytes) -> None:
     honest = honest_encoding(TensorSpec(shape, dtype, codec))
     taken = check(Received(honest.spec, damaged(bytes(honest.data), damage)))
@@ -776,3 +778,106 @@ class TestTopKRefusals:
             good[data.draw(st.integers(0, len(good) - 1))] = data.draw(st.integers(0, 255))
         with suppress(ProtocolViolation):
             assert bool(decoded_top_k(codec, good, elements).isfinite().all())
+
+
+CODECS: Final[dict[Codec, Blockwise]] = {Codec.INT8: INT8, Codec.INT4: INT4}
+SIZES: Final = st.sampled_from([0.0, -0.0, 1e-45, 2.0**-126, 1e-3, 0.5, 1.0, -1.0, 1.5, 2.5, 40.0, 1e4, 2.0**100])
+DIGESTS: Final = {
+    Codec.INT8: "acb3898e4fb2de5954306dac61fe92fc692ad921ad25b6c46a22fd585ff7f068",
+    Codec.INT4: "0b7afc8416abcecca8c3040fbfd853559ca4033c2d4b08dfa905e36ef570e694",
+}
+
+
+def corpus() -> list[Tensor]:
+    """Made of whole numbers, so that it is the same everywhere."""
+    made = []
+    for seed, shape in enumerate([(1,), (129,), (3, 5), (7, 64), (2, 40, 96), (1, 300, 515), (40_000,)]):
+        numbers = np.random.default_rng(seed).integers(-(2**20), 2**20, shape)
+        plain = torch.from_numpy(numbers.astype(np.float32) / 2**18)
+        few, many = plain.clone(), plain.clone()
+        few[..., ::50] *= 60
+        many[..., 3:23] = 1000 * torch.arange(1, many[..., 3:23].shape[-1] + 1)
+        made += [plain, few, many, plain * 2.0**-130, plain.round(), torch.zeros_like(plain)]
+    return made + [each.bfloat16() for each in made]
+
+
+def encoded_there(values: Tensor, codec: Codec) -> tuple[bytes, int] | None:
+    """None where the codec cannot express it."""
+    spec = TensorSpec(tuple(values.shape), DTYPES[values.dtype], codec)
+    try:
+        spec, octets = outliers.encode_without_waiting(values, spec, CODECS[codec])
+    except StateError:
+        return None
+    return octets.numpy().tobytes(), spec.outliers
+
+
+def check_same(values: Tensor, codec: Codec) -> None:
+    here, there = encode(values, codec), encoded_there(values, codec)
+    if here.spec.codec is not codec:
+        assert there is None
+        return
+    assert there is not None
+    data, apart = there
+    assert apart == here.spec.outliers
+    assert len(data) == here.spec.byte_length
+    assert data == here.data
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_the_bytes_are_those_that_there_have_always_been(codec: Codec) -> None:
+    digest = hashlib.sha256()
+    for values in corpus():
+        digest.update(encode(values, codec).data)
+    assert digest.hexdigest() == DIGESTS[codec]
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_the_bytes_are_those_of_the_cpu(codec: Codec) -> None:
+    found = [encode(values, codec).spec.outliers for values in corpus()]
+    assert {0, 2, 4, 6, 11, 20} <= set(found), "there are some of every kind"
+    for values in corpus():
+        check_same(values, codec)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@given(
+    values=arrays(np.float32, st.tuples(st.integers(1, 70), st.integers(1, 70)), elements=SIZES),
+    factors=st.lists(st.sampled_from([1.0, 9.0, 100.0, math.inf, math.nan, 2.0**127]), max_size=9),
+    is_wide=st.booleans(),
+)
+def test_the_bytes_are_those_of_the_cpu_whatever_is_encoded(
+    codec: Codec, values: np.ndarray, factors: list[float], is_wide: bool
+) -> None:
+    tensor = torch.from_numpy(values).clone()
+    for channel, factor in enumerate(factors[: tensor.shape[1]]):
+        tensor[:, -channel - 1] *= factor
+    check_same(tensor if is_wide else tensor.bfloat16(), codec)
+
+
+def test_of_too_many_equal_channels_the_first_are_taken() -> None:
+    values = torch.ones(64, 64)
+    values[:, 10:20] = 100.0
+    found, count = outliers.find_without_looking(values)
+    assert (found.tolist(), count.item()) == ([10, 11, 12, 13], 4)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_faults_of_what_was_received_can_be_looked_at_later(codec: Codec) -> None:
+    values = torch.linspace(-1.0, 1.0, 64 * 64).view(64, 64).clone()
+    values[:, [20, 40]] = 500.0
+    encoded = encode(values, codec)
+    base = TensorSpec(encoded.spec.shape, encoded.spec.dtype, codec).byte_length
+    scale = slice(base - (2 if codec is Codec.INT4 else 4), base)
+    whole, no_scale, no_channel, no_order = (bytearray(encoded.data) for _ in range(4))
+    no_scale[scale] = b"\xff" * (scale.stop - scale.start)
+    no_channel[base + 2 : base + 4] = b"\xff\xff"
+    no_order[base : base + 2] = no_order[base + 2 : base + 4]
+    for data, holds in ((whole, True), (no_scale, False), (no_channel, False), (no_order, False)):
+        found: list[bool] = []
+        decode(
+            encoded.spec, memoryview(data), torch.empty(64, 64), lambda each, _, found=found: found.append(bool(each))
+        )
+        assert all(found) is holds
+        if not holds:
+            with pytest.raises(ProtocolViolation):
+                decode(encoded.spec, memoryview(data), torch.empty(64, 64))

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from protocol.frames import tensors as transfers
 from protocol.frames.frames import MAX_SMALL_FRAME_BYTES, Cancel, decode
 from protocol.frames.tensors import Chunk, OutgoingTransfer
 from protocol.transport.meter import MOST_ON_THE_WAY, Goodput, Meter
@@ -523,3 +524,60 @@ def test_long_paths_do_not_make_a_busy_link_slow(hops: int) -> None:
         assert patience.heard(0.0, 80 * hops) == 0.0
         assert [patience.heard(0.0, 150) for _ in range(8)] == [0.0] * 8
         assert patience.heard(0.0, 80 * hops) == 0.0
+
+
+DATA = memoryview(bytes(range(256)) * 100)
+AHEAD_CHUNK = 10_000
+
+
+def transfer(number: int = 1) -> OutgoingTransfer:
+    return OutgoingTransfer(number, b"header", DATA, AHEAD_CHUNK)
+
+
+def frames_of(outgoing: OutgoingTransfer, *, ahead: bool) -> list[bytes]:
+    frames = []
+    while not outgoing.finished:
+        if ahead:
+            outgoing.prepare()
+            outgoing.prepare()
+        frames.append(outgoing.next_frame())
+    return frames
+
+
+def test_frames_made_ahead_are_the_same_frames() -> None:
+    assert frames_of(transfer(), ahead=True) == frames_of(transfer(), ahead=False)
+
+
+def test_preparing_does_not_begin_a_transfer_nor_go_past_its_end() -> None:
+    outgoing = transfer()
+    outgoing.prepare()
+    assert not outgoing.begun
+    frames_of(outgoing, ahead=False)
+    outgoing.prepare()
+    assert outgoing.finished
+
+
+async def test_the_outbox_makes_a_frame_while_the_stream_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[str] = []
+    encode_chunk = transfers.encode_chunk
+
+    def noted(number: int, index: int, data: memoryview) -> bytes:
+        log.append(f"made {index}")
+        return encode_chunk(number, index, data)
+
+    async def slow_write(frame: bytes) -> None:
+        log.append("write begins")
+        for _ in range(3):
+            await asyncio.sleep(0)
+        log.append("write ends")
+
+    monkeypatch.setattr(transfers, "encode_chunk", noted)
+    outbox = Outbox({Lane.BULK: ByteBudget(2**20, 4)})
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(outbox.pump(slow_write))
+        assert await outbox.send(Lane.BULK, len(DATA), transfer)
+        outbox.finish(None, Unreachable("the test is over"))
+    made = [f"made {index}" for index in range(3)]
+    assert [entry for entry in log if entry in made] == made
+    for entry in made:
+        assert log[log.index(entry) - 1] == "write begins"
