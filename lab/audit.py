@@ -109,9 +109,6 @@ class LogCheck:
         self.counts[what] = self.counts.get(what, 0) + by
 
 
-# ---- exactly once ----------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class _Counted:
     peer: str
@@ -264,9 +261,6 @@ class VisitCheck(LogCheck):
             self.violate("exactly once", found[0].spot, message)
 
 
-# ---- anchors ---------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class _Entry:
     round: int
@@ -400,9 +394,6 @@ class RoundCheck(LogCheck):
         return self._last_modules.get(peer, module) == module and peer not in self._joining
 
 
-# ---- tokens and steps ------------------------------------------------------------------------------------------------
-
-
 @dataclass(slots=True)
 class _Account:
     step: int = 0
@@ -431,9 +422,6 @@ class TokenCheck(LogCheck):
                 if counted is not None and counted != account.completed:
                     self.violate("tokens", spot, f"{counted} tokens counted for {account.completed} completed ones")
                 account.step, account.tokens, account.completed = event.step, event.tokens, 0
-
-
-# ---- experts ---------------------------------------------------------------------------------------------------------
 
 
 def is_rerouted(event: Event | None) -> bool:
@@ -471,9 +459,6 @@ class RouteCount(LogCheck):
             for route, count in sorted(self._routes.items())
         ]
         return {"modules": dict(sorted(self._modules.items())), "routes": routes}
-
-
-# ---- the whole -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

@@ -221,8 +221,6 @@ class Laboratory:
         """Returns the seconds since the run began; -1 before."""
         return time.monotonic() - self._began if self._began < math.inf else -1.0
 
-    # ---- peers ---------------------------------------------------------------------------------------------------
-
     def serving(self) -> dict[int, PeerProgress]:
         """Returns the living nodes that serve, frozen ones included, by index."""
         peers = self.swarm.progress.peers.items()
@@ -288,8 +286,6 @@ class Laboratory:
     async def _find_caller(self, source: Endpoint, target: Endpoint) -> Member:
         return await asyncio.to_thread(self._callers.caller, source, target)
 
-    # ---- events --------------------------------------------------------------------------------------------------
-
     def attempt(self, name: str, action: Callable[[], None]) -> None:
         """Carries an action out; an error of ours is a missed event and does not end the run."""
         try:
@@ -340,8 +336,6 @@ class Laboratory:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
-
-    # ---- the diary -----------------------------------------------------------------------------------------------
 
     def fault(self, what: str, *, lasts: bool = False) -> None:
         self._mark(Mark(self.now(), Kind.FAULT, what, lasts))

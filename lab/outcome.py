@@ -119,9 +119,6 @@ COMPANY: Final = 0.25
 _STEP_S: Final = 0.5
 
 
-# ---- recovery --------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Recovery:
     """The recovery from a fault or after its end. Seconds; infinite if it never came."""
@@ -206,9 +203,6 @@ def _module_agrees(histories: list[Sequence[Held]]) -> bool:
     behind = {anchors[-1] for anchors in histories if anchors[-1].round != newest}
     before = {held for anchors in ahead for held in anchors[:-1] if held.round == newest - 1}
     return len({anchors[-1] for anchors in ahead}) == 1 and behind <= before
-
-
-# ---- figures ---------------------------------------------------------------------------------------------------------
 
 
 def capacity_of(speeds: Iterable[tuple[int, float]], manifest: Manifest) -> tuple[float, ...]:
@@ -361,9 +355,6 @@ class Outcome:
             "peaks": asdict(self.peaks),
             "undisturbed": None if calm is None else calm.as_json(),
         }
-
-
-# ---- the verdict -----------------------------------------------------------------------------------------------------
 
 
 def _of_peers(outcome: Outcome) -> list[str]:

@@ -192,8 +192,6 @@ def _seconds(value: float) -> str:
     return f"{value:.1f}" if math.isfinite(value) else "never"
 
 
-# ---- plots -----------------------------------------------------------------------------------------------------------
-
 Runs = Mapping[str, Sequence[Row]]
 
 

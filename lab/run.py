@@ -113,8 +113,6 @@ class Run:
             await reading
         return self._outcome(await asyncio.to_thread(check_folder, self.logs))
 
-    # ---- beginning and end ---------------------------------------------------------------------------------------
-
     async def _until_begun(self) -> None:
         deadline = time.monotonic() + START_LIMIT_S
 
@@ -166,8 +164,6 @@ class Run:
     async def _until(self, over: Callable[[], bool]) -> None:
         await until(lambda: self._stop.is_set() or over())
 
-    # ---- meanwhile -----------------------------------------------------------------------------------------------
-
     async def _follow_timeline(self) -> None:
         for event in self.scenario.events:
             await asyncio.sleep(max(0.0, event.at_s - self.lab.now()))
@@ -214,8 +210,6 @@ class Run:
                 log.info("the swarm was asked in vain: %s", error)
         return None
 
-    # ---- what came of it -----------------------------------------------------------------------------------------
-
     @property
     def completed(self) -> list[float]:
         return [at for at in self.lab.watch.completed if at >= 0]
@@ -232,9 +226,7 @@ class Run:
         share = PACE_SHARE if self.scenario.chaos is None else self.scenario.chaos.pace_share
         return tuple(
             Recovery(
-                mark,
-                pace_back_after(completed, mark.at_s, pace, until_s, share),
-                served_after(self._served, mark.at_s),
+                mark, pace_back_after(completed, mark.at_s, pace, until_s, share), served_after(self._served, mark.at_s)
             )
             for mark in self.lab.marks
             if mark.kind is not Kind.NOTE

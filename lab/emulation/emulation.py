@@ -214,8 +214,6 @@ class Emulation:
         self._passed: Counter[Way] = Counter()
         self._changed = asyncio.Event()
 
-    # ---- changes -------------------------------------------------------------------------------------------------
-
     def place(self, member: int, site: Site) -> None:
         if member in self._members:
             self._members[member].move_to(site)
@@ -254,8 +252,6 @@ class Emulation:
         for member in self._members:
             self.place(member, Site())
         self.heal()
-
-    # ---- the current state ---------------------------------------------------------------------------------------
 
     def site(self, member: Member) -> Site:
         return self._access(member).site
@@ -299,8 +295,6 @@ class Emulation:
         """Returns the random generator of a new connection."""
         self._connections[way] += 1
         return random.Random(f"{self._seed} {way} {self._connections[way]}")  # noqa: S311 - no secret
-
-    # ---- traffic -------------------------------------------------------------------------------------------------
 
     def leave(self, way: Way, size_bytes: int, now: float) -> float:
         """Returns when a piece has left the sender's link and the link between the regions."""

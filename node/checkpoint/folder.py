@@ -83,9 +83,6 @@ class Header:
     file: FileRecord
 
 
-# ---- tensors ---------------------------------------------------------------------------------------------------------
-
-
 def own_tensors(local: Mapping[str, Floats], inner: InnerState) -> dict[str, Floats]:
     """A replica's own tensors as `local/NAME`, and the inner optimizer's such as `exp_avg/NAME`."""
     named: dict[str, Floats] = {f"local/{name}": tensor for name, tensor in local.items()}
@@ -155,33 +152,23 @@ def check_file(folder: Path, record: FileRecord) -> None:
         raise CorruptSnapshot(f"{path} is not what was written: its BLAKE3 differs from the one noted with it")
 
 
-def has_size(path: Path, size: int) -> bool:
-    """Whether there is a file of this size."""
-    try:
-        return path.stat().st_size == size
-    except OSError:
-        return False
-
-
 def read_tensors(path: Path, group: str) -> dict[str, Tensor]:
     """The tensors of one group by parameter name, from a checked file. Raises CorruptSnapshot."""
     prefix = f"{group}/"
-    with _opened(path) as opened:
+    with opened_tensors(path) as opened:
         names = [name for name in opened.keys() if name.startswith(prefix)]  # noqa: SIM118 - no mapping
         # Copies: the library's tensors are windows into the file, and the file will be removed one day.
         return {name.removeprefix(prefix): opened.get_tensor(name).clone() for name in names}
 
 
-def _groups(path: Path) -> set[str]:
-    with _opened(path) as opened:
-        return {name.partition("/")[0] for name in opened.keys()}  # noqa: SIM118 - no mapping
-
-
 @contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def opened_tensors(path: Path) -> Iterator[Any]:
+    """Opens a safetensors file. Raises StateError without one, CorruptSnapshot if it is damaged."""
     try:
         with safe_open(path, framework="pt") as opened:
             yield opened
+    except FileNotFoundError:
+        raise StateError(f"there is no file {path}") from None
     except (OSError, SafetensorError) as error:
         raise CorruptSnapshot(f"{path} cannot be read: {error}") from error
 
@@ -193,7 +180,9 @@ def read_state(folder: Path, header: Header) -> ReplicaState:
     if header.anchor is not None:
         anchor = AnchorState(header.anchor, read_tensors(path, "anchor"), read_tensors(path, "momentum") or None)
     of_inner: dict[str, dict[str, Tensor]] = {name: {} for name in header.adam_steps}
-    for slot in _groups(path) - _NOT_INNER:
+    with opened_tensors(path) as opened:
+        slots = {name.partition("/")[0] for name in opened.keys()} - _NOT_INNER  # noqa: SIM118 - no mapping
+    for slot in slots:
         for name, tensor in read_tensors(path, slot).items():
             of_inner.setdefault(name, {})[slot] = tensor
     parameters = {name: ParameterState(header.adam_steps.get(name, 0), own) for name, own in of_inner.items()}
@@ -201,12 +190,11 @@ def read_state(folder: Path, header: Header) -> ReplicaState:
     return ReplicaState(read_tensors(path, "local"), inner, header.counters, anchor, header.data)
 
 
-# ---- the json --------------------------------------------------------------------------------------------------------
-
-
 def header_bytes(header: Header) -> bytes:
     """Serialises the json, with a BLAKE3 over all the rest of it."""
-    table = _table(header)
+    table: dict[str, Any] = {"format": FORMAT, **dataclasses.asdict(header)}
+    if header.anchor is not None:
+        table["anchor"]["digest"] = header.anchor.digest.hex()
     return _canonical(table | {"blake3": blake3(_canonical(table)).hexdigest()})
 
 
@@ -224,15 +212,10 @@ def parse_header(text: bytes) -> Header:
         raise CorruptSnapshot(f"it is not the json of a snapshot: {type(error).__name__}: {error}") from None
 
 
-def _table(header: Header) -> dict[str, Any]:
-    table = {"format": FORMAT, **dataclasses.asdict(header)}
-    if header.anchor is not None:
-        table["anchor"]["digest"] = header.anchor.digest.hex()
-    return table
-
-
 def _header(table: dict[str, Any]) -> Header:
-    owner, anchor, data = table["owner"], table["anchor"], table["data"]
+    owner, anchor, data, record = table["owner"], table["anchor"], table["data"], FileRecord(**table["file"])
+    if Path(record.name).name != record.name or len(record.blake3) != _HASH_CHARACTERS:
+        raise CorruptSnapshot(f"it names a file that cannot be a snapshot's: {record.name!r}")
     if anchor is not None:
         anchor = AnchorVersion(**(anchor | {"digest": bytes.fromhex(anchor["digest"])}))
     if data is not None:
@@ -247,15 +230,8 @@ def _header(table: dict[str, Any]) -> Header:
         Counters(**table["counters"]),
         anchor,
         data,
-        _file_record(table["file"]),
+        record,
     )
-
-
-def _file_record(table: dict[str, Any]) -> FileRecord:
-    record = FileRecord(**table)
-    if Path(record.name).name != record.name or len(record.blake3) != _HASH_CHARACTERS:
-        raise CorruptSnapshot(f"it names a file that cannot be a snapshot's: {record.name!r}")
-    return record
 
 
 def _canonical(table: dict[str, Any]) -> bytes:
@@ -424,7 +400,12 @@ def whole_snapshots(
     for header in _headers(folder.storage, folder.of(peer), folder.run, problems):
         path = folder.of(peer) / header.file.name
         try:
-            if known is None or known.get(path) != header.file or not has_size(path, header.file.size):
+            if (
+                known is None
+                or known.get(path) != header.file
+                or not path.is_file()
+                or path.stat().st_size != header.file.size
+            ):
                 check_file(folder.of(peer), header.file)
         except CorruptSnapshot as error:
             problems.append(Problem(folder.of(peer) / header.file.name, str(error)))
@@ -558,13 +539,15 @@ def gather_modules(path: Path) -> Gathered:
     """The token-weighted mean of each module's newest anchor. Raises ConfigError, ManifestError, StateError."""
     signed = read_manifest(path)
     folder, problems = CheckpointFolder(path, signed.run, signed.text), list[Problem]()
-    replicas = [header for peer in _peers(path) for header in _newest_of_each_module(folder, peer, problems)]
+    peers = sorted(PeerId(entry.name) for entry in os.scandir(path) if entry.is_dir())
+    replicas = [header for peer in peers for header in _newest_of_each_module(folder, peer, problems)]
     modules: dict[ModuleId, list[Header]] = {}
     for module in signed.manifest.modules():
         of_module = [header for header in replicas if header.owner.module == module]
         if not of_module:
             raise _missing(path, module, problems)
-        modules[module] = _of_the_newest_anchor(of_module)
+        newest = max(of_module, key=_progress).anchor
+        modules[module] = [header for header in of_module if header.anchor == newest]
     return Gathered(signed, _Means(path, modules), tuple(problems))
 
 
@@ -585,21 +568,12 @@ class _Means(Mapping[ModuleId, dict[str, Tensor]]):
         return len(self._replicas)
 
 
-def _peers(path: Path) -> list[PeerId]:
-    return sorted(PeerId(entry.name) for entry in os.scandir(path) if entry.is_dir())
-
-
 def _newest_of_each_module(folder: CheckpointFolder, peer: PeerId, problems: list[Problem]) -> list[Header]:
     """A peer that has moved has snapshots of both modules for a while."""
     newest: dict[ModuleId, Header] = {}
     for header in whole_snapshots(folder, peer, problems):
         newest.setdefault(header.owner.module, header)
     return list(newest.values())
-
-
-def _of_the_newest_anchor(headers: list[Header]) -> list[Header]:
-    version = max(headers, key=_progress).anchor
-    return [header for header in headers if header.anchor == version]
 
 
 def _progress(header: Header) -> tuple[_Progress, bytes]:
@@ -610,21 +584,18 @@ def _progress(header: Header) -> tuple[_Progress, bytes]:
 
 def _mean(path: Path, headers: list[Header]) -> dict[str, Tensor]:
     """Summed in float64, one replica in memory at a time."""
+    files = [path / header.owner.peer / header.file.name for header in headers]
     if len(headers) == 1:
-        return _parameters(path, headers[0])
+        return read_tensors(files[0], "local")
     weights = [header.counters.tokens_since_anchor for header in headers]
     if not any(weights):
         weights = [1] * len(headers)
     total: dict[str, Tensor] = {}
-    for header, weight in zip(headers, weights, strict=True):
-        for name, tensor in _parameters(path, header).items():
+    for file, weight in zip(files, weights, strict=True):
+        for name, tensor in read_tensors(file, "local").items():
             part = tensor.to(torch.float64) * (weight / sum(weights))
             total[name] = total[name] + part if name in total else part
     return {name: tensor.to(torch.float32) for name, tensor in total.items()}
-
-
-def _parameters(path: Path, header: Header) -> dict[str, Tensor]:
-    return read_tensors(path / header.owner.peer / header.file.name, "local")
 
 
 def _missing(path: Path, module: ModuleId, problems: list[Problem]) -> StateError:

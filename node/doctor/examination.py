@@ -106,9 +106,6 @@ _REQUIREMENT: Final = re.compile(r"([A-Za-z0-9._-]+)\s*([^;]*)")
 _CLAUSE: Final = re.compile(r"(==|>=|<)\s*([0-9][0-9.]*?)(\.\*)?")
 
 
-# ---- versions --------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class WantedVersions:
     """The versions that pyproject.toml asks for, such as `>=3.11` or `==2.13.*`."""
@@ -183,9 +180,6 @@ def _installed(name: str) -> str | None:
         return None
 
 
-# ---- the compute device (torch is loaded here, which takes seconds) --------------------------------------------------
-
-
 def look_at_device(wish: str) -> Sequence[Finding]:
     """Checks the devices of a node with `--device WISH`. Raises ConfigError if they are not there."""
     from node.model.device import choose_devices
@@ -242,9 +236,6 @@ def matmul_flops(device: torch.device, size: int) -> float | None:
     return 2 * size**3 * times / elapsed if bool((product == size).all()) else None
 
 
-# ---- memory, and the stages that fit ---------------------------------------------------------------------------------
-
-
 def look_at_memory(memory: Callable[[], Reasoned[int | None]] = available_memory) -> Sequence[Finding]:
     """Checks the available memory of the machine, or of the container that limits it."""
     available = memory().value
@@ -294,9 +285,6 @@ def _room(wish: str, limit: Reasoned[int] | None) -> Room:
     from node.model.memory_need import room_on
 
     return room_on(choose_devices(wish).value[0]).within(limit)
-
-
-# ---- disk, open files and ports --------------------------------------------------------------------------------------
 
 
 def look_at_disk(folders: Iterable[tuple[str, Path]]) -> Sequence[Finding]:

@@ -6,16 +6,15 @@ import asyncio
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from node.checkpoint.folder import opened_tensors
 from node.experts.router import DocumentRouter, Router, document_router, load_router
 from node.export.hugging_face import CONFIG, FORMAT, MANIFEST, ORIGIN, model_config, module_file, shard_files
 from node.model.decoder import Decoder, decoder_bytes
@@ -37,20 +36,16 @@ class ModuleSource(Protocol):
     @property
     def modules(self) -> tuple[ModuleId, ...]:
         """Those that can be asked for: of an exported path its own, else all of the run."""
-        ...
 
     @property
     def signed(self) -> SignedManifest:
         """The run's manifest, its signature checked."""
-        ...
 
     async def router(self) -> Router | None:
         """The run's router; None if the manifest names none. Raises SkipstoneError."""
-        ...
 
     async def module(self, module: ModuleId) -> Parameters:
         """The module's parameters, float32, on the CPU. Use `checked_module`. Raises SkipstoneError."""
-        ...
 
 
 async def checked_module(source: ModuleSource, module: ModuleId) -> Parameters:
@@ -197,15 +192,9 @@ async def model_on_path(
     return model, model.route_of(prompt)
 
 
-def names_in(file: Path) -> list[str]:
-    """The names of the tensors in a file. Raises CorruptSnapshot, StateError: the file is damaged, or not there."""
-    with _opened(file) as opened:
-        return list(opened.keys())
-
-
 def check_header(file: Path, wanted: Mapping[str, Shape]) -> None:
     """Compares the file's header with the wanted shapes. Raises CorruptSnapshot, StateError."""
-    with _opened(file) as opened:
+    with opened_tensors(file) as opened:
         there = set(opened.keys())
         for name, shape in wanted.items():
             if name not in there:
@@ -216,23 +205,6 @@ def check_header(file: Path, wanted: Mapping[str, Shape]) -> None:
                 raise StateError(
                     f"{file} is not of this run's model: {name} is {header.get_dtype()} {found}, not F32 {shape}"
                 )
-
-
-def read_tensors(file: Path, names: Iterable[str]) -> dict[str, Tensor]:
-    """Reads the named tensors into memory of their own. Raises CorruptSnapshot, StateError."""
-    with _opened(file) as opened:
-        return {name: opened.get_tensor(name) for name in names}
-
-
-@contextmanager
-def _opened(file: Path) -> Iterator[Any]:
-    try:
-        with safe_open(file, framework="pt") as opened:
-            yield opened
-    except FileNotFoundError:
-        raise StateError(f"there is no file {file}") from None
-    except (OSError, SafetensorError) as error:
-        raise CorruptSnapshot(f"{file} cannot be read: {error}") from error
 
 
 _MAX_JSON_BYTES: Final = 1 << 20
@@ -260,7 +232,8 @@ class ExportedSource:
         self._digests = _digests(path, origin)
         self._files = None if by_module else _files_by_parameter(path, origin)
         for module in self.modules:
-            self._check_headers(module)
+            for file, shapes in self._by_file(module).items():
+                check_header(file, shapes)
 
     async def router(self) -> Router | None:
         return await asyncio.to_thread(load_router, self._path / MANIFEST, self.signed.manifest)
@@ -268,14 +241,11 @@ class ExportedSource:
     async def module(self, module: ModuleId) -> Parameters:
         return await asyncio.to_thread(self._read_module, module)
 
-    def _check_headers(self, module: ModuleId) -> None:
-        for file, shapes in self._by_file(module).items():
-            check_header(file, shapes)
-
     def _read_module(self, module: ModuleId) -> Parameters:
         tensors: dict[str, Any] = {}
         for file, shapes in self._by_file(module).items():
-            tensors |= read_tensors(file, shapes)
+            with opened_tensors(file) as opened:
+                tensors |= {name: opened.get_tensor(name) for name in shapes}
         if digest_of_tensors(tensors).hex() != self._digests.get(str(module)):
             files = ", ".join(sorted(file.name for file in self._by_file(module)))
             raise CorruptSnapshot(
@@ -319,7 +289,11 @@ def _files_by_parameter(path: Path, origin: Mapping[str, Any]) -> dict[str, Path
     count = origin.get("shards")
     if not isinstance(count, int) or not 1 <= count <= _MAX_SHARDS:
         raise StateError(f"{path / ORIGIN}: shards must be a number from 1 to {_MAX_SHARDS}")
-    return {name: path / file for file in shard_files(count) for name in names_in(path / file)}
+    found: dict[str, Path] = {}
+    for file in shard_files(count):
+        with opened_tensors(path / file) as opened:
+            found |= dict.fromkeys(opened.keys(), path / file)
+    return found
 
 
 def _digests(path: Path, origin: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -9,8 +9,6 @@ from contextlib import asynccontextmanager
 from typing import Final
 
 from node.averaging.anchor.anchor import tensors_of
-from node.averaging.anchor.layout import Layout, layout_of
-from node.averaging.anchor.shared_vector import SharedVector
 from node.averaging.state_sync.download import StateDownloads
 from node.averaging.state_sync.partial_state import STATE_CODECS, FreshSpace
 from node.experts.router import Router
@@ -18,8 +16,8 @@ from node.export.source import Parameters
 from node.model.shapes import parameter_bytes, parameter_shapes
 from node.network.peer_files import fetch_router
 from node.network.session import NetworkSession, visit
+from node.start.cut_model import module_layout
 from protocol.manifest.join_link import JoinLink
-from protocol.manifest.manifest import Manifest
 from protocol.manifest.signing import SignedManifest
 from swarm.averaging.schedule import choose_version
 from swarm.vocabulary.errors import NoQuorum, Stalled, Unreachable
@@ -56,7 +54,13 @@ class SwarmSource:
     async def module(self, module: ModuleId) -> Parameters:
         """Fetches the module's parameters. Raises as `agreed`, NoQuorum, Stalled."""
         if module not in self._downloads:
-            self._downloads[module] = self._download(self.signed.manifest, module)
+            self._downloads[module] = StateDownloads(
+                self._session,
+                module,
+                FreshSpace(module_layout(self.signed.manifest, module)),
+                STATE_CODECS[self.signed.manifest.codecs.state],
+                on_progress=lambda done, total: self._came(module, done),
+            )
         for attempt in range(1, ATTEMPTS + 1):
             version, donors = await self.agreed(module)
             try:
@@ -69,7 +73,8 @@ class SwarmSource:
                     ) from None
                 await asyncio.sleep(NEWS_S)
             else:
-                return self._fetched(module, version, vector)
+                self.versions[module] = version
+                return tensors_of(module_layout(self.signed.manifest, module), vector)
         raise AssertionError("the last attempt returns or raises")
 
     async def agreed(
@@ -87,27 +92,11 @@ class SwarmSource:
                 )
             await asyncio.sleep(PAUSE_S)
 
-    def _download(self, manifest: Manifest, module: ModuleId) -> StateDownloads:
-        space = FreshSpace(_layout(manifest, module))
-        codecs = STATE_CODECS[manifest.codecs.state]
-        return StateDownloads(
-            self._session, module, space, codecs, on_progress=lambda done, total: self._came(module, done)
-        )
-
     def _came(self, module: ModuleId, done: int) -> None:
         self._here[module] = done
         manifest = self.signed.manifest
         total = sum(parameter_bytes(parameter_shapes(manifest, each)) for each in self._downloads)
         self._on_progress(module, sum(self._here.values()), total)
-
-    def _fetched(self, module: ModuleId, version: AnchorVersion, vector: SharedVector) -> Parameters:
-        self.versions[module] = version
-        return tensors_of(_layout(self.signed.manifest, module), vector)
-
-
-def _layout(manifest: Manifest, module: ModuleId) -> Layout:
-    """Layout of the module's anchor."""
-    return layout_of(parameter_shapes(manifest, module), manifest.training.fragments)
 
 
 @asynccontextmanager

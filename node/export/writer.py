@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,6 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from node.checkpoint.folder import Storage
 from node.data.tokenizers import FileTokenizer, open_tokenizer, tokenizer_bytes
 from node.experts.router import router_file
 from node.export import hugging_face as layout
@@ -148,7 +148,7 @@ def _take_place(beside: Path, target: Path) -> None:
         if older is not None:
             older.rename(target)
         raise
-    _flush(target.parent)
+    Storage().sync(target.parent)
     if older is not None:
         shutil.rmtree(older, ignore_errors=True)
 
@@ -168,16 +168,13 @@ async def _write_parameters(
         while to_write and to_write[0].shapes.keys() <= waiting.keys():
             shard = to_write.pop(0)
             tensors = {name: waiting.pop(name).contiguous() for name in shard.shapes}
-            await asyncio.to_thread(_write_shard, folder, shard.file, tensors)
+            mode = (folder / layout.CONFIG).stat().st_mode
+            await asyncio.to_thread(_write_tensors, folder / shard.file, tensors, mode)
     return digests
 
 
-def _write_shard(folder: Path, name: str, tensors: dict[str, Tensor]) -> None:
-    """Writes a shard, readable like the other files: safetensors would restrict it to the owner."""
-    _write_tensors(folder / name, tensors, (folder / layout.CONFIG).stat().st_mode)
-
-
 def _write_tensors(file: Path, tensors: dict[str, Tensor], mode: int) -> None:
+    """Writes a shard, readable like the other files: safetensors would restrict it to the owner."""
     save_file(tensors, file, metadata={"format": "pt"})
     file.chmod(mode)
 
@@ -204,15 +201,5 @@ def _write_json(file: Path, table: Mapping[str, Any]) -> None:
 
 
 def _make_durable(folder: Path) -> None:
-    for file in folder.iterdir():
-        _flush(file)
-    _flush(folder)
-
-
-def _flush(path: Path) -> None:
-    """fsync of a file or a folder."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    for path in (*folder.iterdir(), folder):
+        Storage().sync(path)

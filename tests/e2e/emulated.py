@@ -121,9 +121,6 @@ class Network:
             raise ConfigError(f"network {path}: {error.strerror}") from None
 
 
-# ---- computing -------------------------------------------------------------------------------------------------------
-
-
 def slow_computing(spec: Spec) -> None:
     """Every computation takes its emulated time, unless it really takes longer; the speed that is announced is the
     emulated one, or wrong as the specification says."""
@@ -168,9 +165,7 @@ def read_computed(path: Path) -> list[tuple[float, float]]:
 
 
 def lasting(
-    honestly: Callable[[Any, Job], Output],
-    seconds_of: Callable[[Job, int], float],
-    written: Written = _unwritten,
+    honestly: Callable[[Any, Job], Output], seconds_of: Callable[[Job, int], float], written: Written = _unwritten
 ) -> Callable[[Any, Job], Output]:
     """A computation that takes as long as is said, or longer if it really does."""
 
@@ -209,9 +204,6 @@ def _slow_weights(spec: Spec) -> Callable[[], float]:
 
     DeferredWeights._chunks = chunks  # type: ignore[method-assign]
     return weights_s
-
-
-# ---- links -----------------------------------------------------------------------------------------------------------
 
 
 def slow_links(spec: Spec) -> None:
@@ -265,9 +257,6 @@ class SentBytes:
 def fix_codec(codec: Codec) -> None:
     """One codec for everything, instead of the choice."""
     LinkCodecs.choose = lambda self, to, traffic: codec  # type: ignore[method-assign]
-
-
-# ---- starting --------------------------------------------------------------------------------------------------------
 
 
 def emulate(spec: Spec) -> None:

@@ -121,10 +121,7 @@ def _committed(logs: Path) -> set[tuple[str, int, str]]:
 async def _run(*arguments: str) -> bytes:
     """Standard output of the command, which has to succeed."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        *("-m", "node", *arguments),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
+        sys.executable, *("-m", "node", *arguments), stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
     )
     output, errors = await asyncio.wait_for(process.communicate(), PATIENCE_S)
     assert process.returncode == 0, errors.decode()

@@ -49,10 +49,7 @@ def test_a_port_is_mapped_through_a_real_router_and_taken_back(tmp_path: Path, w
     skip_unless_possible(mapping=True)
     if way == "upnp" and importlib.util.find_spec("miniupnpc") is None:
         pytest.skip("miniupnpc is not installed (the extra `nat`)")
-    with (
-        home_network(1) as network,
-        network.mapping_router(tmp_path, upnp=way == "upnp", natpmp=way == "nat-pmp"),
-    ):
+    with home_network(1) as network, network.mapping_router(tmp_path, upnp=way == "upnp", natpmp=way == "nat-pmp"):
         command = (*network.inside("home"), sys.executable, "-m", "tests.e2e.map_port", way)
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as mapping:
             assert mapping.stdout is not None

@@ -93,10 +93,7 @@ async def test_a_swarm_of_experts_equals_one_process(tmp_path: Path) -> None:
 
 
 async def _compare(
-    manifest: Manifest,
-    tmp_path: Path,
-    places: Places = everywhere_here,
-    router: Router | None = None,
+    manifest: Manifest, tmp_path: Path, places: Places = everywhere_here, router: Router | None = None
 ) -> list[NodeSummary]:
     """The nodes' last words."""
     solo = solo_losses(manifest, tmp_path / "solo", STEPS, router=router)

@@ -163,9 +163,7 @@ async def test_stages_go_to_those_that_have_room_for_them(tmp_path: Path, first:
             assert f"the smallest, {SMALL}, takes" in told[0]
             assert f"under --memory-limit {nowhere}" in told[0]
             assert "Traceback" not in said
-        async with (
-            joined(tmp_path, first, link, "--no-data", "--memory-limit", str(limits[first])) as one,
-        ):
+        async with joined(tmp_path, first, link, "--no-data", "--memory-limit", str(limits[first])) as one:
             took = await one.until(NodeStatus, lambda status: status.state == "serving")
             assert took.module == str(goes_to[first])
             async with joined(tmp_path, second, link, "--no-data", "--memory-limit", str(limits[second])) as other:

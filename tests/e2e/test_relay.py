@@ -44,10 +44,7 @@ async def test_nodes_that_nobody_can_dial_average_through_a_relay(tmp_path: Path
             watch = Watch(swarm)
             await watch.step(1)
             link = str(swarm.link)
-            async with (
-                node_at(network, "home", tmp_path, link) as home,
-                node_at(network, SHUT, tmp_path, link) as shut,
-            ):
+            async with node_at(network, "home", tmp_path, link) as home, node_at(network, SHUT, tmp_path, link) as shut:
                 peers = [await hidden(each) for each in (home, shut)]
                 relay = swarm.peers[RELAYING].peer
                 carried = await status_of(

@@ -84,9 +84,6 @@ def good(*more: Event) -> list[Log]:
     return [Log(D, [visit(D), completed(A, B), *more]), Log(A, [visit(A)]), Log(B, [visit(B)])]
 
 
-# ---- microbatches ----------------------------------------------------------------------------------------------------
-
-
 def test_a_run_in_good_order_is_clean() -> None:
     report = judged(*good(Abandoned("dddddd#8", "lost"), summary(3, 1, 1)), Log(A2, [Retracted(A2, "1.0", M)]))
     assert report.violations == ()
@@ -191,9 +188,6 @@ def test_what_was_started_adds_up_when_data_nodes_were_killed() -> None:
     assert counts["started"] == 4
 
 
-# ---- rounds ----------------------------------------------------------------------------------------------------------
-
-
 def commit(peer: str, number: int, digest: str = ANCHOR) -> RoundCommitted:
     return RoundCommitted(peer, "1.0", number, digest, (A, A2), (A, A2), 100, 1, 0.1, 1, 1)
 
@@ -283,9 +277,6 @@ def test_a_peer_that_stops_before_it_serves_again_answers_for_nothing() -> None:
     assert [rule for rule, _ in rules(served)] == ["the same end"]
 
 
-# ---- files -----------------------------------------------------------------------------------------------------------
-
-
 def test_lines_that_are_no_events_are_found() -> None:
     lines = list(Log(A).lines())
     broken = check_logs([[lines[0], (Spot(A, 2), b"hello\n"), *lines[1:]]])
@@ -339,9 +330,6 @@ def test_a_data_node_that_is_killed_while_it_writes_may_lack_its_own_visit_but_n
     assert [rule for rule, _ in rules(judged(Log(D, [visit(D)], end=None)))] == ["exactly once"]
 
 
-# ---- tokens ----------------------------------------------------------------------------------------------------------
-
-
 def data_log(*counted: tuple[int, int, int], before: MicrobatchCounts | None = None) -> Log:
     """Of a data node: (completed microbatches of 64 tokens before it, step, tokens) for each step."""
     events: list[Event] = [] if before is None else [Continued(D, before)]
@@ -366,9 +354,6 @@ def test_tokens_are_those_of_completed_microbatches() -> None:
 def test_a_step_that_is_left_out_or_done_again_is_found() -> None:
     assert [found.rule for found in judged(data_log((4, 1, 256), (4, 3, 512))).violations] == ["steps go forward"]
     assert [found.rule for found in judged(data_log((4, 2, 256), (4, 2, 512))).violations] == ["steps go forward"]
-
-
-# ---- experts ---------------------------------------------------------------------------------------------------------
 
 
 def routed(hops: tuple[str, ...], visits: dict[str, str], route: tuple[int, ...] = (1, 0)) -> AuditReport:

@@ -181,9 +181,6 @@ def test_addresses_are_the_members_own() -> None:
     assert (places[0].host, places[999].told_host) == ("127.77.0.1", "127.78.3.250")
 
 
-# ---- faults ----------------------------------------------------------------------------------------------------------
-
-
 def kinds(lab: Laboratory) -> list[Kind]:
     return [mark.kind for mark in lab.marks if mark.kind is not Kind.NOTE]
 

@@ -86,9 +86,6 @@ def against(**changes: Any) -> str:
     return "; ".join(outcome(**changes).objections)
 
 
-# ---- recovery --------------------------------------------------------------------------------------------------------
-
-
 def steady(first: float, last: float, a_second: int = 10) -> list[float]:
     return [first + number / a_second for number in range(int((last - first) * a_second))]
 
@@ -187,9 +184,6 @@ async def test_a_run_that_is_stopped_is_over_at_once(run: Run) -> None:
     timeline.cancel()
 
 
-# ---- figures ---------------------------------------------------------------------------------------------------------
-
-
 def test_a_row_holds_what_passed_since_the_last_one() -> None:
     peers = {0: PeerProgress(0, "a", state="serving"), 1: PeerProgress(1, "b"), 2: PeerProgress(1, "c", exit_code=137)}
     progress = SwarmProgress(stages=2, peers=peers, step=3, tokens=50, waiting={"1.0": "nobody"})
@@ -240,9 +234,6 @@ def test_losses_are_compared_with_the_undisturbed_run() -> None:
     assert outcome(held_out_loss=None, rows=(row(1, 1, 3.0),), undisturbed=calm).loss_ratio == 1.5, "training loss"
     assert outcome(held_out_loss=None, rows=(), undisturbed=calm).loss_ratio is None
     assert outcome().loss_ratio is None
-
-
-# ---- the verdict -----------------------------------------------------------------------------------------------------
 
 
 def test_what_the_check_finds_and_what_was_not_carried_out_speaks_against_a_run() -> None:
@@ -311,9 +302,6 @@ def test_of_experts_the_pace_is_back_soon_and_documents_are_back_in_time() -> No
     assert late == "the pace was back after 6.0 s (peer 3 killed); 5 s are allowed"
     assert "15 s are allowed" in against(scenario=scenario, rerouted_for_s=16.0)
     assert against(scenario=scenario, rerouted_for_s=None) == "not all modules are served again"
-
-
-# ---- the report ------------------------------------------------------------------------------------------------------
 
 
 def test_the_report_says_what_ran_and_what_came_of_it() -> None:

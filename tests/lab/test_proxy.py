@@ -320,9 +320,6 @@ def test_the_kernels_table_is_read() -> None:
     assert (mapped.local, mapped.remote, mapped.listens) == (("127.0.0.1", 8080), ("127.0.0.2", 80), False)
 
 
-# ---- a pipe in virtual time, on a machine that wakes it late ---------------------------------------------------------
-
-
 SENDER, RECEIVER = 0, 1
 RATE = 1_000_000.0
 DELAY_S = 0.1

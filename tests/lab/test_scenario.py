@@ -225,9 +225,6 @@ def test_the_example_in_the_document_is_good() -> None:
     assert named >= {"shape", "kill", "start", "freeze", "partition", "churn"}
 
 
-# ---- with expectations -----------------------------------------------------------------------------------------------
-
-
 CHAOS = """
 name = "test"
 seed = 3

@@ -146,9 +146,6 @@ async def _quietly(work: object) -> None:
         await work  # type: ignore[misc]
 
 
-# ---- as a command ----------------------------------------------------------------------------------------------------
-
-
 async def rate(scene: Siege, seconds: float) -> float:
     """Honest steps a second."""
     begun, first = time.monotonic(), scene.swarm.progress.step

@@ -195,9 +195,6 @@ async def test_training_goes_on_beside_hops_that_lie(tmp_path: Path) -> None:
         await here.goes_on()
 
 
-# ---- as a command: python -m tests.security.test_impostors -----------------------------------------------------------
-
-
 async def all_lies(minutes: float) -> None:
     """Each of them for so long; prints what came of it."""
     with tempfile.TemporaryDirectory() as folder:

@@ -233,10 +233,7 @@ class Bench:
     async def saver(self, every_s: float = LONG_S) -> AsyncIterator[Saver]:
         folder = folder_at(self.path, SteppedStorage(lambda step: self.disk(step)))
         write = partial(save_state, folder, PEER, ONE)
-        with (
-            ComputeThread() as compute,
-            Saver(self.capture, write, compute, self.requests, self, every_s) as saver,
-        ):
+        with ComputeThread() as compute, Saver(self.capture, write, compute, self.requests, self, every_s) as saver:
             running = asyncio.create_task(saver.run())
             try:
                 yield saver

@@ -222,8 +222,7 @@ def test_peers_cannot_draw_on_the_terminal() -> None:
         events.LastPeer(HOSTILE, HOSTILE, HOSTILE),
         events.LastPeer(HOSTILE, HOSTILE, None),
         events.NodeSummary(
-            *(HOSTILE, HOSTILE, 1, None, 2.0, 3, 4.0, events.MicrobatchCounts(), 5),
-            events.BusySeconds(math.inf),
+            *(HOSTILE, HOSTILE, 1, None, 2.0, 3, 4.0, events.MicrobatchCounts(), 5), events.BusySeconds(math.inf)
         ),
     ],
 )
@@ -383,9 +382,6 @@ def test_status_names_who_is_accused_and_bears_whatever_peers_say() -> None:
     assert lines[0].endswith("sent nothing (round 7)")
     assert not any(character in "".join(lines) for character in "\x1b\n")
     assert list(accused_lines(swarm_of(2))) == []
-
-
-# ---- experts ---------------------------------------------------------------------------------------------------------
 
 
 def routes_of(answered: object) -> str:

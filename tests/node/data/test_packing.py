@@ -229,13 +229,7 @@ def packer(
     fragments: Iterator[Fragment], rows: int, sequence: int, block: int, start: Cursor | None = None
 ) -> RowPacker:
     return RowPacker(
-        fragments,
-        rows=rows,
-        sequence=sequence,
-        seed=5,
-        start=start or Cursor(),
-        cost=8.0,
-        block_tokens=block,
+        fragments, rows=rows, sequence=sequence, seed=5, start=start or Cursor(), cost=8.0, block_tokens=block
     )
 
 
@@ -365,10 +359,7 @@ def test_held_out_text_leaves_out_the_tokens_that_its_route_is_chosen_by() -> No
     lengths = [10, 33, 50]
     texts = list(
         held_out_microbatches(
-            small_manifest(model__attention="documents", data__held_out=0.99),
-            99,
-            routed_texts_of(lengths),
-            20,
+            small_manifest(model__attention="documents", data__held_out=0.99), 99, routed_texts_of(lengths), 20
         )
     )
     labels = np.concatenate([piece for text in texts for piece in labels_of(text)])

@@ -51,9 +51,6 @@ from tests.node.small_manifest import small_manifest
 HERE = "127.0.0.1"
 
 
-# ---- versions ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("version", "specifier", "fits"),
     [
@@ -103,9 +100,6 @@ def test_a_library_that_is_missing_or_old_fails_with_the_command_that_helps() ->
     }
     assert found["torch"].fix == "pip install 'torch==2.13.*'"
     assert "not installed" in found["hivemind"].found
-
-
-# ---- the machine ---------------------------------------------------------------------------------------------------
 
 
 def memory_of(folder: Path, available: int, limit: str = "max", used: int = 0) -> tuple[Path, Path]:
@@ -161,9 +155,6 @@ def test_the_limit_on_open_files(limit: int, level: Level) -> None:
     assert ("ulimit" in finding.fix) is (level is not Level.OK)
 
 
-# ---- the stages that fit -------------------------------------------------------------------------------------------
-
-
 MANIFEST = small_manifest(stages__blocks=(0, 4, 40))
 NEEDS = needs_of(MANIFEST, DEFAULT_SLOTS)
 
@@ -198,9 +189,6 @@ def test_moments_in_8_bits_leave_room_for_more() -> None:
 def test_the_stages_of_a_run_are_named(size_bytes: int, level: Level, said: str) -> None:
     (finding,) = what_fits_of("cpu", limit(size_bytes), MomentType.FLOAT32, MANIFEST)
     assert (finding.level, finding.found[: len(said)]) == (level, said)
-
-
-# ---- device and port -----------------------------------------------------------------------------------------------
 
 
 def test_a_cpu_is_measured_and_is_well() -> None:
@@ -246,9 +234,6 @@ def test_a_port_that_is_taken_fails_and_a_free_one_does_not() -> None:
     assert look_at_port(HERE, port)[0].level is Level.OK
     assert look_at_port(HERE, 0)[0].level is Level.OK
     assert look_at_port("203.0.113.1", 0)[0].level is Level.FAIL, "no address of this machine"
-
-
-# ---- clock and reach -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -303,9 +288,6 @@ def test_a_node_that_nobody_can_dial_fails_and_says_what_to_do() -> None:
     }
     finding = reach_finding(Standing(ReachStep.UNREACHABLE, "because", fix="forward it"))
     assert (finding.found, finding.fix) == ("unreachable: because", "forward it")
-
-
-# ---- bounds and output ---------------------------------------------------------------------------------------------
 
 
 async def test_a_check_that_hangs_or_breaks_is_a_finding() -> None:

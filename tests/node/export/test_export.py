@@ -55,11 +55,7 @@ def exported(source: Path, target: Path, *, replace: bool = False, shard_bytes: 
     async def run() -> Export:
         async with open_model(str(source)) as opened:
             return await export(
-                opened.source,
-                target,
-                tokenizer_file=opened.tokenizer_file(),
-                replace=replace,
-                shard_bytes=shard_bytes,
+                opened.source, target, tokenizer_file=opened.tokenizer_file(), replace=replace, shard_bytes=shard_bytes
             )
 
     return asyncio.run(run())

@@ -58,14 +58,7 @@ def manifest(blocks: tuple[int, ...] = (0, 1, 1)) -> Manifest:
         {
             "protocol": 2,
             "name": "test",
-            "model": {
-                "vocabulary": 257,
-                "hidden": 16,
-                "heads": 2,
-                "kv_heads": 1,
-                "feed_forward": 32,
-                "sequence": 16,
-            },
+            "model": {"vocabulary": 257, "hidden": 16, "heads": 2, "kv_heads": 1, "feed_forward": 32, "sequence": 16},
             "stages": {"blocks": blocks},
             "training": {"rows": 1, "inner_tokens": 16},
         }

@@ -270,9 +270,6 @@ def test_the_kernel_follows_from_device_and_type(device: str, dtype: torch.dtype
     assert kernel_for(device, dtype, head_size).value == kernel
 
 
-# ---- a stage ---------------------------------------------------------------------------------------------------------
-
-
 def visited(stack: BlockStack, hidden: Tensor, documents: tuple[int, ...]) -> tuple[Tensor, ...]:
     """Output, gradient of the input, gradients of the parameters."""
     visit = forward(stack, hidden, documents)

@@ -249,8 +249,6 @@ class SmallSwarm:
         )
         return Member(own, gated, runner, compute, visits)
 
-    # ---- swarm.pipeline.custody.Replicas -----------------------------------------------------------------------------
-
     fewest_hops = MAX_HOPS
 
     def choose(self, module: ModuleId, without: frozenset[PeerId]) -> Reasoned[PeerId | None]:
@@ -271,8 +269,6 @@ class SmallSwarm:
 
     def has_other_expert(self, module: ModuleId) -> bool:
         return False
-
-    # ---- what a test does ----------------------------------------------------------------------------------------
 
     def close(
         self,

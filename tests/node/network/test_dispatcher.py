@@ -70,11 +70,7 @@ MICROBATCH_TENSORS: list[TensorMessage] = [
     Forward(MICROBATCH, PATH, 0, Purpose.TRAIN, 1.0),
     Backward(MICROBATCH, PATH, 0),
 ]
-ROUND_TENSORS: list[TensorMessage] = [
-    Contribution(ROUND, 0, 1),
-    Reduced(ROUND, 0, 1),
-    StateChunk(MODULE, DIGEST, 0),
-]
+ROUND_TENSORS: list[TensorMessage] = [Contribution(ROUND, 0, 1), Reduced(ROUND, 0, 1), StateChunk(MODULE, DIGEST, 0)]
 ROUND_WORDS = [
     Accepting(ROUND),
     Progress(MODULE, AnchorVersion(0, 0, 0, 0, DIGEST), 1, 1),

@@ -105,9 +105,6 @@ def test_ipv6_addresses_get_their_brackets() -> None:
     assert joined("2001:db8::1", 1) == "[2001:db8::1]:1"
 
 
-# ---- climbing ------------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class MadeUp:
     """A way of mapping that does what it is told; `maps` answers in turn, the last one for ever."""
@@ -200,9 +197,6 @@ async def test_every_way_is_tried_and_says_why_not() -> None:
     assert standing.step is ReachStep.UNREACHABLE
     assert "one: switched off" in standing.reason
     assert "two: not there" in standing.reason
-
-
-# ---- keeping -------------------------------------------------------------------------------------------------------
 
 
 class Waits:
@@ -537,9 +531,6 @@ def test_a_router_that_does_not_speak_nat_pmp(monkeypatch: pytest.MonkeyPatch) -
         assert isinstance(unanswered, NotMapped)
         assert "did not answer" in unanswered.reason
     assert isinstance(NatPmp(lambda: None).map(PORT, PORT, 600), NotMapped)
-
-
-# ---- UPnP ----------------------------------------------------------------------------------------------------------
 
 
 class Device:

@@ -233,9 +233,6 @@ async def test_one_caller_is_dialled_now_and_then_and_few_at_once() -> None:
         bench.lines.gate.set()
 
 
-# ---- over real links -----------------------------------------------------------------------------------------------
-
-
 @dataclass
 class Subscriber(Recorder):
     """Answers calls with a switchboard, and the rest as a Recorder."""

@@ -125,9 +125,6 @@ def test_an_allowance_remembers_no_more_than_its_bound() -> None:
     assert allowance.take("0", 1.0), "the longest unseen is forgotten"
 
 
-# ---- asking --------------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class Links:
     """Answers of peers, by the host that they announce."""
@@ -204,9 +201,6 @@ def test_different_networks_come_first() -> None:
     order = [a.addresses[0].rpartition(":")[0] for a in found]
     assert order == ["25.0.0.1", "25.0.1.1", "[2001:db8::1]", "name.example", "25.0.0.2", "[2001:db8::2]"]
     assert network_of("25.0.7.9:1") == "25.0.7.0/24"
-
-
-# ---- over real links -----------------------------------------------------------------------------------------------
 
 
 @dataclass

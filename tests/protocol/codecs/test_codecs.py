@@ -168,10 +168,7 @@ class TestRefusals:
     @pytest.mark.parametrize("codec", VECTOR_CODECS)
     def test_a_wrong_length_is_our_own_mistake(self, codec: Codec) -> None:
         room = memoryview(bytearray(encoded_bytes(codec, 10) + 1))
-        for use in (
-            lambda: encode_into(codec, normal(10), room),
-            lambda: decode_into(codec, room, normal(10)),
-        ):
+        for use in (lambda: encode_into(codec, normal(10), room), lambda: decode_into(codec, room, normal(10))):
             with pytest.raises(ValueError, match="10 elements are"):
                 use()
 
@@ -380,10 +377,7 @@ class TestOutliers:
         values[..., 17] *= 60
         values[..., 101] *= 25
         encoded = encode(values, codec)
-        result, rest = (
-            decoded_tensor(encoded),
-            [channel for channel in range(256) if channel not in (17, 101)],
-        )
+        result, rest = (decoded_tensor(encoded), [channel for channel in range(256) if channel not in (17, 101)])
         assert encoded.spec.outliers == 2
         assert distance(values[..., rest], result[..., rest]) <= RELATIVE_ERROR[codec]
         assert torch.equal(result[..., [17, 101]], values[..., [17, 101]].bfloat16().to(dtype))

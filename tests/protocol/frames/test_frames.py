@@ -201,13 +201,7 @@ frames = st.one_of(
     st.builds(Pong, uint64),
     st.builds(Cancel, uint32),
     st.builds(Farewell, st.sampled_from(FarewellReason), details),
-    st.builds(
-        Hello,
-        peers,
-        st.just(RunId(RUN)),
-        st.just(VersionRange(1, 7)),
-        st.binary(max_size=2048),
-    ),
+    st.builds(Hello, peers, st.just(RunId(RUN)), st.just(VersionRange(1, 7)), st.binary(max_size=2048)),
     st.builds(AnnouncementFrame, st.binary(min_size=1, max_size=2048)),
     st.builds(
         QuestionFrame,
@@ -592,9 +586,6 @@ def test_a_roster_of_all_members_that_have_measured_all_they_may_is_a_small_fram
     assert decode(frame) == message
 
 
-# ---- lies -----------------------------------------------------------------------------------------------------------
-
-
 def module() -> wire.ModuleId:
     return wire.ModuleId(stage=1)
 
@@ -627,13 +618,7 @@ def entry(**changes: object) -> wire.Entry:
 
 
 def contribution(**changes: object) -> wire.Contribution:
-    honest = {
-        "round": round_id(),
-        "first_chunk": 0,
-        "end_chunk": 1,
-        "tensor": round_header(),
-        "signature": bytes(64),
-    }
+    honest = {"round": round_id(), "first_chunk": 0, "end_chunk": 1, "tensor": round_header(), "signature": bytes(64)}
     return wire.Contribution(**{**honest, **changes})  # type: ignore[arg-type]
 
 
@@ -868,13 +853,7 @@ def assert_is_a_small_frame(message: LaneControl) -> None:
 
 def test_a_peer_that_many_lanes_visit_is_named_once() -> None:
     lane = Lane((PEERS[0], PEERS[1]), frozenset({1, 2}), 1.0)
-    frame = encode(
-        Offer(
-            EPOCH,
-            1,
-            (Standing(PEERS[2], 1, (lane,) * MAX_LANES), Standing(PEERS[3], 1, (lane,))),
-        )
-    )
+    frame = encode(Offer(EPOCH, 1, (Standing(PEERS[2], 1, (lane,) * MAX_LANES), Standing(PEERS[3], 1, (lane,)))))
     assert frame.count(PEERS[0].encode()) == frame.count(PEERS[1].encode()) == 1
 
 
@@ -888,9 +867,6 @@ def test_the_epochs_that_groups_have_can_be_told() -> None:
     assert decode(encode(Heard(epoch, 1))) == Heard(epoch, 1)
 
 
-# ---- golden bytes ---------------------------------------------------------------------------------------------------
-
-
 def test_the_bytes_of_an_offer_written_out() -> None:
     """Worked out by hand from link.proto: another number of a field, or another type, makes other bytes."""
     names = b"\x12\x34" + PEERS[3].encode() + b"\x12\x34" + PEERS[1].encode()
@@ -899,9 +875,6 @@ def test_the_bytes_of_an_offer_written_out() -> None:
     offered = b"\x0a\x08" + EPOCH + names + b"\x18\x07" + b"\x62" + bytes([len(stands)]) + stands
     lanes = (Lane((PEERS[3], PEERS[1]), frozenset({300, 2}), 1.5),)
     assert encode(Offer(EPOCH, 7, (Standing(PEERS[0], 9, lanes),))) == b"\xa2\x02\xc6\x01" + offered
-
-
-# ---- lies -----------------------------------------------------------------------------------------------------------
 
 
 def lane(**changes: object) -> wire.Lane:
@@ -918,12 +891,7 @@ def told(**changes: object) -> wire.Frame:
 
 
 def offer(**changes: object) -> wire.Frame:
-    honest = {
-        "epoch": EPOCH,
-        "peers": PEERS[:2],
-        "number": 1,
-        "standings": [standing(), standing(peer=PEERS[1])],
-    }
+    honest = {"epoch": EPOCH, "peers": PEERS[:2], "number": 1, "standings": [standing(), standing(peer=PEERS[1])]}
     return wire.Frame(lane_offer=wire.LaneOffer(**{**honest, **changes}))  # type: ignore[arg-type]
 
 

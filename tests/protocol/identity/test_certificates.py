@@ -124,9 +124,7 @@ WRONG: dict[str, tuple[Maker, str]] = {
     ),
     "extension too long": (
         lambda me, other, key: certificate(
-            me,
-            key=key,
-            extension=x509.UnrecognizedExtension(LIBP2P_EXTENSION, extension_for(me, key).value + b"\0"),
+            me, key=key, extension=x509.UnrecognizedExtension(LIBP2P_EXTENSION, extension_for(me, key).value + b"\0")
         ),
         "not that of an Ed25519",
     ),

@@ -19,12 +19,7 @@ from protocol.identity import signatures as routes
 from protocol.identity.certificates import make_credentials
 from protocol.identity.keys import Identity
 from protocol.identity.signatures import Routes, signed_bytes
-from protocol.identity.signed_records import (
-    MAX_RECORD_BYTES,
-    decode_announced,
-    directory_key,
-    encode_record,
-)
+from protocol.identity.signed_records import MAX_RECORD_BYTES, decode_announced, directory_key, encode_record
 from protocol.interfaces.tensor_spec import DType, TensorSpec
 from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.errors import ProtocolViolation

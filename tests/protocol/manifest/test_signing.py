@@ -348,8 +348,7 @@ def test_a_visit_ratio_is_from_1_to_2(ratio: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("one", "other"),
-    [(1, 1.0), (0.0, -0.0), (0.1, 0.1000000000000000055), (1e-3, 0.001), (5e-1, 0.5)],
+    ("one", "other"), [(1, 1.0), (0.0, -0.0), (0.1, 0.1000000000000000055), (1e-3, 0.001), (5e-1, 0.5)]
 )
 def test_the_same_number_in_other_words_is_the_same_run(one: float, other: float) -> None:
     runs = {

@@ -58,8 +58,7 @@ async def send_pattern(sender: Node, receiver: Node, number: int, tensor: Tensor
 async def test_tensors_travel_both_ways_at_once_and_arrive_whole() -> None:
     async with two_nodes() as (left, right):
         sent = await asyncio.gather(
-            *(send_pattern(left, right, n) for n in range(10)),
-            *(send_pattern(right, left, n) for n in range(10, 20)),
+            *(send_pattern(left, right, n) for n in range(10)), *(send_pattern(right, left, n) for n in range(10, 20))
         )
         await right.handler.until(lambda: len(right.handler.tensors) == 10)
         await left.handler.until(lambda: len(left.handler.tensors) == 10)

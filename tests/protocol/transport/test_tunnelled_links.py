@@ -131,10 +131,7 @@ async def test_two_that_open_tunnels_to_each_other_at_once_end_with_one_link() -
     carried = asyncio.ensure_future(carrying(through))
     ways = await through
     try:
-        async with (
-            node(one, ways=Ways(Hidden(), ways[0])) as left,
-            node(other, ways=Ways(Hidden(), ways[1])) as right,
-        ):
+        async with node(one, ways=Ways(Hidden(), ways[0])) as left, node(other, ways=Ways(Hidden(), ways[1])) as right:
             for end, way, far in ((left, ways[0], other), (right, ways[1], one)):
                 way.attach(end.port)
                 end.persona.book.contacts[far.peer] = far.contact()
