@@ -235,7 +235,8 @@ class Run:
     def _outcome(self, report: AuditReport) -> Outcome:
         lab, peers, progress = self.lab, self.lab.swarm.peers, self._progress
         announced = () if self._status is None else self._status.peers
-        speeds = ((_stage(peer.module), peer.tokens_per_s) for peer in announced)
+        numbers = ((str(peer.module).partition(".")[0], peer.tokens_per_s) for peer in announced)
+        speeds = ((int(number) if number.isdecimal() else -1, speed) for number, speed in numbers)
         # Without expectations the run does not wait: what is still to come was not in vain.
         in_vain = lab.waiting if self.scenario.chaos is not None else []
         return Outcome(
@@ -263,11 +264,6 @@ class Run:
             liars=frozenset(lab.liars),
             accused=lab.watch.accused,
         )
-
-
-def _stage(module: object) -> int:
-    number = str(module).partition(".")[0]
-    return int(number) if number.isdecimal() else -1
 
 
 UNDISTURBED = "undisturbed"

@@ -20,7 +20,6 @@ from node.concurrency.task_groups import set_or_after
 from node.model.device import copied
 from node.model.initialization import floats_of, parameters_of
 from node.model.optimizer import InnerOptimizer
-from node.model.packed.packed_floats import Floats
 from node.observability.events import EventSink, Note
 from swarm.vocabulary.errors import ResourceExhausted, StateError
 
@@ -42,7 +41,7 @@ def capture_module(
     since = (optimizer.steps, tokens) if agreed is None else (agreed.steps_since, agreed.tokens_since)
     counters, anchor = Counters(tokens, visits, *since), None if agreed is None else agreed.anchor
     if post is None:
-        local = {name: _copied(each) for name, each in floats.items()}
+        local = {name: copied(each) if isinstance(each, Tensor) else each.copied() for name, each in floats.items()}
         return ReplicaState(local, optimizer.export_state(names), counters, anchor)
     own, inner = optimizer.moved(names), optimizer.shared_state(names)
     copying = StateCopy(own_tensors({name: floats[name] for name in names if name in own}, inner), post)
@@ -67,10 +66,6 @@ def restore_module(parts: tuple[nn.Module, ...], optimizer: InnerOptimizer, stat
             floats.copy_(state.local[name])
         else:
             floats.store(state.local[name])
-
-
-def _copied(floats: Floats) -> Tensor:
-    return copied(floats) if isinstance(floats, Tensor) else floats.copied()
 
 
 class SaveRequests:

@@ -159,11 +159,11 @@ def choose_shape(parameters: int, vocabulary: int) -> ShapeChoices:
             f"a model of {parameters:,} parameters has no room for a vocabulary of {vocabulary:,} and two blocks",
             hint="Ask for a larger --size, or for a tokenizer with fewer tokens.",
         )
-    near = [shape for shape in shapes if _miss(shape, parameters) <= NEAR]
+    near = [shape for shape in shapes if abs(shape.parameters - parameters) <= NEAR * parameters]
     if near:
         shape = min(near, key=lambda each: abs(math.log(each.hidden / each.blocks / ASPECT)))
     else:
-        shape = min(shapes, key=lambda each: _miss(each, parameters))
+        shape = min(shapes, key=lambda each: abs(each.parameters - parameters))
     return _shape_choices(shape, parameters)
 
 
@@ -178,10 +178,6 @@ def _shapes(parameters: int, vocabulary: int) -> Iterator[Shape]:
         if blocks < 2:
             return
         yield Shape(vocabulary, hidden, blocks, heads, kv_heads, wide, one.tied)
-
-
-def _miss(shape: Shape, parameters: int) -> float:
-    return abs(shape.parameters - parameters) / parameters
 
 
 def _shape_choices(shape: Shape, parameters: int) -> ShapeChoices:
@@ -281,7 +277,9 @@ def choose_recipe(
         ),
         _inner_steps(largest_stage, hidden, step),
         _round_seconds(largest_stage),
-        _fragments(largest_stage),
+        Reasoned(1, "stages are small enough to be averaged at once")
+        if largest_stage < LARGE_STAGE
+        else Reasoned(FRAGMENTS, "a large stage is averaged part by part, so that links are never full of rounds"),
     )
 
 
@@ -305,12 +303,6 @@ def _round_seconds(largest_stage: int) -> Reasoned[int]:
 def _round_bytes(largest_stage: int) -> int:
     """What a replica sends in a round at most: its contribution, and the means that it has reduced."""
     return 2 * TensorSpec((largest_stage,), DType.FLOAT32, PSEUDO_GRADIENTS).byte_length
-
-
-def _fragments(largest_stage: int) -> Reasoned[int]:
-    if largest_stage < LARGE_STAGE:
-        return Reasoned(1, "stages are small enough to be averaged at once")
-    return Reasoned(FRAGMENTS, "a large stage is averaged part by part, so that links are never full of rounds")
 
 
 BYTES: Reasoned[int] = Reasoned(257, "the bytes themselves and one end: no --tokenizer was named")
@@ -468,18 +460,14 @@ def forecast(manifest: Manifest, card: int) -> Forecast:
     stage_8bit = need_of(manifest, (ModuleId(largest),), DEFAULT_SLOTS, MomentType.EIGHT_BIT)
     parameters = parameter_bytes(parameter_shapes(manifest, ModuleId(largest))) // BYTES_PER_PARAMETER
     head = manifest.model.vocabulary * manifest.model.hidden
-    token_bytes = _token_bytes(manifest)
+    # A peer sends a hidden state one way and a gradient the other.
+    dtype = DType.BFLOAT16 if manifest.model.dtype == "bfloat16" else DType.FLOAT32
+    codecs = (Codec[name.upper()] for name in (manifest.codecs.activations, manifest.codecs.gradients))
+    sizes = (TensorSpec(manifest.hidden_shape, dtype, codec).byte_length for codec in codecs)
+    token_bytes = sum(sizes) / manifest.microbatch_tokens
     pseudo = TensorSpec((parameters,), DType.FLOAT32, Codec[manifest.codecs.pseudo_gradients.upper()])
     flops = ASSUMED_FLOPS[card >= LARGE_CARD]
     computed = flops / OPERATIONS / max(parameters, head)
     links = {mbit: min(computed, mbit * 1e6 / 8 / token_bytes) for mbit in LINKS_MBIT_S}
     total = manifest.training.schedule_tokens[1]
     return Forecast(data_node, stage, stage_8bit, token_bytes, 2 * pseudo.byte_length, links, computed, total)
-
-
-def _token_bytes(manifest: Manifest) -> float:
-    """Bytes that each peer sends for a token: a hidden state one way and a gradient the other."""
-    dtype = DType.BFLOAT16 if manifest.model.dtype == "bfloat16" else DType.FLOAT32
-    codecs = (Codec[name.upper()] for name in (manifest.codecs.activations, manifest.codecs.gradients))
-    sizes = (TensorSpec(manifest.hidden_shape, dtype, codec).byte_length for codec in codecs)
-    return sum(sizes) / manifest.microbatch_tokens

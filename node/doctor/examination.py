@@ -412,14 +412,11 @@ def _peers(session: NetworkSession) -> list[PeerId]:
 
 async def _compare_clocks(session: NetworkSession) -> Sequence[Finding]:
     async def offset(peer: PeerId) -> float | None:
-        return await clock_offset(lambda: _status(session, peer), session.own.clock)
+        about = Question(QuestionAbout.STATUS)
+        return await clock_offset(lambda: session.transport.ask(peer, about, ASK_TIMEOUT_S), session.own.clock)
 
     found = await asyncio.gather(*(offset(peer) for peer in _peers(session)[:CLOCKS]))
     return [clock_finding([seconds for seconds in found if seconds is not None])]
-
-
-async def _status(session: NetworkSession, peer: PeerId) -> bytes:
-    return await session.transport.ask(peer, Question(QuestionAbout.STATUS), ASK_TIMEOUT_S)
 
 
 async def clock_offset(ask: Callable[[], Awaitable[bytes]], clock: Clock) -> float | None:
@@ -462,17 +459,12 @@ async def _climb(session: NetworkSession, doorway: Doorway) -> Sequence[Finding]
 
 def reach_finding(standing: Standing) -> Finding:
     """Judges reachability. A node that others cannot dial is still of use to those that it can."""
-    levels = {
-        ReachStep.DIRECT: Level.OK,
-        ReachStep.MAPPED: Level.OK,
-        ReachStep.REVERSE: Level.WARN,
-        ReachStep.UNKNOWN: Level.WARN,
-        ReachStep.UNREACHABLE: Level.FAIL,
-    }
-    fix = standing.fix
-    if standing.step is ReachStep.UNKNOWN:
-        fix = "Try again while other peers of the run are there."
-    return Finding("reach", levels[standing.step], f"{standing.step.value}: {standing.reason}", fix)
+    is_unknown = standing.step is ReachStep.UNKNOWN
+    level = Level.WARN if is_unknown or standing.step is ReachStep.REVERSE else Level.OK
+    if standing.step is ReachStep.UNREACHABLE:
+        level = Level.FAIL
+    fix = "Try again while other peers of the run are there." if is_unknown else standing.fix
+    return Finding("reach", level, f"{standing.step.value}: {standing.reason}", fix)
 
 
 QUICK_S: Final = 10.0
@@ -512,8 +504,8 @@ async def examine(patient: Patient, tell: Tell) -> None:
         free = free and all(finding.level is Level.OK for finding in found)
         tell(found)
     if patient.link is None:
-        tell([Finding("clock", Level.SKIP, "compared with peers of a run: `skipstone doctor LINK`")])
-        tell([Finding("reach", Level.SKIP, "found out by peers of a run: `skipstone doctor LINK`")])
+        for check, how in (("clock", "compared with"), ("reach", "found out by")):
+            tell([Finding(check, Level.SKIP, f"{how} peers of a run: `skipstone doctor LINK`")])
     elif not free:
         tell([Finding("reach", Level.SKIP, "the port cannot be listened on")])
     else:

@@ -104,7 +104,7 @@ async def _finish(
         router_file(folder / layout.MANIFEST).write_bytes(router.to_bytes())
     (folder / layout.MANIFEST).write_bytes(source.signed.text)
     _write_json(folder / layout.ORIGIN, layout.origin_json(source.signed, digests, shards))
-    await asyncio.to_thread(_make_durable, folder)
+    await asyncio.to_thread(lambda: [Storage().sync(path) for path in (*folder.iterdir(), folder)])
 
 
 def require_free(target: Path, *, replace: bool) -> None:
@@ -198,8 +198,3 @@ def _write_tokenizer(folder: Path, manifest: Manifest, file: Path | None) -> Non
 
 def _write_json(file: Path, table: Mapping[str, Any]) -> None:
     file.write_text(json.dumps(table, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def _make_durable(folder: Path) -> None:
-    for path in (*folder.iterdir(), folder):
-        Storage().sync(path)

@@ -530,16 +530,6 @@ class TestGeneration:
         assert text.tokens == prompt + begun + rest
 
 
-def router_in(folder: Path) -> bytes:
-    async def run() -> bytes:
-        async with open_model(str(folder)) as opened:
-            router = await opened.source.router()
-            assert router is not None
-            return router.to_bytes()
-
-    return asyncio.run(run())
-
-
 MODULE = ModuleId(2)
 A, B, C = (PeerId(name) for name in "abc")
 
