@@ -44,7 +44,6 @@ else:
 
 @asynccontextmanager
 async def node_at(identity_path: Path) -> AsyncIterator[int]:
-    """What the health check meets of a node."""
     credentials = make_credentials(Identity.create(identity_path), RunId("0" * 64))
     server = grpc.aio.server()
     keys = [(credentials.private_key_pem, credentials.certificate_pem)]
@@ -97,7 +96,6 @@ class Container:
         )
 
     def said(self) -> dict[str, str]:
-        """The next line of the command."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         assert line, f"it ended with {self.process.wait(LONG_S)}"

@@ -50,8 +50,6 @@ EMULATED_CHUNK_S = 0.002
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """What is emulated."""
-
     forward_s: float
     network: str
     backward_factor: float = 2.0
@@ -71,7 +69,6 @@ class Spec:
 
     @property
     def visit_s(self) -> float:
-        """Out and back."""
         return (1 + self.backward_factor) * self.forward_s
 
     def compute_s(self, work: Work) -> float:
@@ -81,7 +78,6 @@ class Spec:
         return factors[work] * self.forward_s
 
     def slower_by(self) -> float:
-        """The factor of this moment."""
         if self.slowed is None:
             return 1.0
         try:
@@ -95,8 +91,6 @@ class Spec:
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """Where the peers are, and how far apart."""
-
     region_of: dict[str, str]
     one_way_s: dict[str, dict[str, float]]
 
@@ -107,7 +101,6 @@ class Network:
         return self.one_way_s[self.region_of[one]][self.region_of[other]]
 
     def write(self, path: Path) -> None:
-        """At once, so that nobody reads half of it."""
         half = path.with_suffix(".part")
         half.write_text(json.dumps(asdict(self)))
         half.rename(path)
@@ -238,8 +231,6 @@ def _make_late(kind: Any, bytes_per_s: float | None) -> None:
 
 
 class SentBytes:
-    """Of all streams of this process."""
-
     total = 0
     file: Path | None = None
     written_at = 0.0
@@ -255,12 +246,10 @@ class SentBytes:
 
 
 def fix_codec(codec: Codec) -> None:
-    """One codec for everything, instead of the choice."""
     LinkCodecs.choose = lambda self, to, traffic: codec  # type: ignore[method-assign]
 
 
 def emulate(spec: Spec) -> None:
-    """Before the node starts."""
     slow_computing(spec)
     slow_links(spec)
     if spec.codec is not None:

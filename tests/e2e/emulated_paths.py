@@ -49,7 +49,6 @@ class FlightRecord:
         self._flying: dict[MicrobatchId, HopPath] = {}
 
     def launched(self, microbatch: MicrobatchId, path: HopPath, now: float) -> None:
-        """Notes it."""
         if self._planner is not None and (self._planner.chosen is None or path.hops != self._planner.chosen.hops):
             raise RuntimeError("the data node launches without asking the rule that is to be measured")
         self._flying[microbatch] = path
@@ -78,7 +77,6 @@ class _Visits:
 
 
 def count_visits() -> None:
-    """Counts what `MeasuredTimes.visited` is told."""
     honestly = MeasuredTimes.visited
 
     def visited(self: MeasuredTimes, peer: PeerId, seconds: float, queue: int = 0) -> None:

@@ -51,11 +51,9 @@ class SplitNetwork:
     sides: str
 
     def place(self, index: int) -> Place:
-        """For `node.local_swarm.local_swarm.LocalSwarm`."""
         return Place(host=_address(index), command=("ip", "netns", "exec", self._name(index), *node_command()))
 
     def side(self, side: Side) -> list[int]:
-        """The nodes that are there."""
         return [index for index, where in enumerate(self.sides) if where == side]
 
     def cut(self) -> None:
@@ -210,7 +208,6 @@ class HomeNetwork:
         return ("ip", "netns", "exec", f"{self.name}-{where}")
 
     def mapped_ports(self) -> list[int]:
-        """Those of the router that lead into the home."""
         rules = subprocess.run(
             (*self.inside("router"), "nft", "list", "chain", "inet", "home", "mapped_in"),
             check=True,
@@ -294,7 +291,6 @@ class HomeNetwork:
 
 @contextmanager
 def home_network(public: int) -> Iterator[HomeNetwork]:
-    """Made, and removed at the end."""
     network = HomeNetwork(f"skipstone-{os.getpid()}-home{next(_counter)}", public)
     try:
         network.make()
@@ -314,8 +310,6 @@ Kind = TypeVar("Kind")
 
 @dataclass(eq=False)
 class WatchedNode:
-    """A node whose events are read as they come."""
-
     seen: list[Event] = field(default_factory=list)
     _news: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -327,7 +321,6 @@ class WatchedNode:
                 self._news.set()
 
     async def until(self, kind: type[Kind], wanted: Callable[[Kind], bool] = lambda _: True) -> Kind:
-        """The first event of that kind that is wanted."""
         async with asyncio.timeout(PATIENCE_S):
             while True:
                 for event in self.seen:
@@ -337,7 +330,6 @@ class WatchedNode:
                 await self._news.wait()
 
     async def reached(self) -> Reach:
-        """How it found that others reach it."""
         return await self.until(Reach)
 
 

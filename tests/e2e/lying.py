@@ -23,8 +23,6 @@ FEWEST = 3
 
 @dataclass(frozen=True, slots=True)
 class Company:
-    """What the honest replicas went through."""
-
     rounds: int
     with_liar: int
     attempts: float
@@ -70,7 +68,6 @@ def liar_at_work(swarm: LocalSwarm) -> bool | None:
 
 
 async def held_out_loss(link: str, microbatches: int) -> float:
-    """Asked as a person would."""
     arguments = ("-m", "node", "eval", link, "--microbatches", str(microbatches), "--json")
     asked = await asyncio.create_subprocess_exec(sys.executable, *arguments, stdout=asyncio.subprocess.PIPE)
     async with asyncio.timeout(EVAL_S):

@@ -26,8 +26,6 @@ def parted_run(text: Path, inner_steps: int = 10) -> Manifest:
 
 @dataclass(frozen=True, slots=True)
 class Parted:
-    """What came of it."""
-
     sides: tuple[frozenset[str], frozenset[str]]
     before: int
     apart: tuple[int, int]

@@ -16,7 +16,6 @@ def sees_nobody(self: NegotiationRunner) -> None:
 
 
 def zero(below: int) -> int:
-    """In place of a random number."""
     return 0
 
 

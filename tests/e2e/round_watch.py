@@ -35,8 +35,6 @@ Kind = TypeVar("Kind", RoundProgress, PeerChange, RoundCommitted, Completed)
 
 @dataclass(frozen=True, slots=True)
 class Stand:
-    """A replica holds an anchor from now on."""
-
     at: float
     event: RoundCommitted | CaughtUp | Restored
 
@@ -68,7 +66,6 @@ class RoundWatch:
         self._news.set()
 
     async def until(self, find: Callable[[], Found | None], patience_s: float = PATIENCE_S) -> Found:
-        """What `find` finds, asked again after each event."""
         async with asyncio.timeout(patience_s):
             while (found := find()) is None:
                 self._news.clear()
@@ -76,15 +73,12 @@ class RoundWatch:
         return found
 
     async def loss_below(self, wanted: float) -> None:
-        """Until the median of the last ten steps is."""
         await self.until(lambda: True if median(self.losses[-10:] or [math.inf]) < wanted else None)
 
     def holding(self) -> dict[str, Stand]:
-        """Where each replica stands now."""
         return {stand.peer: stand for stand in self.stands}
 
     def round_of(self, peer: str) -> int:
-        """0 before its first."""
         stand = self.holding().get(peer)
         return 0 if stand is None else stand.event.round
 
@@ -169,13 +163,11 @@ class LogTail(Generic[Kind]):
         return found
 
     async def until(self, wanted: Callable[[str, Kind], bool]) -> None:
-        """Something like that is logged."""
         async with asyncio.timeout(PATIENCE_S):
             while not any(wanted(peer, event) for peer, event in self.read()):
                 await asyncio.sleep(LOOK_S)
 
     def skip(self) -> None:
-        """What has been written so far is of no interest."""
         while self.read():
             pass
 

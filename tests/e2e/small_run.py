@@ -111,7 +111,6 @@ class Watch:
         self._events = swarm.events()
 
     async def until(self, wanted: Callable[[Event], bool]) -> Event:
-        """The next event that is wanted."""
         try:
             async with asyncio.timeout(PATIENCE_S):
                 async for event in self._events:
@@ -171,7 +170,6 @@ def solo_losses(
 
 
 def assert_same_parameters(manifest: Manifest, one: Path, other: Path) -> None:
-    """Of the checkpoints in two folders."""
     swarms, solos = gather_modules(one).modules, gather_modules(other).modules
     for module in manifest.modules():
         ours, theirs = swarms[module], solos[module]
@@ -206,7 +204,6 @@ def run_of_experts(folder: Path, experts: tuple[int, ...] = (2, 2)) -> tuple[Man
 
 
 def _letters(experts: tuple[int, ...]) -> dict[tuple[int, ...], str]:
-    """Of the documents of each route."""
     return dict(zip(product(*map(range, experts)), ALPHABETS, strict=True))
 
 
@@ -227,8 +224,6 @@ LAUNCHED, HOME, LOST = "launched", "home", "lost"
 
 @dataclass(frozen=True, slots=True)
 class FlightMark:
-    """What became of one microbatch."""
-
     at: float
     kind: str
     peers: tuple[str, ...]
@@ -246,7 +241,6 @@ class FlightWriter:
         self._file.write(json.dumps(asdict(mark), separators=(",", ":")) + "\n")
 
     def close(self) -> None:
-        """Nothing is written after this."""
         self._file.close()
 
 

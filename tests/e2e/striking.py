@@ -66,8 +66,6 @@ class Blow:
 
 
 class Striker:
-    """Waits for the moment and strikes."""
-
     def __init__(self, swarm: LocalSwarm, tail: LogTail[RoundProgress]) -> None:
         self._swarm = swarm
         self._tail = tail
@@ -110,8 +108,6 @@ class Striker:
 
 @dataclass(frozen=True, slots=True)
 class Aftermath:
-    """Of one blow."""
-
     blow: Blow
     survivors: frozenset[str]
     commits_s: dict[str, float]

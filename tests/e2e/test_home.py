@@ -39,7 +39,6 @@ def skip_unless_possible(*, mapping: bool) -> None:
 
 
 def calls(network: HomeNetwork, port: int) -> subprocess.CompletedProcess[str]:
-    """A public host connects to a port of the router."""
     command = (*network.inside(0), sys.executable, "-c", CALL, ROUTER_OUTSIDE, str(port))
     return subprocess.run(command, capture_output=True, text=True, check=False)
 

@@ -31,14 +31,12 @@ class OnOwnPath:
         self.routes: set[tuple[int, ...]] = set()
 
     def are_all(self, event: Completed) -> bool:
-        """Whether with this one all routes are among them."""
         if event.route is not None and [hop.partition("@")[0] for hop in event.hops] == [f"1.{event.route[0]}"]:
             self.routes.add(event.route)
         return len(self.routes) == EXPERTS
 
 
 def serves(node: WatchedNode) -> str | None:
-    """The module that a node has last said it serves."""
     said = [event.module for event in node.seen if isinstance(event, NodeStatus) and event.state == "serving"]
     return said[-1] if said else None
 

@@ -95,7 +95,6 @@ async def test_a_swarm_of_experts_equals_one_process(tmp_path: Path) -> None:
 async def _compare(
     manifest: Manifest, tmp_path: Path, places: Places = everywhere_here, router: Router | None = None
 ) -> list[NodeSummary]:
-    """The nodes' last words."""
     solo = solo_losses(manifest, tmp_path / "solo", STEPS, router=router)
     peers, tables = len(manifest.modules()), b"" if router is None else router.to_bytes()
     options = LocalSwarmOptions(peers=peers, steps=STEPS, threads=1, checkpoint_dir=tmp_path / "swarm", router=tables)

@@ -60,7 +60,6 @@ async def test_nodes_that_nobody_can_dial_average_through_a_relay(tmp_path: Path
 
 
 def place(network: HomeNetwork, index: int) -> Place:
-    """One of them relays."""
     return network.relaying_place(index) if index == RELAYING else network.place(index)
 
 

@@ -29,7 +29,6 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
 
 def verdict(folder: Path) -> dict[str, Any]:
-    """What `skipstone check` says of the logs."""
     report: dict[str, Any] = json.loads(CliRunner().invoke(app, ["check", str(folder), "--json"]).stdout)
     assert report["ok"], report["violations"]
     return report

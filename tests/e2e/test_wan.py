@@ -50,7 +50,6 @@ BEHIND = "127.77."
 
 
 def own_sockets() -> set[str]:
-    """Of this process, in which the proxies are."""
     found = set()
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # it was that of the folder itself

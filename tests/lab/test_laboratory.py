@@ -63,7 +63,6 @@ async def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[
 
 
 def said(lab: Laboratory, event: ScenarioEvent) -> str:
-    """Lets it happen. The line in the diary."""
     lab.attempt(event.NAME, lambda: event.do(lab))
     return lab.marks[-1].what
 

@@ -661,7 +661,6 @@ def test_the_parts_of_a_log_are_one_and_a_missing_one_is_found(tmp_path: Path) -
 
 
 def test_a_data_node_that_is_killed_while_it_writes_may_lack_its_own_visit_but_not_the_completion() -> None:
-    """Therefore it writes the completion first."""
     hops = [Log(A, [visit(A)]), Log(B, [visit(B)])]
     report = judged(Log(D, [completed(A, B)], end=None), *hops)
     assert report.violations == ()

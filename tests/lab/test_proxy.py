@@ -42,8 +42,6 @@ _numbers = itertools.count(1)
 
 
 class Stage:
-    """A node behind a proxy, and a caller of it."""
-
     def __init__(self, emulation: Emulation, server: asyncio.Server, outside: Endpoint) -> None:
         self.emulation = emulation
         self.server = server
@@ -349,8 +347,6 @@ class LateClock:
 
 
 class Receiver:
-    """The far end's socket: when which byte came."""
-
     def __init__(self, clock: LateClock) -> None:
         self._clock = clock
         self.arrivals: list[tuple[float, int]] = []
@@ -369,7 +365,6 @@ class Receiver:
 
 
 async def carried(size_bytes: int, late_s: float, *, down: float = RATE, later: float | None = None) -> Receiver:
-    """Sends bytes at once, and one more byte `later`."""
     emulation, clock = Emulation(seed=1), LateClock(late_s)
     emulation.place(SENDER, Site(LinkShape(latency_s=DELAY_S, up_bytes_per_s=RATE)))
     emulation.place(RECEIVER, Site(LinkShape(down_bytes_per_s=down)))

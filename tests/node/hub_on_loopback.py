@@ -22,8 +22,6 @@ COMMIT = "0123456789abcdef" * 2 + "01234567"
 
 
 class LoopbackHub:
-    """What the hub has, and what it was asked."""
-
     def __init__(self, files: Mapping[str, bytes], configs: list[dict[str, Any]] | None = None) -> None:
         self.files = dict(files)
         self.configs = configs
@@ -41,7 +39,6 @@ class LoopbackHub:
         self.link = threading.Lock()
 
     def answer(self, path: str) -> bytes | None:
-        """The answer of the API."""
         if path in (f"/api/datasets/{NAME}", f"/api/datasets/{NAME}/revision/{COMMIT}"):
             card = {} if self.configs is None else {"configs": self.configs}
             return json.dumps({"id": NAME, "sha": self.commit, "cardData": card, "tags": []}).encode()

@@ -45,14 +45,11 @@ NOWHERE = "127.0.0.1:9"
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """The run as anybody sees it who has its link."""
-
     link: JoinLink
     announced: dict[ModuleId, Announcement]
     tensor: TensorSpec
 
     def contact(self, module: ModuleId) -> Contact:
-        """How to reach the peer that serves it."""
         known = self.announced[module]
         return Contact(known.peer, known.addresses, known.certificate)
 
@@ -75,7 +72,6 @@ class Targets:
         return tuple(self.contact(module) for module in self.announced)
 
     def anchor(self, module: ModuleId) -> AnchorVersion:
-        """Where the module stood when it was looked up."""
         anchor = self.announced[module].anchor
         assert anchor is not None
         return anchor
@@ -97,11 +93,9 @@ class Targets:
         return self.record(persona, ModuleId(0), state=PeerState.JOINING)
 
     def record(self, persona: Persona, module: ModuleId | None = None, **lies: object) -> bytes:
-        """What the persona says of itself, signed."""
         return encode_record(self.announcement(persona, module, **lies), persona.identity)
 
     def announcement(self, persona: Persona, module: ModuleId | None = None, **lies: object) -> Announcement:
-        """As `record`, not signed."""
         now = time.time()
         honest = Announcement(
             run=self.link.run,
@@ -142,7 +136,6 @@ class Targets:
     async def peer(
         self, serving: ModuleId | None = None, handler: Recorder | None = None, **lies: object
     ) -> AsyncIterator[Node]:
-        """A peer with a real transport."""
         persona = self.persona()
         record = self.record(persona, serving, **lies)
         async with node(persona, handler=handler, settings=SETTINGS, record=record) as intruder:
@@ -159,7 +152,6 @@ async def hostile_stream(
     deaf: bool = False,
     compression: grpc.Compression = grpc.Compression.NoCompression,
 ) -> AsyncIterator[BareStream]:
-    """See `Targets.attack`."""
     stream = BareStream(DialledStream(_channel(to, persona, deaf=deaf, compression=compression)))
     try:
         if introduced:
@@ -171,7 +163,6 @@ async def hostile_stream(
 
 
 def _channel(to: Contact, persona: Persona, *, deaf: bool, compression: grpc.Compression) -> grpc.aio.Channel:
-    """A channel of the adversary's own making."""
     secured = grpc.ssl_channel_credentials(
         pem_of(to.certificate), persona.credentials.private_key_pem, persona.credentials.certificate_pem
     )
@@ -181,7 +172,6 @@ def _channel(to: Contact, persona: Persona, *, deaf: bool, compression: grpc.Com
 
 
 async def find_targets(link: JoinLink, tensor: TensorSpec, modules: Sequence[ModuleId]) -> Targets:
-    """Asks the directory, as a visitor."""
     announced = dict[ModuleId, Announcement]()
     async with visitors_directory(link) as directory:
         while announced.keys() != set(modules):
@@ -194,7 +184,6 @@ async def find_targets(link: JoinLink, tensor: TensorSpec, modules: Sequence[Mod
 
 
 def visitors_directory(link: JoinLink, identity: Identity | None = None) -> DhtDirectory:
-    """A place in the run's DHT."""
     settings = DirectorySettings("127.0.0.1", 0, (), link.peers, client=True)
     return DhtDirectory(settings, identity or Identity.generate(), link.run, SystemClock())
 

@@ -34,7 +34,6 @@ Flood = Callable[[Targets, PeerId, int], Frame | bytes]
 
 
 def pings(targets: Targets, own: PeerId, number: int) -> Frame:
-    """Each wants a pong."""
     return Ping(number)
 
 
@@ -59,7 +58,6 @@ def unsettled(targets: Targets, own: PeerId, number: int) -> Frame:
 
 
 def recalls(targets: Targets, own: PeerId, number: int) -> Frame:
-    """A stand-in's request: each is refused."""
     path = Route(own, (Hop(ModuleId(1), targets.victim.peer), Hop(ModuleId(2), own)))
     return Recall(MicrobatchId(own, number), path, 0)
 
@@ -90,8 +88,6 @@ PREPARED = 1000
 
 @dataclass(slots=True)
 class Poured:
-    """What has become of a flood so far."""
-
     said: int = 0
     heard: int = 0
     cut_off: int = 0
@@ -147,7 +143,6 @@ async def _quietly(work: object) -> None:
 
 
 async def rate(scene: Siege, seconds: float) -> float:
-    """Honest steps a second."""
     begun, first = time.monotonic(), scene.swarm.progress.step
     await asyncio.sleep(seconds)
     return (scene.swarm.progress.step - first) / (time.monotonic() - begun)

@@ -42,8 +42,6 @@ Sent = tuple[Contribution, TensorSpec, memoryview]
 
 
 class _Scaled(Source):
-    """A million times our update."""
-
     factor = MILLION
 
     def write(self, part: slice, out: Vector, factor: float) -> None:
@@ -78,7 +76,6 @@ def another_source(kind: type[_Scaled], norm: float) -> Callable[[], None]:
 
 
 def another_message(change: Callable[[Sent], Sent]) -> Callable[[], None]:
-    """Contributions are changed on their way out."""
     honestly = GrpcTransport.send
 
     async def send(

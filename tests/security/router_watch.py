@@ -47,7 +47,6 @@ def listen(sniffer: socket.socket, asked: Counter[str]) -> None:
 
 
 def daemons() -> dict[str, list[str]]:
-    """Of this network namespace, by process id."""
     own, found = os.stat("/proc/self/ns/net").st_ino, dict[str, list[str]]()
     for entry in Path("/proc").iterdir():
         try:

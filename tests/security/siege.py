@@ -43,7 +43,6 @@ class Siege:
         await self.watch.step(self.swarm.progress.step + steps)
 
     async def holds_a_round(self) -> RoundCommitted:
-        """Two replicas agree on a new anchor."""
         event = await self.watch.until(lambda e: isinstance(e, RoundCommitted) and len(e.members) > 1)
         assert isinstance(event, RoundCommitted)
         return event
@@ -72,11 +71,9 @@ class Siege:
         return "".join(path.read_text(errors="surrogateescape") for path in sorted((self.folder / "stderr").iterdir()))
 
     def events(self) -> str:
-        """All event logs."""
         return "".join(path.read_text() for path in sorted((self.folder / "events").iterdir()))
 
     def command_lines(self) -> str:
-        """As everybody on the machine can read them."""
         group = set(self.swarm.processes().values())
         found = []
         for entry in Path("/proc").iterdir():
@@ -86,12 +83,10 @@ class Siege:
         return "\n".join(found)
 
     def is_unhurt(self) -> None:
-        """Nobody has ended, and nobody was surprised."""
         assert self.swarm.ends == {}
         assert "Traceback" not in self.logs()
 
     async def to_the_end(self) -> MicrobatchCounts:
-        """Stops the swarm; what its data node counted."""
         self.swarm.request_stop()
         await self.watch.to_the_end(self.swarm)
         assert {end.exit_code for end in self.swarm.ends.values()} == {0}

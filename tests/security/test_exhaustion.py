@@ -45,7 +45,6 @@ LET_GO_S = 45.0
 
 
 async def test_who_stalls_is_let_go_and_holds_up_nobody(scene: Siege) -> None:
-    """Three kinds at once."""
     victim = scene.targets.victim
     files, memory = scene.open_files(victim), scene.peak_bytes(victim)
     async with AsyncExitStack() as stack:
@@ -77,7 +76,6 @@ async def to_its_end(stream: BareStream) -> None:
 
 
 async def connection(to: Contact) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """TCP, and not a word."""
     host, _, port = to.addresses[0].rpartition(":")
     return await asyncio.open_connection(host, int(port))
 
@@ -110,7 +108,6 @@ async def test_who_asks_and_never_reads_collects_few_messages() -> None:
             numbers = count()
 
             async def ask() -> int:
-                """Asks some more; how many messages wait then."""
                 for number in islice(numbers, 2 * MAX_WAITING_MESSAGES):
                     runner.receive(hostile.peer, Unsettled(MicrobatchId(DATA, number)))
                 await stream.say(Ping(number))  # else the link ends for silence where this machine is slow
@@ -160,7 +157,6 @@ async def test_silent_and_lying_peers_do_not_keep_the_manifest_from_a_newcomer(s
 
 
 def silent() -> Recorder:
-    """Never answers."""
     return Recorder(answer_gate=asyncio.Event())
 
 

@@ -36,8 +36,6 @@ Sent = tuple[Forward | Backward, TensorSpec]
 
 @dataclass
 class FalseHop(Recorder):
-    """Takes every microbatch and answers as it likes."""
-
     lie: Callable[[FalseHop, PeerId, Forward], None] = lambda hop, sender, message: None
     node: Node | None = None
     given: int = 0
@@ -75,24 +73,20 @@ def receipt(message: Forward, status: ReceiptStatus, retry_after_s: float = 0.0)
 
 
 def swallows(hop: FalseHop, sender: PeerId, message: Forward) -> None:
-    """Takes it, and that was that."""
     hop.say(sender, receipt(message, ReceiptStatus.ACCEPTED))
 
 
 def claims(hop: FalseHop, sender: PeerId, message: Forward) -> None:
-    """Says that it is done and passed on."""
     for to in (sender, message.path.data_node):
         hop.say(to, receipt(message, ReceiptStatus.ACCEPTED))
         hop.say(to, receipt(message, ReceiptStatus.PASSED_ON))
 
 
 def puts_off(hop: FalseHop, sender: PeerId, message: Forward) -> None:
-    """Is busy, for ten years."""
     hop.say(sender, receipt(message, ReceiptStatus.BUSY, 3e8))
 
 
 def poisons(hop: FalseHop, sender: PeerId, message: Forward) -> None:
-    """Hands on hidden states that are no numbers."""
     claims(hop, sender, message)
     onward = Forward(message.microbatch, message.path, message.position + 1, message.purpose, message.lifetime_s)
     hop.send(message.path.peer_at(message.position + 1), onward, HIDDEN, nothing_finite())

@@ -63,7 +63,6 @@ FORWARDS = 200
 
 
 def forbidden(targets: Targets, persona: Persona) -> dict[str, list[Frame | bytes]]:
-    """What ends the link, by the reason that is given."""
     message, tensor = targets.forward(persona), targets.tensor
     another = targets.forward(targets.persona())
     unsigned = replace(message, path=replace(message.path, route=None))
@@ -148,7 +147,6 @@ async def _started(intruder: Node, data_node: PeerId) -> int:
 
 
 async def _flood(targets: Targets, intruder: Node) -> list[Receipt]:
-    """Sends microbatches; the first receipt for each."""
     data = memoryview(bytearray(targets.tensor.byte_length))
     for number in range(FORWARDS):
         message = targets.forward(intruder.persona, number)
@@ -166,7 +164,6 @@ async def _flood(targets: Targets, intruder: Node) -> list[Receipt]:
 
 
 async def _break_off(targets: Targets) -> None:
-    """Ends a stream in the middle of a tensor."""
     persona = targets.persona()
     async with targets.attack(persona=persona, record=targets.as_data_node(persona)) as (_, stream):
         await stream.say(header(targets.forward(persona), targets.tensor, chunks=2))
@@ -234,7 +231,6 @@ class Stranger:
 
     @property
     def told(self) -> Counter[ReceiptStatus]:
-        """The first answer to each microbatch."""
         first = {receipt.microbatch: receipt.status for receipt in reversed(self.receipts)}
         return Counter(first.values())
 
@@ -313,7 +309,6 @@ async def test_nobody_hands_a_data_node_the_result_of_what_was_not_given_to_him(
 
 
 async def test_nobody_uses_up_the_numbers_of_a_data_node(scene: Siege) -> None:
-    """Zeros under its next numbers."""
     targets, victim = scene.targets, scene.targets.contact(STAGES[1])
     data_node, zeros = targets.data_node.peer, bytes(targets.tensor.byte_length)
     next_ = scene.first_number() + 4 * scene.swarm.progress.step + 20

@@ -56,7 +56,6 @@ def strings_in(lines: str) -> list[str]:
 
 
 async def test_no_secret_is_in_any_log_event_or_command_line(scene: Siege) -> None:
-    """At debug level, after all kinds of trouble."""
     written = scene.logs() + scene.events() + scene.command_lines()
     assert "DEBUG node.pipeline.runner" in written, "the log is as detailed as it gets"
     scalar = authority_key(scene.targets.link.run).private_numbers().private_value

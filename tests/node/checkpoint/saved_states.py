@@ -125,8 +125,6 @@ class SteppedStorage(Storage):
 
 
 class Countdown:
-    """Does something at the n-th step and counts on."""
-
     def __init__(self, at: int, then: Callable[[], None]) -> None:
         self.steps: list[str] = []
         self._at = at

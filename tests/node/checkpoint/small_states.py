@@ -26,7 +26,6 @@ def state(round_number: int, layout: Layout | None = None) -> Anchor:
 
 
 def written(anchor: Anchor, parameters: SharedVector, momentum: SharedVector) -> Anchor:
-    """The same anchor in these arrays."""
     for source, target in ((anchor.parameters, parameters), (anchor.momentum, momentum)):
         for part, array in target.pieces():
             array[:] = source[part]

@@ -307,7 +307,6 @@ def steps_of_a_save(path: Path) -> list[str]:
 
 
 def child(arguments: list[str]) -> None:
-    """Saves 3.0, and dies at the given step."""
     path, at = arguments
     save_state(folder_at(Path(path), SteppedStorage(Countdown(int(at), die))), PEER, ONE, state_of(3.0))
 

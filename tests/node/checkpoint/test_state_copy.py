@@ -116,7 +116,6 @@ def test_moments_in_8_bits_go_on_to_the_bit_and_either_form_is_read_as_the_other
 
 
 def copies_of(replica: Replica) -> dict[str, Tensor]:
-    """Its parameters, whatever form they have."""
     return dict(capture_module((replica.part,), replica.optimizer, visits=0, tokens=0).local)
 
 

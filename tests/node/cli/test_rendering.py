@@ -132,7 +132,6 @@ def test_status_shows_what_a_relay_has_carried() -> None:
 
 
 def peer_of(name: str, module: str, answered: Any) -> PeerStatus:
-    """A peer that gave this answer, as it is read."""
     said = None if answered is None else parse_status(json.dumps(answered).encode())
     return PeerStatus(peer=name, module=module, state="serving", answered=said)
 
@@ -482,7 +481,6 @@ def terminal() -> Iterator[int]:
 
 
 def shown_on(screen: int) -> str:
-    """All that has been written to it so far."""
     said = b""
     while select.select([screen], [], [], 0)[0]:
         said += os.read(screen, 10_000)

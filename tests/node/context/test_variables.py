@@ -82,7 +82,6 @@ def no_settings_of_whoever_runs_this(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 
 def joined(monkeypatch: pytest.MonkeyPatch, *arguments: str, **variables: str) -> NodeOptions:
-    """What a node would run with."""
     seen: list[NodeOptions] = []
 
     async def run_node(options: NodeOptions, events: EventSink, stop: asyncio.Event, **rest: object) -> None:

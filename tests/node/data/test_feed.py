@@ -45,7 +45,6 @@ def documents_in(microbatches: list[Microbatch]) -> set[int]:
 
 
 def read_by(manifest: Manifest, own: PeerId, nodes: tuple[PeerId, ...]) -> set[int]:
-    """The documents of more than an epoch."""
     feed = TrainingFeed(manifest, open_documents(manifest), own)
     return documents_in([feed.next(nodes) for _ in range(150)])
 
@@ -97,8 +96,6 @@ DEPTH = 3
 
 
 class Feed:
-    """Numbered microbatches, until it fails."""
-
     def __init__(self, fails_after: int | None = None, error: Exception | None = None) -> None:
         self.packed = 0
         self.asked_for: list[tuple[PeerId, ...]] = []
@@ -202,7 +199,6 @@ def text(index: int) -> Microbatch:
 
 
 def at(index: int) -> Cursor:
-    """Two texts a block."""
     return Cursor(Place(position=index // 2), index % 2)
 
 
@@ -338,7 +334,6 @@ def chat_manifest(folder: Path, **changes: Any) -> Manifest:
 
 
 def answers_in(texts: list[Microbatch]) -> Counter[int]:
-    """How often each byte is a label."""
     return Counter(label for text in texts for label in text.labels.flatten().tolist() if label != UNSCORED)
 
 

@@ -51,8 +51,6 @@ def texts_of(lengths: list[int]) -> Documents:
 
 
 class SmallBlocks(DocumentPacker):
-    """So that a few documents make several."""
-
     def __init__(self, documents: Documents, block: int, start: Cursor, *, endless: bool) -> None:
         read = documents.endless if endless else documents.epoch
         super().__init__(MANIFEST, read(reading_place(start.block), everything), start)
@@ -76,14 +74,12 @@ def assert_alike(first: DocumentPacker | RowPacker, second: DocumentPacker | Row
 
 
 def documents_in(microbatch: Microbatch) -> Iterator[tuple[list[int], list[int]]]:
-    """Tokens and labels of each."""
     tokens, labels = (row.split(microbatch.documents) for row in (microbatch.tokens[0], microbatch.labels[0]))
     for some, following in zip(tokens, labels, strict=True):
         yield some.tolist(), following.tolist()
 
 
 def pieces_of(documents: Documents, block: int) -> Iterator[tuple[list[int], list[int]]]:
-    """Of one epoch."""
     for text in all_of(SmallBlocks(documents, block, Cursor(), endless=False)):
         yield from documents_in(text)
 
@@ -285,7 +281,6 @@ class ByFirstByte:
 
 
 def routed_texts_of(lengths: list[int]) -> Documents:
-    """Documents of one letter each."""
     contents = {f"{number:02}": bytes([65 + number]) * length for number, length in enumerate(lengths)}
     return Documents(Texts(contents), ByteTokenizer(), seed=9, router=ByFirstByte())
 

@@ -233,8 +233,6 @@ COMMIT = "0123456789abcdef" * 2 + "01234567"
 
 
 class Hub:
-    """Replaces the library of the Hugging Face hub."""
-
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.asked: list[object] = []
         monkeypatch.setattr("node.data.hub._api", lambda: types.SimpleNamespace(dataset_info=self._info))

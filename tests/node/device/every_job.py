@@ -45,7 +45,6 @@ STANDS_OUT: Final = 5
 
 
 def sent(output: Output) -> Tensor:
-    """As its receiver has it."""
     assert output.tensor is not None
     return tensor_of(Encoded(output.tensor.spec, memoryview(bytearray(output.tensor.data))), CPU)
 
@@ -59,15 +58,12 @@ def source_of(manifest: Manifest, number: int) -> Tensor:
 
 
 def arrived(encoded: Encoded, allocate: Allocate) -> Encoded:
-    """As it lies in a receive buffer."""
     buffer = allocate(encoded.data.nbytes)
     buffer[:] = encoded.data
     return Encoded(encoded.spec, buffer)
 
 
 class Hop:
-    """A replica of module 1, with messages for it."""
-
     def __init__(
         self,
         manifest: Manifest,
@@ -123,7 +119,6 @@ def _buffers(device: torch.device) -> Allocate:
 
 
 def hop_jobs(manifest: Manifest, device: torch.device, codec: Codec, record: Record) -> None:
-    """Every kind of job of a hop."""
     hop, tag = Hop(manifest, device, codec, allocate=_buffers(device)), codec.name
     hop.compute(0, Work.FORWARD)  # the first is measured, which is another way
     hop.compute(0, Work.BACKWARD)
@@ -184,7 +179,6 @@ def upkeep_jobs(manifest: Manifest, device: torch.device, moments: MomentType, r
 
 
 def data_jobs(manifest: Manifest, device: torch.device, codec: Codec, record: Record) -> None:
-    """Every kind of job of a data node."""
     worker: DataWorker = host_stage_zero(manifest, device)
     tag = codec.name
 

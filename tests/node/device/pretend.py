@@ -43,8 +43,6 @@ def _is_pinned(tensor: Tensor) -> bool:
 
 
 class Meter:
-    """The meter of the one pretend device."""
-
     def __init__(self) -> None:
         self.live = 0
         self.peak = 0

@@ -121,7 +121,6 @@ def test_what_cannot_be_is_refused_with_what_would_help(wish: Wish, said: str) -
 
 
 def test_step_and_rate_are_those_of_the_fits() -> None:
-    """Of DeepSeek LLM 7B's setting."""
     recipe = choose_recipe(7 * BILLION, 10**8, 4096, 10, 1, 2 * 10**12)
     assert recipe.step_tokens.value == pytest.approx(2304 * 4096, rel=0.15)
     assert recipe.learning_rate.value == pytest.approx(4.2e-4, rel=0.15)

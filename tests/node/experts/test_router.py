@@ -37,7 +37,6 @@ PREFIX = 8
 
 
 def some_router(experts: tuple[int, ...] = (1, 2, 3), prefix: int = PREFIX, seed: int = 0) -> Router:
-    """Of random tables."""
     random = np.random.default_rng(seed)
 
     def table(count: int) -> StageTable:
@@ -51,7 +50,6 @@ def some_router(experts: tuple[int, ...] = (1, 2, 3), prefix: int = PREFIX, seed
 
 
 def manifest_with(router: Router, **changes: Any) -> Manifest:
-    """Of three stages."""
     return small_manifest(
         model__attention="documents",
         stages__experts=router.experts,

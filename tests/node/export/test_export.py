@@ -341,8 +341,6 @@ class TestExportedSource:
 
 
 class OneSource:
-    """Modules that the test gives."""
-
     def __init__(self, manifest: Manifest, modules: dict[ModuleId, dict[str, torch.Tensor]]) -> None:
         self.signed = sign_manifest(manifest, Identity.generate())
         self.modules, self.given = manifest.modules(), modules

@@ -24,7 +24,6 @@ ROOT = Path(__file__).parent.parent.parent.parent
 
 @pytest.fixture
 def waiting(tmp_path: Path) -> list[str]:
-    """A command that reads what nobody writes."""
     os.mkfifo(tmp_path / "instance.json")
     return ["simulate", "--instance", str(tmp_path / "instance.json")]
 
@@ -85,7 +84,6 @@ async def test_a_server_that_is_killed_ends_its_nodes_for_whoever_follows_them(w
 
 
 def shared(pid: int) -> set[str]:
-    """The sockets and pipes that a process holds."""
     found = set()
     for name in os.listdir(f"/proc/{pid}/fd"):
         with contextlib.suppress(OSError):

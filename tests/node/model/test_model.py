@@ -331,7 +331,6 @@ class Head:
 
 
 def off(found: Tensor, wanted: Tensor) -> float:
-    """How far it is off, of the largest element."""
     return float((found - wanted).abs().max() / wanted.abs().max())
 
 

@@ -251,7 +251,6 @@ def test_it_moves_parameters_as_pytorchs_own_class_does() -> None:
 
 
 def result_of(statistics: Tensor, basis: Tensor | None = None, iterations: int = 1) -> tuple[Eigenbasis | None, int]:
-    """The result and the number of chunks."""
     work, chunks = refined(statistics, torch.eye(len(statistics)) if basis is None else basis, iterations), 0
     while True:
         try:
@@ -321,7 +320,6 @@ INNER = InnerSection(weight_decay=0.1)
 
 
 def gradient(shape: torch.Size, step: int) -> torch.Tensor:
-    """Rows of unlike sizes, which stay unlike."""
     numbers = torch.Generator().manual_seed(step)
     return torch.randn(shape, generator=numbers) * torch.logspace(-3, 0, shape[0])[:, None]
 

@@ -27,7 +27,6 @@ def training(kind: str, warmup: int, total: int, final: float = 0.1, peak: float
 
 
 def learning_rate(section: TrainingSection, step: float) -> float:
-    """After so many steps of whole microbatches."""
     return optimizer.learning_rate(section, step * section.inner_tokens)
 
 

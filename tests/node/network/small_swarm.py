@@ -66,7 +66,6 @@ class Gate:
         self._opened.set()
 
     def wait(self) -> None:
-        """On a compute thread."""
         self.reached = True
         assert self._opened.wait(LONG_S)
 
@@ -81,8 +80,6 @@ Spot = tuple[PeerId, str | Work, type[MicrobatchTensor] | None]
 
 
 class GatedWorker:
-    """A worker whose computations can be held up."""
-
     def __init__(self, worker: HopWorker | DataWorker, gates: dict[Spot, Gate], own: PeerId) -> None:
         self.inner = worker
         self._gates = gates
@@ -175,8 +172,6 @@ class CountedVisits:
 
 @dataclass(eq=False)
 class Member:
-    """One peer of the swarm."""
-
     peer: PeerId
     worker: GatedWorker
     runner: MicrobatchRunner
@@ -277,12 +272,10 @@ class SmallSwarm:
         message: type[MicrobatchTensor] | None = None,
         error: PeerError | None = None,
     ) -> Gate:
-        """Puts a closed gate somewhere."""
         gate = self.gates[peer, where, message] = Gate(error)
         return gate
 
     def open(self, gate: Gate) -> None:
-        """Opens a gate and takes it away."""
         for spot in [spot for spot, there in self.gates.items() if there is gate]:
             del self.gates[spot]
         gate.open()

@@ -93,8 +93,6 @@ class Noted:
 
 
 class Peers:
-    """Stands for the membership view: who hosts what."""
-
     def get(self, peer: PeerId) -> SimpleNamespace | None:
         module = {A: MODULE, B: ModuleId(0)}.get(peer)
         return None if module is None else SimpleNamespace(module=module)
@@ -242,8 +240,6 @@ SHA256 = hashlib.sha256(FILE).hexdigest()
 
 
 class Seen:
-    """An announcement, as far as asking goes."""
-
     is_reachable = True
 
     def __init__(self, peer: PeerId) -> None:
@@ -363,8 +359,6 @@ SILENT, LIAR, REFUSING, HONEST = PeerId("silent"), PeerId("a-liar"), PeerId("ref
 
 
 class Asked:
-    """Answers by who is asked."""
-
     def __init__(self) -> None:
         self.let_go: list[PeerId] = []
 

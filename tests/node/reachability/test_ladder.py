@@ -125,8 +125,6 @@ class MadeUp:
 
 @dataclass
 class Peers:
-    """Peers that reach some ports of ours."""
-
     open_ports: set[int]
     host: str = OUTSIDE
     local: str = HOME

@@ -419,8 +419,6 @@ def test_two_relays_come_before_the_others() -> None:
 
 
 class Anybody:
-    """Links that can all be had."""
-
     async def connect(self, peer: PeerId) -> None:
         return
 

@@ -55,8 +55,6 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Session:
-    """What the choice asks of a session."""
-
     def __init__(self, *present: Announcement) -> None:
         self._present = present
         self.own = SimpleNamespace(peer=PeerId("own"))
@@ -278,7 +276,6 @@ TOKENIZER_LINK: Any = object()
 
 @pytest.fixture
 def fetched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The hashes that peers were asked for."""
     asked: list[str] = []
 
     async def fetch(session: object, sha256: str, patience_s: float) -> bytes:

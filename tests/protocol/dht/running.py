@@ -97,7 +97,6 @@ class Marked:
         return {process for process, command in self.processes().items() if command.split(" ")[0].endswith("/p2pd")}
 
     def network_daemon_of(self, process: int | None) -> int:
-        """The daemon of the DHT process with this id."""
         return next(daemon for daemon in self.network_daemons() if parent_of(daemon) == process)
 
 

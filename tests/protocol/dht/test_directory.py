@@ -49,7 +49,6 @@ async def found(looking: DhtDirectory, *modules: ModuleId) -> dict[str, int]:
 
 
 async def published_again(publishing: DhtDirectory, identity: Identity) -> int:
-    """Publishes as a node does: again when told to."""
     while True:
         announcement = announced(identity)
         try:
@@ -259,14 +258,11 @@ KEY = directory_key(RUN, MODULE)
 
 @dataclass(frozen=True)
 class Stranger:
-    """Sends what it likes to one directory."""
-
     stub: Any
 
     async def stores(
         self, value: bytes, expires_at: float, *, subkey: bytes, key: str = KEY, in_cache: bool = False
     ) -> bool:
-        """Whether the other side said that it took it."""
         request = dht_pb2.StoreRequest(
             keys=[bytes(DHTID.generate(key))],
             subkeys=[subkey],

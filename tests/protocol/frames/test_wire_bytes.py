@@ -26,7 +26,6 @@ def test_every_kind_of_small_frame_has_an_example() -> None:
 
 
 def test_every_field_of_every_message_is_in_some_example() -> None:
-    """So none is left unwritten or unread."""
     said = {name for octets in BYTES.values() for name in fields_said(wire.Frame.FromString(octets))}
     assert set(fields_of(wire.Frame.DESCRIPTOR)) - said == {"TensorHeader.checksum"}, "which is reserved"
 

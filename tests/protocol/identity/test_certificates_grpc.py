@@ -51,7 +51,6 @@ async def server(own: TlsCredentials) -> AsyncIterator[str]:
 
 
 async def who_am_i(address: str, own: TlsCredentials, expected: PeerId, pinned: TlsCredentials) -> PeerId:
-    """Dials, expecting a peer and its certificate."""
     stream = DialledStream(open_channel(Contact(expected, (address,), pinned.certificate_der), address, own))
     try:
         async with asyncio.timeout(DEADLINE_S):

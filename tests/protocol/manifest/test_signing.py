@@ -577,7 +577,6 @@ def test_a_routers_hash_and_prefix_are_in_the_run_id() -> None:
 
 
 def test_the_run_id_of_a_run_of_an_older_version_is_what_it_was() -> None:
-    """Whatever keys have come since."""
     assert run_id_of(small()) == "8c9601aa6b5bbbc539f95a7341dffac844847b8f34395017684aca4543d41c4a"
 
 

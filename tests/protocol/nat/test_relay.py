@@ -280,7 +280,6 @@ async def _fill(stream: RelayStream) -> int:
 
 
 async def until_idle(ends: Ends) -> None:
-    """No tunnel is open."""
     await until(lambda: ends.service.figures().tunnels == 0)
 
 
@@ -288,8 +287,6 @@ RELAY = "the relay"
 
 
 class Hostile:
-    """A relay whose every word the test says."""
-
     def __init__(self) -> None:
         self.streams: asyncio.Queue[RelayStream] = asyncio.Queue()
         self._all: list[RelayStream] = []
@@ -301,7 +298,6 @@ class Hostile:
         return ours
 
     async def heard(self) -> tuple[RelayStream, relay_pb2.RelayMessage]:
-        """The next stream, and how it begins."""
         stream = await self.streams.get()
         return stream, await stream.hear()
 

@@ -32,8 +32,6 @@ LONG = 20.0
 
 @dataclass
 class Book:
-    """An address book that tests write in."""
-
     contacts: dict[PeerId, Contact] = field(default_factory=dict)
 
     def contact(self, peer: PeerId) -> Contact | None:
@@ -238,7 +236,6 @@ def forward(sender: PeerId, receiver: PeerId, number: int = 0) -> Forward:
 
 
 def pattern(tensor: TensorSpec, seed: int) -> bytes:
-    """Bytes in which no two chunks are alike."""
     words = tensor.byte_length // 4
     return b"".join(((seed << 24) + i).to_bytes(4, "little") for i in range(words))
 
@@ -266,7 +263,6 @@ class Three:
 
 @asynccontextmanager
 async def three(serve: Serve, bytes_per_hour: int = PLENTY) -> AsyncIterator[Three]:
-    """Tunnels to the far one lead to `serve`."""
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     async with server, three_at(server.sockets[0].getsockname()[1], bytes_per_hour) as peers:
         yield peers
@@ -274,7 +270,6 @@ async def three(serve: Serve, bytes_per_hour: int = PLENTY) -> AsyncIterator[Thr
 
 @asynccontextmanager
 async def three_at(port: int, bytes_per_hour: int = PLENTY, far: Identity | None = None) -> AsyncIterator[Three]:
-    """Tunnels to the far one lead to that port."""
     far_id, relay_id, near_id = far or Identity.generate(), Identity.generate(), Identity.generate()
     async with (
         directory(relay_id, relay_bytes_per_hour=bytes_per_hour) as relaying,
@@ -300,7 +295,6 @@ async def connected(address: str) -> AsyncIterator[tuple[asyncio.StreamReader, a
 
 
 async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Sends back what comes."""
     try:
         while data := await reader.read(MIB):
             writer.write(data)
@@ -312,7 +306,6 @@ async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> No
 
 
 async def digest_of(reader: asyncio.StreamReader, amount: int) -> str:
-    """Of the next so many bytes."""
     found = hashlib.sha256()
     while amount:
         data = await reader.readexactly(min(amount, MIB))

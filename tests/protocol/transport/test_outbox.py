@@ -49,7 +49,6 @@ class Wire:
             self.grown.notify_all()
 
     async def let(self, frames: int) -> None:
-        """Lets so many frames through."""
         wanted = len(self.frames) + frames
         for _ in range(frames):
             self.gate.release()
@@ -83,7 +82,6 @@ def sending(box: Outbox, number: int, chunks: int, lane: Lane = Lane.MICROBATCHE
 
 
 async def settled() -> None:
-    """Lets every task run until all of them wait."""
     for _ in range(20):
         await asyncio.sleep(0)
 
@@ -507,7 +505,6 @@ def test_who_serves_nothing_has_no_part_in_what_is_common() -> None:
 
 
 def test_what_honest_peers_say_at_once_fits_their_due() -> None:
-    """The largest of each kind."""
     for octets, times in ((70 * 1024, 3), (48 * 1024, 4), (20 * 1024, 12)):
         patience = Patience(CommonPatience(0.0), 0.0)
         assert [patience.heard(0.0, octets) for _ in range(times)] == [0.0] * times

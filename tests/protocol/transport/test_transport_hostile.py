@@ -72,7 +72,6 @@ async def server_and_honest(**settings: Any) -> AsyncIterator[tuple[Node, Node]]
 
 @asynccontextmanager
 async def attack(server: Node, **how: Any) -> AsyncIterator[tuple[Persona, BareStream]]:
-    """A stream to the server from a peer of its run."""
     hostile = Persona()
     async with bare_stream(hostile, server, **how) as stream:
         yield hostile, stream
@@ -338,7 +337,6 @@ async def test_long_frames_of_who_serves_nothing_are_read_later() -> None:
 
 
 def long_frame(size: int) -> bytes:
-    """Of lanes; nobody looks at what is in it."""
     return wire.Frame(lane_told=wire.LaneTold(epoch=bytes(size))).SerializeToString()
 
 
