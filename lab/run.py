@@ -9,7 +9,7 @@ import math
 import signal
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -270,14 +270,14 @@ UNDISTURBED = "undisturbed"
 LONGEST_CALM = 3.0
 
 
+@dataclass(slots=True, eq=False)
 class Experiment:
     """Runs scenarios into a folder. `stop` ends the current run soon, in good order, and starts no other."""
 
-    def __init__(self, folder: Path, tell: Tell, stop: asyncio.Event) -> None:
-        self.folder = folder
-        self._tell = tell
-        self._stop = stop
-        self._running: Run | None = None
+    folder: Path
+    tell: Tell
+    stop: asyncio.Event
+    _running: Run | None = None
 
     def kill(self) -> None:
         if self._running is not None:
@@ -285,7 +285,7 @@ class Experiment:
 
     async def run(self, scenario: Scenario, text: str, *, compare: bool) -> Result:
         """Runs one scenario, whose file holds `text`. Raises as `Run.to_the_end`; ConfigError for a used folder."""
-        self._tell(f"{scenario.name}: starting the swarm")
+        self.tell(f"{scenario.name}: starting the swarm")
         result = await self._one(scenario, text, self.folder, compare=compare)
         (self.folder / "report.md").write_text(report_text(result))
         return result
@@ -295,10 +295,10 @@ class Experiment:
         make_folder(self.folder)
         results: list[Result] = []
         for scenario, text in scenarios:
-            if self._stop.is_set():
+            if self.stop.is_set():
                 break
             expected = scenario.chaos
-            self._tell(scenario.name if expected is None else f"{scenario.name}: {expected.fault}")
+            self.tell(scenario.name if expected is None else f"{scenario.name}: {expected.fault}")
             compare = expected is not None and expected.loss_ratio is not None
             try:
                 result = await self._one(scenario, text, self.folder / scenario.name, compare=compare)
@@ -307,17 +307,17 @@ class Experiment:
             results.append(result)
             outcome = result.outcome
             recovery = f", recovery {outcome.recovery_s:.1f} s" if outcome is not None and outcome.counted else ""
-            self._tell(f"  {'passed' if result.passed else 'NOT PASSED'}{recovery}")
+            self.tell(f"  {'passed' if result.passed else 'NOT PASSED'}{recovery}")
             for objection in result.objections:
-                self._tell(f"    {objection}")
+                self.tell(f"    {objection}")
             (self.folder / "report.md").write_text(suite_text(results))
             (self.folder / "report.json").write_text(json.dumps(suite_json(results), indent=1) + "\n")
         return results
 
     async def _one(self, scenario: Scenario, text: str, folder: Path, *, compare: bool) -> Result:
         make_folder(folder, text)
-        outcome = await self._carry_out(Run(scenario, folder, self._tell, self._stop))
-        if compare and not self._stop.is_set():
+        outcome = await self._carry_out(Run(scenario, folder, self.tell, self.stop))
+        if compare and not self.stop.is_set():
             outcome = replace(outcome, undisturbed=await self._undisturbed(outcome, folder / UNDISTURBED))
         try:
             plots = await asyncio.to_thread(draw, folder, outcome)
@@ -328,10 +328,10 @@ class Experiment:
     async def _undisturbed(self, outcome: Outcome, folder: Path) -> Outcome | None:
         """Runs the scenario undisturbed for as many tokens. None if it did not come that far: nothing to compare."""
         without = outcome.scenario.undisturbed()
-        self._tell(f"{without.name}: starting the swarm")
+        self.tell(f"{without.name}: starting the swarm")
         make_folder(folder)
         longest_s = LONGEST_CALM * outcome.seconds + 60.0
-        run = Run(without, folder, self._tell, self._stop, longest_s=longest_s, tokens=outcome.tokens)
+        run = Run(without, folder, self.tell, self.stop, longest_s=longest_s, tokens=outcome.tokens)
         calm = await self._carry_out(run)
         return calm if calm.tokens >= outcome.tokens else None
 

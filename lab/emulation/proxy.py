@@ -1,7 +1,7 @@
 """The TCP proxy in front of one node: it delays, narrows and cuts connections as the emulated network would.
 
-Callers reach a node only at its advertised address, where its proxy listens. The caller is known by its socket
-(`sockets`), so both ends' links shape both directions of a connection.
+Callers reach a node only at its advertised address, where its proxy listens. A caller is known by the process that
+holds its socket (Linux's /proc, proc(5)), so both ends' links shape both directions of a connection.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from types import TracebackType
+from dataclasses import dataclass, field
 from typing import Self
 
 import torch
@@ -81,44 +81,34 @@ class SaveRequests:
         self.wanted.set()
 
 
+@dataclass(slots=True, eq=False)
 class Saver:
     """Captures a replica on the compute thread and writes it on its own, every `every_s` seconds or on request."""
 
-    def __init__(
-        self,
-        capture: Callable[[], ReplicaState],
-        write: Callable[[ReplicaState], Header],
-        compute: ComputeThread,
-        requests: SaveRequests,
-        events: EventSink,
-        every_s: float,
-    ) -> None:
-        self._capture = capture
-        self._write = write
-        self._compute = compute
-        self._requests = requests
-        self._events = events
-        self._every_s = every_s
-        self._saved_steps: int | None = None
-        self._writer = ThreadPoolExecutor(1, "checkpoint")
+    capture: Callable[[], ReplicaState]
+    write: Callable[[ReplicaState], Header]
+    compute: ComputeThread
+    requests: SaveRequests
+    events: EventSink
+    every_s: float
+    _saved_steps: int | None = None
+    _writer: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "checkpoint"))
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._writer.shutdown(wait=True, cancel_futures=True)
 
     async def run(self) -> None:
         """Saves at every request and interval until cancelled. A failed save is a warning."""
         while True:
-            await set_or_after(self._requests.wanted, self._every_s)
-            reason, self._requests.reason = self._requests.reason, ""
+            await set_or_after(self.requests.wanted, self.every_s)
+            reason, self.requests.reason = self.requests.reason, ""
             try:
                 await self._save(reason)
             except (StateError, ResourceExhausted) as error:
-                self._events.emit(Note("warning", f"{error}. {error.hint}"))
+                self.events.emit(Note("warning", f"{error}. {error.hint}"))
 
     async def save_at_the_end(self) -> None:
         """Writes the last snapshot of a node that stops. Raises StateError, ResourceExhausted."""
@@ -127,12 +117,12 @@ class Saver:
     def _written(self, state: ReplicaState) -> Header:
         """On the saver's own thread."""
         try:
-            return self._write(state)
+            return self.write(state)
         finally:
             _no_more(state)
 
     async def _save(self, reason: str) -> None:
-        state = await self._compute.run(Priority.UPKEEP, self._capture)
+        state = await self.compute.run(Priority.UPKEEP, self.capture)
         if not reason and state.inner.steps == self._saved_steps:
             _no_more(state)
             return

@@ -104,7 +104,12 @@ async def _finish(
         router_file(folder / layout.MANIFEST).write_bytes(router.to_bytes())
     (folder / layout.MANIFEST).write_bytes(source.signed.text)
     _write_json(folder / layout.ORIGIN, layout.origin_json(source.signed, digests, shards))
-    await asyncio.to_thread(lambda: [Storage().sync(path) for path in (*folder.iterdir(), folder)])
+    await asyncio.to_thread(_make_durable, folder)
+
+
+def _make_durable(folder: Path) -> None:
+    for path in (*folder.iterdir(), folder):
+        Storage().sync(path)
 
 
 def require_free(target: Path, *, replace: bool) -> None:
