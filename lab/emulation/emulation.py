@@ -11,7 +11,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 from swarm.vocabulary.errors import ConfigError
@@ -177,15 +177,10 @@ class Shaper:
         return max(now, self._free_at - BURST_S)
 
 
-@dataclass(slots=True, eq=False)
 class _Access:
-    site: Site
-    up: Shaper = field(init=False)
-    down: Shaper = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.up = Shaper(self.site.shape.up_bytes_per_s)
-        self.down = Shaper(self.site.shape.down_bytes_per_s)
+    def __init__(self, site: Site) -> None:
+        self.up, self.down = Shaper(math.inf), Shaper(math.inf)
+        self.move_to(site)
 
     def move_to(self, site: Site) -> None:
         self.site = site

@@ -12,13 +12,14 @@ import ipaddress
 import logging
 import math
 import os
+import random
 import socket
 import struct
 import sys
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from lab.emulation.emulation import MAX_CHUNK_BYTES, Emulation, Member, Way
@@ -157,30 +158,25 @@ class _Held:
     reset: bool = False
 
 
+@dataclass(slots=True, eq=False)
 class Pipe:
     """One direction of a connection: holds its bytes as long as the network would. Tests pass their own clock."""
 
-    def __init__(
-        self,
-        emulation: Emulation,
-        way: Way,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-        now: Now,
-        sleep: Sleep = asyncio.sleep,
-    ) -> None:
-        self._emulation = emulation
-        self._way = way
-        self._reader = reader
-        self._writer = writer
-        self._now = now
-        self._sleep = sleep
-        self._arrives_at = -math.inf
-        self._randomness = emulation.randomness(way)
-        self._held: deque[_Held] = deque()
-        self._held_bytes = 0
-        self._moved = asyncio.Event()
-        self._late_s = 0.0
+    emulation: Emulation
+    way: Way
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    now: Now
+    sleep: Sleep = asyncio.sleep
+    _randomness: random.Random = field(init=False)
+    _arrives_at: float = -math.inf
+    _held: deque[_Held] = field(default_factory=deque)
+    _held_bytes: int = 0
+    _moved: asyncio.Event = field(default_factory=asyncio.Event)
+    _late_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._randomness = self.emulation.randomness(self.way)
 
     async def run(self) -> None:
         """Carries the stream to its end. Raises an ExceptionGroup of one ConnectionReset if it is reset."""
@@ -191,11 +187,11 @@ class Pipe:
     async def _take_in(self) -> None:
         while True:
             data, reset, ready_at = await self._read()
-            left_at = self._emulation.leave(self._way, len(data), ready_at)
+            left_at = self.emulation.leave(self.way, len(data), ready_at)
             slept = await self._until(left_at)
-            late_s = max(0.0, self._now() - left_at)
+            late_s = max(0.0, self.now() - left_at)
             self._late_s = late_s if slept else min(self._late_s, late_s)
-            delay_s = self._emulation.one_way_s(self._way, self._randomness)
+            delay_s = self.emulation.one_way_s(self.way, self._randomness)
             self._arrives_at = max(self._arrives_at, left_at + delay_s)  # jitter keeps the order
             self._held.append(_Held(self._arrives_at, data, reset))
             self._held_bytes += len(data)
@@ -205,16 +201,16 @@ class Pipe:
 
     async def _read(self) -> tuple[bytes, bool, float]:
         """Returns the next bytes, whether the sender reset the stream, and when the link could take them."""
-        now = self._now()
-        await self._emulation.passable(self._way)
+        now = self.now()
+        await self.emulation.passable(self.way)
         while self._held_bytes >= MAX_HELD_BYTES:
             await self._movement()
         data, reset = b"", False
         try:
-            data = await self._reader.read(self._emulation.chunk_bytes(self._way))
+            data = await self.reader.read(self.emulation.chunk_bytes(self.way))
         except OSError:
             reset = True
-        read_at = self._now()
+        read_at = self.now()
         # Bytes that were here already waited for this process, which a busy machine wakes late. We take the oversleep
         # back, or else a busy machine would make the link narrower.
         return data, reset, read_at - self._late_s if read_at - now < AT_ONCE_S else read_at
@@ -225,15 +221,15 @@ class Pipe:
                 await self._movement()
             held = self._held[0]
             await self._until(held.due_at)
-            blocked = not self._emulation.passes(self._way)
-            await self._emulation.passable(self._way)
+            blocked = not self.emulation.passes(self.way)
+            await self.emulation.passable(self.way)
             if not held.data:
                 self._end(reset=held.reset)
                 return
             # It came when it was due, not when this process woke.
-            came_at = self._now() if blocked else held.due_at
-            await self._until(self._emulation.arrive(self._way, len(held.data), came_at))
-            whole = self._emulation.before_break(self._way, len(held.data))
+            came_at = self.now() if blocked else held.due_at
+            await self._until(self.emulation.arrive(self.way, len(held.data), came_at))
+            whole = self.emulation.before_break(self.way, len(held.data))
             if whole is not None:
                 await self._write(held.data[:whole])
                 raise ConnectionReset
@@ -246,11 +242,11 @@ class Pipe:
 
     async def _write(self, data: bytes) -> bool:
         """Returns False if the receiver is gone; the other direction tells the sender."""
-        if self._writer.is_closing():
+        if self.writer.is_closing():
             return False
-        self._writer.write(data)
+        self.writer.write(data)
         try:
-            await self._writer.drain()
+            await self.writer.drain()
         except OSError:
             return False
         return True
@@ -258,9 +254,9 @@ class Pipe:
     def _end(self, *, reset: bool) -> None:
         if reset:
             raise ConnectionReset
-        if not self._writer.is_closing():
+        if not self.writer.is_closing():
             with contextlib.suppress(OSError):
-                self._writer.write_eof()
+                self.writer.write_eof()
 
     async def _movement(self) -> None:
         self._moved.clear()
@@ -268,9 +264,9 @@ class Pipe:
 
     async def _until(self, at: float) -> bool:
         """Waits until `at`; returns whether that was in the future."""
-        left_s = at - self._now()
+        left_s = at - self.now()
         if left_s > 0:
-            await self._sleep(left_s)
+            await self.sleep(left_s)
         return left_s > 0
 
 
@@ -283,13 +279,13 @@ class ProxiedPort:
     inside: Endpoint
 
 
+@dataclass(frozen=True, slots=True)
 class Proxy:
     """The proxy of one port. Its own is open while the node's is, so a missing node refuses calls."""
 
-    def __init__(self, port: ProxiedPort, emulation: Emulation, find_caller: FindCaller) -> None:
-        self._port = port
-        self._emulation = emulation
-        self._find_caller = find_caller
+    _port: ProxiedPort
+    _emulation: Emulation
+    _find_caller: FindCaller
 
     async def run(self, watch: ListenWatch) -> None:
         """Listens and carries connections, until cancelled."""
