@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import pathlib
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Annotated
+from typing import Annotated, Any, Final
 
 import pytest
 from google.protobuf.descriptor import FieldDescriptor
@@ -24,6 +25,7 @@ from protocol.frames.frames import (
     Hello,
     Ping,
     Pong,
+    SmallFrame,
     decode,
     encode,
     is_chunk,
@@ -52,6 +54,7 @@ from protocol.frames.tensors import (
     encode_chunk,
 )
 from protocol.generated import link_pb2 as wire
+from protocol.identity.keys import peer_id_of
 from protocol.interfaces.tensor_spec import DType, TensorSpec
 from protocol.interfaces.transport import Question, QuestionAbout, Topic
 from swarm.routing.negotiation.groups import group_of
@@ -140,8 +143,117 @@ from swarm.vocabulary.types import (
     VersionRange,
 )
 from tests.e2e.late_frames import LateFrames
-from tests.protocol.frames.frame_examples import peer
 from tests.protocol.transport.link_peers import forward
+
+
+def peer(number: int) -> PeerId:
+    """A peer that is the same in every run: its key is the number in each of its bytes, as far as that goes."""
+    return peer_id_of((number * _ONES % 2**256).to_bytes(32, "big"))
+
+
+_ONES: Final = int.from_bytes(b"\1" * 32, "big")
+A, B, C, D = (peer(number) for number in range(4))
+SIGNATURE, HASH = bytes(range(64)), bytes(range(32))
+MICROBATCH, FIRST_MICROBATCH = MicrobatchId(A, 2**40 + 7), MicrobatchId(A, 0)
+HOPS = (Hop(ModuleId(1, 0), B), Hop(ModuleId(300, 2), C), Hop(ModuleId(0, 0), B))
+ROUTE = SignedRoute((ModuleId(1), ModuleId(300, 2), ModuleId(0)), 61.5, SIGNATURE)
+PATH, SIGNED_PATH = Path(A, HOPS), Path(A, HOPS, ROUTE)
+OF_DOCUMENTS = Path(A, HOPS, replace(ROUTE, documents=(1, 300, 2**20)))
+OF_LABELS = Path(A, HOPS, replace(ROUTE, labels=300))
+HIDDEN = TensorSpec((2, 128, 64), DType.BFLOAT16, Codec.INT8, outliers=3)
+FLOATS, PLANES = TensorSpec((5000,), DType.FLOAT32), TensorSpec((5000,), DType.FLOAT32, Codec.PLANES, 0, 12345)
+ROUND, FIRST_ROUND = RoundId(ModuleId(3, 1), 300, 2, B), RoundId(ModuleId(0), 1, 0, A)
+BASE, INITIAL = AnchorVersion(299, 70_000, 2**45, 5, HASH), AnchorVersion(0, 0, 0, 0, HASH)
+ENTRY = Entry(B, ROUND, BASE, 32, 65_536, 1.75, (LinkRate(0xABCDEF, 12), LinkRate(0, 1)), INITIAL, SIGNATURE)
+EMPTY_ENTRY = Entry(C, ROUND, BASE, 0, 0, 0.0, (), None, SIGNATURE)
+SIGNED = (SignedHash(A, HASH, SIGNATURE), SignedHash(A, bytes(32), bytes(64)), SignedHash(C, HASH, SIGNATURE))
+EPOCH = b"\x01\x00epoch\xff"
+STANDING = Standing(
+    A, 17, (Lane((C, B), frozenset({300, 2}), 1.5), Lane((), frozenset({1}), 0.0), Lane((D, B), frozenset(), 0.25))
+)
+
+EXAMPLES: Final[dict[str, SmallFrame]] = {
+    "hello": Hello(A, RunId("ab" * 32), VersionRange(1, 7), b"record", 2**63 + 1, 123_456),
+    "hello without a record": Hello(A, RunId("0f" * 32), VersionRange(2, 2), b""),
+    "ping": Ping(2**64 - 1),
+    "pong": Pong(7),
+    "pong of 0": Pong(0),
+    "cancel": Cancel(2**32 - 1),
+    "farewell": Farewell(FarewellReason.SAME_KEY, "another took the place", b"record"),
+    "farewell of no reason": Farewell(FarewellReason.UNSPECIFIED),
+    "announcement": AnnouncementFrame(b"record"),
+    "forward": TensorFrame(Forward(MICROBATCH, SIGNED_PATH, 1, Purpose.TRAIN, 61.5), HIDDEN, 12, 3),
+    "forward of documents": TensorFrame(Forward(MICROBATCH, OF_DOCUMENTS, 1, Purpose.TRAIN, 61.5), HIDDEN, 12, 3),
+    "backward of labels": TensorFrame(Backward(MICROBATCH, OF_LABELS, 1), HIDDEN, 12, 3),
+    "forward at first hop": TensorFrame(Forward(FIRST_MICROBATCH, PATH, 0, Purpose.EVALUATE, 0.0), HIDDEN, 0, 3),
+    "forward unsigned": TensorFrame(Forward(MICROBATCH, PATH, 3, Purpose.TRAIN, 1.25), FLOATS, 2**32 - 1, 2),
+    "backward": TensorFrame(Backward(MICROBATCH, SIGNED_PATH, -1), HIDDEN, 13, 2),
+    "backward unsigned": TensorFrame(Backward(MICROBATCH, PATH, 2), FLOATS, 13, 2),
+    "receipt": Receipt(
+        MICROBATCH, Direction.BACKWARD, -1, ReceiptStatus.PASSED_ON, 1.5, "so it is", 0.25, 0.000001, 3.0
+    ),
+    "receipt of little": Receipt(FIRST_MICROBATCH, Direction.FORWARD, 0, ReceiptStatus.ACCEPTED),
+    "receipt beyond bounds": Receipt(
+        MICROBATCH, Direction.FORWARD, 256, ReceiptStatus.BUSY, 1e9, "x" * 300, -1.0, 5000.0, 0.0
+    ),
+    "stranded": Stranded(MICROBATCH, Direction.BACKWARD, 256, "nobody there", SIGNATURE),
+    "stranded unsigned": Stranded(MICROBATCH, Direction.FORWARD, -1, ""),
+    "close": Close(MICROBATCH, "abandoned: \u00e4"),
+    "recall": Recall(MICROBATCH, SIGNED_PATH, -1),
+    "recall unsigned": Recall(MICROBATCH, PATH, 1),
+    "settled": Settled(MICROBATCH, PATH),
+    "settled of nobody": Settled(FIRST_MICROBATCH, Path(A, ())),
+    "unsettled": Unsettled(MICROBATCH),
+    "question manifest": QuestionFrame(1, Question(QuestionAbout.MANIFEST)),
+    "question status": QuestionFrame(0, Question(QuestionAbout.STATUS)),
+    "question evaluate": QuestionFrame(2, Question(QuestionAbout.EVALUATE, 256, stages=(1, 3, 1023))),
+    "question state": QuestionFrame(2**32 - 1, Question(QuestionAbout.STATE, module=ModuleId(0), digest=HASH)),
+    "question dial_back": QuestionFrame(4, Question(QuestionAbout.DIAL_BACK, port=65_535)),
+    "question call": QuestionFrame(5, Question(QuestionAbout.CALL, peer=B, record=b"record")),
+    "question router": QuestionFrame(7, Question(QuestionAbout.ROUTER)),
+    "question tokenizer": QuestionFrame(7, Question(QuestionAbout.TOKENIZER, piece=258)),
+    "question called": QuestionFrame(6, Question(QuestionAbout.CALLED, record=b"record")),
+    **{f"answer {about.value}": AnswerFrame(9, about, b"content") for about in QuestionAbout},
+    "answer empty": AnswerFrame(9, QuestionAbout.CALLED, b""),
+    "answer refused": AnswerFrame(9, None, b"not now"),
+    "progress": Progress(ModuleId(3, 1), BASE, 32, 65_536),
+    "progress of nothing": Progress(ModuleId(0), INITIAL, 0, 0),
+    "invitation": Invitation(ROUND, BASE),
+    "accepting": Accepting(FIRST_ROUND),
+    "entry": ENTRY,
+    "entry of nothing": EMPTY_ENTRY,
+    "declined": Declined(ROUND, DeclineReason.NOT_READY, BASE),
+    "roster": SignedRoster(ROUND, BASE, (ENTRY, EMPTY_ENTRY), Codec.TOP_K_4, "slow links"),
+    "roster without a reason": SignedRoster(ROUND, BASE, (EMPTY_ENTRY,)),
+    "contribution": TensorFrame(Contribution(ROUND, 7, 300, SIGNATURE), FLOATS, 15, 5),
+    "reduced": TensorFrame(Reduced(ROUND, 1, 2), FLOATS, 16, 1),
+    "reduced first": TensorFrame(Reduced(ROUND, 0, 1), FLOATS, 16, 1),
+    "pulse": Pulse(ROUND, (A, B), (C,)),
+    "pulse of nothing": Pulse(FIRST_ROUND),
+    "prepared": Prepared(ROUND, BASE),
+    "commit": Commit(ROUND, BASE, (C, A)),
+    "dissolved": Dissolved(ROUND, "too few"),
+    "state_request": StateRequest(ModuleId(3, 1), HASH, (5, 0, 2**20 - 1)),
+    "state_chunk": TensorFrame(StateChunk(ModuleId(3, 1), HASH, 2**20 - 1), PLANES, 17, 1),
+    "state_chunk first": TensorFrame(StateChunk(ModuleId(0), HASH, 0), FLOATS, 17, 1),
+    "state_refused": StateRefused(ModuleId(3, 1), HASH, (1, 2), StateRefusal.GONE),
+    "lane_told": Told(EPOCH, STANDING),
+    "lane_told decision": Told(EPOCH, Standing(B, 0, ()), 2**48 - 1),
+    "lane_told and heard": Told(EPOCH, STANDING, heard=2**48 - 1),
+    "lane_heard": Heard(EPOCH, 17),
+    "lane_heard of nothing": Heard(EPOCH, 0),
+    "lane_offer": Offer(EPOCH, 5, (STANDING, Standing(B, 2**48 - 1, (Lane((D, A, C), frozenset({9, 3, 1023}), 2.5),)))),
+    "lane_accept": Accept(EPOCH, 7),
+    "lane_decline": Decline(EPOCH, 8, True, STANDING),
+    "lane_decline at rest": Decline(EPOCH, 8, False, Standing(A, 0, ())),
+    "lane_abandon": Abandon(EPOCH, 1),
+    "audit_request": AuditRequest(ROUND, 5, 9),
+    "audit_request first": AuditRequest(ROUND, 0, 1),
+    "evidence": Evidence(ROUND, 7, 300, SIGNED),
+    "evidence of nothing": Evidence(ROUND, 0, 1, ()),
+    "audit_refused": AuditRefused(ROUND, 7, 2**20),
+    "accusation": Accusation(ROUND, 7, 300, SIGNED),
+}
 
 
 def assert_refused_or_another_valid_frame(octets: bytes, data: st.DataObject) -> None:
@@ -778,8 +890,6 @@ def test_the_honest_frames_of_the_lies_above_are_accepted(make: Callable[[], wir
     decode(make().SerializeToString())
 
 
-EPOCH = b"\x01\x00epoch\xff"
-
 epochs = st.binary(min_size=EPOCH_BYTES, max_size=EPOCH_BYTES)
 lane_versions = st.integers(0, MAX_VERSION)
 numbers = st.integers(1, MAX_OFFER)
@@ -1309,3 +1419,48 @@ async def test_a_frame_without_a_stamp_is_noticed() -> None:
     _, receiver, _ = ends(0.05)
     with pytest.raises(ProtocolViolation):
         await receiver.arrive(b"short")
+
+
+TABLE = pathlib.Path(__file__).with_name("wire_bytes.txt")
+BYTES = {
+    name: bytes.fromhex(octets) for octets, name in (line.split(" ", 1) for line in TABLE.read_text().splitlines())
+}
+CUT = {"receipt beyond bounds"}
+
+
+def test_every_kind_of_small_frame_has_an_example() -> None:
+    assert EXAMPLES.keys() == BYTES.keys()
+    kinds = {name.partition(" ")[0] for name in EXAMPLES}
+    assert kinds == {field.name for field in wire.Frame.DESCRIPTOR.fields} - {"chunk"}
+
+
+def test_every_field_of_every_message_is_in_some_example() -> None:
+    said = {name for octets in BYTES.values() for name in fields_said(wire.Frame.FromString(octets))}
+    assert set(fields_of(wire.Frame.DESCRIPTOR)) - said == {"TensorHeader.checksum"}, "which is reserved"
+
+
+def fields_said(message: Any) -> Iterator[str]:
+    for field, value in message.ListFields():
+        yield f"{message.DESCRIPTOR.name}.{field.name}"
+        if field.message_type:
+            for inner in value if field.is_repeated else [value]:
+                yield from fields_said(inner)
+
+
+def fields_of(message: Any) -> Iterator[str]:
+    for field in message.fields:
+        if field.name != "chunk":
+            yield f"{message.name}.{field.name}"
+            if field.message_type:
+                yield from fields_of(field.message_type)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_a_frame_has_the_bytes_it_always_had(name: str) -> None:
+    assert encode(EXAMPLES[name]).hex() == BYTES[name].hex()
+    assert wire.Frame.FromString(BYTES[name]).WhichOneof("kind") == name.partition(" ")[0]
+
+
+@pytest.mark.parametrize("name", sorted(EXAMPLES.keys() - CUT))
+def test_the_bytes_are_read_as_the_frame_that_made_them(name: str) -> None:
+    assert repr(decode(BYTES[name])) == repr(EXAMPLES[name])
