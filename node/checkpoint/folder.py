@@ -1,4 +1,4 @@
-"""A run's checkpoint folder: writing a replica's snapshot into it, and finding the newest intact one."""
+"""A run's checkpoint folder: writing a snapshot, finding the newest intact one, and gathering a whole model."""
 
 from __future__ import annotations
 
@@ -126,6 +126,7 @@ def _parts_of(tensors: Mapping[str, Floats], name: str) -> Iterator[Tensor]:
 
 def _table_of_tensors(shapes: Mapping[str, tuple[int, ...]]) -> memoryview:
     """The head of a safetensors file with float32 tensors in this order."""
+    # Written here, so that gigabytes are hashed on the way (https://github.com/huggingface/safetensors#format).
     table: dict[str, object] = {}
     end = 0
     for name, shape in shapes.items():

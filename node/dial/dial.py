@@ -51,6 +51,7 @@ def choose_blocks(uncut: Manifest, peers: Peers) -> Reasoned[tuple[int, ...]]:
         if len(cut) < peers.number:
             return Reasoned(cut, f"one block each is the least: {peers.number - len(cut)} of the peers are replicas")
         return Reasoned(cut, f"one for each of {peers.number} peers, the first with embedding and head")
+    # Every further stage costs two more hidden states a token on a link.
     card = COMMON_CARD if peers.card is None else peers.card
     most = _most_blocks(uncut, card)
     stages = 1 + -(-blocks // most)

@@ -348,7 +348,7 @@ REACH_LIMIT_S: Final = 120.0
 ENTER_LIMIT_S: Final = 60.0
 CLOCKS: Final = 5
 ASK_TIMEOUT_S: Final = 5.0
-WRONG_CLOCK_S: Final = 60.0
+WRONG_CLOCK_S: Final = 60.0  # as `protocol.identity.signed_records` refuses
 ODD_CLOCK_S: Final = 5.0
 
 

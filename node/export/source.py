@@ -1,4 +1,4 @@
-"""The source of a run's modules: the seam between reading a model and whatever it is read from."""
+"""Sources of a run's modules, decoders made from them, and an exported folder as a source."""
 
 from __future__ import annotations
 

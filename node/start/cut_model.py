@@ -1,4 +1,7 @@
-"""An existing model cut into the modules of a run: first anchors, whose digests are in the manifest."""
+"""A Hugging Face model folder, and its cut into the modules of a run: first anchors with digests in the manifest.
+
+Only safetensors are opened; pickles can run code. Keys are those of LlamaConfig and its kin of transformers 4 and 5.
+"""
 
 from __future__ import annotations
 
