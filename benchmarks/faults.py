@@ -26,10 +26,10 @@ from node.local_swarm.local_swarm import LocalSwarm
 from node.local_swarm.setup import LocalSwarmOptions
 from node.observability.events import RoundProgress
 from protocol.manifest.manifest import Manifest
+from tests.e2e.home_network import split_network, why_no_namespaces
 from tests.e2e.parting import THREE_AND_ONE, TWO_AND_TWO, part, parted_run
 from tests.e2e.round_watch import LogTail, RoundWatch, watching
 from tests.e2e.small_run import write_text
-from tests.e2e.split_network import split_network, why_no_namespaces
 from tests.e2e.striking import MODULE, STAGE, Blow, Role, Striker, heavy_run, replicas_of, see_it_through
 
 LIMIT_S = 5.0

@@ -27,7 +27,7 @@ from benchmarks.live_cells import (
     Ground,
 )
 from benchmarks.live_swarm import Seen, Trial
-from tests.e2e.flight_record import HOME, LAUNCHED, LOST, FlightMark
+from tests.e2e.small_run import HOME, LAUNCHED, LOST, FlightMark
 
 COUNTED_AFTER_S: Final = 30.0
 """In which the tokens after a change are counted."""

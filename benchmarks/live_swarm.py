@@ -19,7 +19,7 @@ from node.local_swarm.local_swarm import LocalSwarm
 from node.local_swarm.setup import LocalSwarmOptions, Place
 from node.observability.event_json import event_from_json
 from tests.e2e.emulated import Network, Spec
-from tests.e2e.flight_record import HOME, FlightMark, read_flights
+from tests.e2e.small_run import HOME, FlightMark, read_flights
 
 START_S: Final = 240.0
 WARM_VISITS: Final = 10

@@ -31,8 +31,15 @@ from benchmarks.kit import medians, tell
 from node.local_swarm.local_swarm import LocalSwarm
 from node.local_swarm.setup import LocalSwarmOptions, Place
 from node.observability.events import NodeStatus, Step
-from tests.e2e.home_network import HomeNetwork, home_network, why_no_home, why_no_mapping
-from tests.e2e.home_node import WatchedNode, environment, node_at
+from tests.e2e.home_network import (
+    HomeNetwork,
+    WatchedNode,
+    environment,
+    home_network,
+    node_at,
+    why_no_home,
+    why_no_mapping,
+)
 from tests.e2e.small_run import Watch, small_run, write_text
 
 RELAYED_BYTES = 10**12

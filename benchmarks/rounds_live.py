@@ -57,8 +57,7 @@ from protocol.manifest.manifest import Manifest
 from swarm.averaging.round_events import RoundRules
 from swarm.vocabulary.types import MicrobatchId, ModuleId, PeerId
 from tests.e2e.emulated import Network, Spec, read_computed
-from tests.e2e.flight_record import HOME, read_flights
-from tests.e2e.small_run import write_text
+from tests.e2e.small_run import HOME, read_flights, write_text
 from tests.node.small_manifest import small_manifest
 
 # ---- live ------------------------------------------------------------------------------------------------------------

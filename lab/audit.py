@@ -70,9 +70,7 @@ class Life:
     peer: str
     began_ms: int
     now_ms: int = 0
-    """Time of the last line that we read, by the peer's clock."""
     ended_ms: int | None = None
-    """None without a clean end: the process was killed, or its disk was full."""
 
     @property
     def ended_well(self) -> bool:
@@ -111,9 +109,6 @@ class LogCheck:
         self.counts[what] = self.counts.get(what, 0) + by
 
 
-# ---- exactly once ----------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class _Counted:
     peer: str
@@ -140,7 +135,6 @@ class VisitCheck(LogCheck):
         self._abandoned: dict[str, Spot] = {}
         self._tallies: defaultdict[int, MicrobatchCounts] = defaultdict(MicrobatchCounts)
         self._before: defaultdict[int, MicrobatchCounts] = defaultdict(MicrobatchCounts)
-        """Counts that resumed data nodes started from."""
         self._accounts: dict[int, tuple[Spot, MicrobatchCounts]] = {}
 
     def begin(self, life: Life) -> None:
@@ -267,15 +261,11 @@ class VisitCheck(LogCheck):
             self.violate("exactly once", found[0].spot, message)
 
 
-# ---- anchors ---------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class _Entry:
     round: int
     digest: str
     fetched: bool
-    """Fetched from others, not the result of an own round."""
     spot: Spot
     life: Life
     at_ms: int
@@ -296,11 +286,8 @@ class RoundCheck(LogCheck):
         self._histories: defaultdict[str, dict[str, History]] = defaultdict(dict)
         self._last_lives: dict[str, Life] = {}
         self._last_modules: dict[str, str] = {}
-        """The module that each peer hosted at the end of its last log."""
         self._left_ms: dict[str, int] = {}
-        """Time at which each peer left its last module."""
         self._joining: set[str] = set()
-        """Peers that did not serve yet at the end of their last log; nothing uses their old anchors."""
 
     def begin(self, life: Life) -> None:
         self._last_lives[life.peer] = life
@@ -407,14 +394,10 @@ class RoundCheck(LogCheck):
         return self._last_modules.get(peer, module) == module and peer not in self._joining
 
 
-# ---- tokens and steps ------------------------------------------------------------------------------------------------
-
-
 @dataclass(slots=True)
 class _Account:
     step: int = 0
     tokens: int | None = 0
-    """Tokens at the last step; None if unknown: of a resumed node, and after a microbatch without a count."""
     completed: int = 0
 
 
@@ -439,9 +422,6 @@ class TokenCheck(LogCheck):
                 if counted is not None and counted != account.completed:
                     self.violate("tokens", spot, f"{counted} tokens counted for {account.completed} completed ones")
                 account.step, account.tokens, account.completed = event.step, event.tokens, 0
-
-
-# ---- experts ---------------------------------------------------------------------------------------------------------
 
 
 def is_rerouted(event: Event | None) -> bool:
@@ -481,9 +461,6 @@ class RouteCount(LogCheck):
         return {"modules": dict(sorted(self._modules.items())), "routes": routes}
 
 
-# ---- the whole -------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class AuditReport:
     """The result of an audit."""
@@ -491,11 +468,9 @@ class AuditReport:
     logs: int
     ended_well: int
     torn: int
-    """Logs with a cut last line: their process was killed while it wrote."""
     counts: dict[str, int]
     violations: tuple[Violation, ...]
     by_route: dict[str, Any] = field(default_factory=dict)
-    """Of a run with experts: see `RouteCount.as_json`."""
 
     def as_json(self) -> dict[str, Any]:
         return {

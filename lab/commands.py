@@ -19,12 +19,11 @@ from swarm.vocabulary.errors import ConfigError
 if TYPE_CHECKING:
     from lab.audit import AuditReport
     from lab.laboratory import Mark
-    from lab.recorder import Row
+    from lab.outcome import Row
     from lab.report import Result
 
 SHOWN = 20
 TOLD_EVERY_S = 10.0
-"""Interval between lines of progress, in seconds."""
 MAX_LINE = 1000
 NO_NETEM = "the emulation is a proxy and does not use netem"
 
@@ -45,8 +44,7 @@ def wan(
     profiles: Annotated[bool, typer.Option("--profiles", help="List the links that have a name, and end.")] = False,
     json: Annotated[bool, typer.Option("--json", help="The result as one JSON object.")] = False,
 ) -> None:
-    """Run a scenario: a local swarm behind slow, far or faulty links. Ctrl-C ends it early, in good order, with a
-    report."""
+    """Run a scenario: a local swarm behind slow, far or faulty links. Ctrl-C ends it early, with a report."""
     announce(
         "skipstone wan: links that have a name" if profiles else "skipstone wan: reading the scenario", as_json=json
     )
@@ -55,7 +53,7 @@ def wan(
         return
     if scenario is None or out is None:
         raise ConfigError("wan needs a scenario and a folder", hint="Write `skipstone wan SCENARIO --out DIR`.")
-    from lab.experiment import Experiment
+    from lab.run import Experiment
     from lab.scenario import read_scenario
     from node.data.places import as_written
     from node.data.sources import open_source
@@ -87,8 +85,7 @@ def chaos(
     listing: Annotated[bool, typer.Option("--list", help="List the scenarios that come along, and end.")] = False,
     json: Annotated[bool, typer.Option("--json", help="The result as one JSON object.")] = False,
 ) -> None:
-    """Break a local swarm on purpose and judge what it makes of that. Exits with 1 if a scenario is not passed.
-    docs/CHAOS.md has more."""
+    """Break a local swarm on purpose and judge the result. Exits with 1 if a scenario fails. See docs/CHAOS.md."""
     announce("skipstone chaos: reading the scenarios", as_json=json)
     from lab.scenario import find_scenarios, known_scenarios, read_scenario
 
@@ -108,8 +105,8 @@ def chaos(
     for scenario, _ in read:
         if scenario.chaos is None:
             raise ConfigError(f"{scenario.name}: chaos is missing", hint="Use `skipstone wan`, or add [chaos].")
-    from lab.experiment import Experiment
     from lab.report import suite_json
+    from lab.run import Experiment
 
     stop = asyncio.Event()
     teller = Teller(as_json=json)
@@ -151,7 +148,7 @@ class Teller:
 
     def tell(self, news: str | Row | Mark) -> None:
         """Writes a run's news. A text begins another run or ends one."""
-        from lab.recorder import Row
+        from lab.outcome import Row
 
         if isinstance(news, str):
             self._told_at, self._loss = -TOLD_EVERY_S, None
@@ -179,7 +176,7 @@ class Teller:
 
 
 def _list_profiles(*, as_json: bool) -> None:
-    from lab.emulation.link_shape import PROFILES
+    from lab.emulation.emulation import PROFILES
 
     abouts = {name: profile.about for name, profile in PROFILES.items()}
     if as_json:

@@ -13,23 +13,129 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 
-from lab.emulation.emulation import Emulation, Member
-from lab.emulation.link_shape import Site
-from lab.emulation.proxy import ListenWatch, ProxiedPort, Proxy
-from lab.emulation.sockets import Callers, Endpoint, descendants, require_proc
-from lab.log_watch import LogWatch
+from lab.audit import is_rerouted
+from lab.emulation.emulation import Emulation, Member, Site
+from lab.emulation.proxy import Callers, Endpoint, ListenWatch, ProxiedPort, Proxy, descendants, require_proc
 from node.concurrency.task_groups import task_scope
 from node.local_swarm.child_process import ChildEnd
 from node.local_swarm.local_swarm import LocalSwarm
 from node.local_swarm.setup import LocalSwarmOptions, Place, PlannedPeer
 from node.local_swarm.swarm_progress import PeerProgress
+from node.observability.event_json import event_from_json
+from node.observability.events import (
+    CaughtUp,
+    Completed,
+    ReplicaAccused,
+    Restored,
+    RoundCommitted,
+    RoundProgress,
+    Visit,
+)
 from protocol.manifest.manifest import Manifest
 from swarm.vocabulary.errors import SkipstoneError
 
+READ_EVERY_S = 0.02
+READ_BYTES = 1 << 20
+ANCHORS_KEPT = 2
+_EVENT = b'{"event":"'
+_COMPLETED, _VISIT = Completed.NAME.encode(), Visit.NAME.encode()
+_READ = {kind.NAME.encode() for kind in (RoundProgress, RoundCommitted, CaughtUp, Restored, ReplicaAccused)}
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    module: str
+    round: int
+    digest: str
+
+
+@dataclass(slots=True)
+class Accused:
+    """A replica accused of lying, and the rounds that its accusers have committed since."""
+
+    by: set[str] = field(default_factory=set)
+    commits: int = 0
+    with_it: int = 0
+
+
+class LogWatch:
+    """Follows the event logs in a folder, while `run` runs. `now` returns seconds since the run began."""
+
+    def __init__(self, folder: Path, now: Callable[[], float]) -> None:
+        self.completed: list[float] = []
+        self.rerouted: list[float] = []
+        self.visits: Counter[str] = Counter()
+        self.anchors: dict[str, tuple[Held, ...]] = {}
+        self.accused: dict[str, Accused] = {}
+        self._folder = folder
+        self._now = now
+        self._files: dict[Path, tuple[int, bytes]] = {}
+        self._wanted: dict[asyncio.Future[RoundProgress], Callable[[RoundProgress], bool]] = {}
+
+    async def run(self) -> None:
+        """Reads new lines, until cancelled."""
+        try:
+            while True:
+                self._look()
+                await asyncio.sleep(READ_EVERY_S)
+        finally:
+            for file, _ in self._files.values():
+                os.close(file)
+
+    async def until(self, wanted: Callable[[RoundProgress], bool]) -> RoundProgress:
+        """Waits for the next progress of a round that is wanted."""
+        found: asyncio.Future[RoundProgress] = asyncio.get_running_loop().create_future()
+        self._wanted[found] = wanted
+        try:
+            return await found
+        finally:
+            del self._wanted[found]
+
+    def _look(self) -> None:
+        for path in self._folder.glob("*.jsonl"):
+            if path not in self._files:
+                self._files[path] = os.open(path, os.O_RDONLY), b""
+        for path, (file, rest) in tuple(self._files.items()):
+            if new := os.read(file, READ_BYTES):
+                *lines, rest = (rest + new).split(b"\n")
+                self._files[path] = file, rest
+                for line in lines:
+                    self._take(path.name.partition("-")[0], line)
+
+    def _take(self, peer: str, line: bytes) -> None:
+        name = line.removeprefix(_EVENT).partition(b'"')[0]  # most lines need not be parsed
+        if name == _COMPLETED:
+            self.completed.append(self._now())
+            if b'"route"' in line and is_rerouted(event_from_json(line)):
+                self.rerouted.append(self.completed[-1])
+        elif name == _VISIT:
+            self.visits[peer] += 1
+        elif name in _READ:
+            event = event_from_json(line)
+            match event:
+                case RoundCommitted() | CaughtUp() | Restored():
+                    held = Held(event.module, event.round, event.digest)
+                    self.anchors[event.peer] = (*self.anchors.get(event.peer, ()), held)[-ANCHORS_KEPT:]
+                    if isinstance(event, RoundCommitted):
+                        self._count_commit(event)
+                case ReplicaAccused():
+                    self.accused.setdefault(event.accused, Accused()).by.add(event.peer)
+                case RoundProgress():
+                    for found, wanted in self._wanted.items():
+                        if not found.done() and wanted(event):
+                            found.set_result(event)
+
+    def _count_commit(self, commit: RoundCommitted) -> None:
+        for name, accused in self.accused.items():
+            if commit.peer in accused.by:
+                accused.commits += 1
+                accused.with_it += name in commit.contributors
+
+
 LOOK_S = 0.05
-"""Interval between looks at other processes, in seconds."""
 
 
 class Kind(enum.Enum):
@@ -37,7 +143,6 @@ class Kind(enum.Enum):
 
     FAULT = "fault"
     END = "end"
-    """The end of a fault that lasted."""
     NOTE = "note"
 
 
@@ -49,7 +154,6 @@ class Mark:
     kind: Kind
     what: str
     lasts: bool = False
-    """The fault has an end, and recovery is counted from there."""
 
 
 def place(index: int) -> Place:
@@ -59,15 +163,7 @@ def place(index: int) -> Place:
 
 
 class Laboratory:
-    """A local swarm, its emulated network, and the diary of a run.
-
-    Args:
-        sites: the site of each peer.
-        tell: receives each line of the diary.
-
-    Raises:
-        ConfigError: this system does not tell which process holds a socket.
-    """
+    """A local swarm, its emulated network, and the diary of a run. Raises ConfigError without Linux's /proc."""
 
     def __init__(
         self,
@@ -86,17 +182,13 @@ class Laboratory:
         self.seed = seed
         self.lots = random.Random(f"{seed} victims")  # noqa: S311 - no secret
         self.killed: set[int] = set()
-        """Peers that we killed: their exit code is no failure."""
         self.frozen: Counter[int] = Counter()
-        """Number of freezes of each frozen peer."""
         self.odd: dict[int, bool] = {}
         """Peers with a fault of their own, and whether the others should work with them."""
         self.liars: set[str] = set()
         self.marks: list[Mark] = []
         self.missed: list[str] = []
-        """Events that were not possible: the run then shows nothing."""
         self.waiting: list[str] = []
-        """Consequences of events that are still to come."""
         self._tell = tell
         self._began = math.inf
         self._ports = ListenWatch()
@@ -128,8 +220,6 @@ class Laboratory:
     def now(self) -> float:
         """Returns the seconds since the run began; -1 before."""
         return time.monotonic() - self._began if self._began < math.inf else -1.0
-
-    # ---- peers ---------------------------------------------------------------------------------------------------
 
     def serving(self) -> dict[int, PeerProgress]:
         """Returns the living nodes that serve, frozen ones included, by index."""
@@ -196,8 +286,6 @@ class Laboratory:
     async def _find_caller(self, source: Endpoint, target: Endpoint) -> Member:
         return await asyncio.to_thread(self._callers.caller, source, target)
 
-    # ---- events --------------------------------------------------------------------------------------------------
-
     def attempt(self, name: str, action: Callable[[], None]) -> None:
         """Carries an action out; an error of ours is a missed event and does not end the run."""
         try:
@@ -248,8 +336,6 @@ class Laboratory:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
-
-    # ---- the diary -----------------------------------------------------------------------------------------------
 
     def fault(self, what: str, *, lasts: bool = False) -> None:
         self._mark(Mark(self.now(), Kind.FAULT, what, lasts))

@@ -49,9 +49,7 @@ from swarm.vocabulary.types import AnchorVersion, Codec, PeerId
 LONG: Final = 1000.0
 STRETCH: Final = 2.0
 PIECES_FALSIFIED: Final = 4
-"""One piece of this many is falsified."""
 FAR: Final = 2**24
-"""Rounds ahead that no replica can have done yet."""
 
 LIES: Final = (
     "contributes the opposite, a thousand times as long",

@@ -8,41 +8,115 @@ replica. A recovery lasts until such a window begins. It counts from the fault, 
 from __future__ import annotations
 
 import math
+import os
 import statistics
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, Final
 
 from lab.audit import AuditReport
-from lab.laboratory import Mark
-from lab.log_watch import Accused, Held
-from lab.recorder import Peaks, Row
+from lab.emulation.emulation import Way
+from lab.laboratory import Accused, Held, Mark
 from lab.scenario import PACE_SHARE, Expectations, Scenario
 from node.local_swarm.swarm_progress import SwarmProgress
+from node.observability.events import Step
 from protocol.manifest.manifest import Manifest
 from swarm.vocabulary.types import PeerId, short
 
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """The figures of the swarm at one moment: a line of metrics.jsonl."""
+
+    at: float
+    step: int
+    tokens: int
+    tokens_per_s: float
+    loss: float | None
+    alive: int
+    serving: int
+    waiting: tuple[str, ...]
+    links: dict[str, int]
+    """Bytes delivered since the last row by way, such as `0>3`; `-` is a caller from outside."""
+    up: dict[str, int]
+    down: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Peaks:
+    memory_bytes: int = 0
+    descriptors: int = 0
+    threads: int = 0
+
+
+class Recorder:
+    """Makes rows. `passed` is what the emulation has delivered before the first row."""
+
+    def __init__(self, passed: dict[Way, int]) -> None:
+        self.peaks = Peaks()
+        self._passed = passed
+        self._losses: list[float] = []
+
+    def step(self, step: Step) -> None:
+        if math.isfinite(step.loss):
+            self._losses.append(step.loss)
+
+    def row(self, at_s: float, progress: SwarmProgress, passed: dict[Way, int]) -> Row:
+        new = {way: size for way, total in passed.items() if (size := total - self._passed.get(way, 0))}
+        self._passed = passed
+        losses, self._losses = self._losses, []
+        up: Counter[str] = Counter()
+        down: Counter[str] = Counter()
+        for (source, target), size in new.items():
+            up[_name(source)] += size
+            down[_name(target)] += size
+        living = [peer for peer in progress.peers.values() if peer.exit_code is None]
+        return Row(
+            at=round(at_s, 3),
+            step=progress.step,
+            tokens=progress.tokens,
+            tokens_per_s=round(progress.tokens_per_s, 3),
+            loss=statistics.fmean(losses) if losses else None,
+            alive=len(living),
+            serving=sum(peer.state == "serving" for peer in living),
+            waiting=tuple(sorted(progress.waiting)),
+            links={f"{_name(source)}>{_name(target)}": size for (source, target), size in sorted(new.items(), key=str)},
+            up=dict(up),
+            down=dict(down),
+        )
+
+    def sample(self, pids: Iterable[int]) -> None:
+        for pid in pids:
+            try:
+                status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+                descriptors = len(os.listdir(f"/proc/{pid}/fd"))
+            except OSError:  # it has ended
+                continue
+            self.peaks = Peaks(
+                max(self.peaks.memory_bytes, 1024 * int(status.get("VmRSS", "0 kB").split()[0])),
+                max(self.peaks.descriptors, descriptors),
+                max(self.peaks.threads, int(status.get("Threads", "0"))),
+            )
+
+
+def _name(member: int | None) -> str:
+    return "-" if member is None else str(member)
+
+
 WINDOW_S: Final = 3.0
 NOTICED_S: Final = 1.0
-"""Delay until the end of a process shows, in seconds."""
 LAST_SHARE: Final = 0.1
-"""Share of the tokens, at the end, over which the training loss is averaged."""
 MAX_DESCRIPTORS: Final = 512
 MAX_THREADS: Final = 256
 MAX_MEMORY_BYTES: Final = 2 * 2**30
-"""Memory of one node with the small model; torch alone takes some hundred megabytes."""
 LEAST_PACE: Final = 0.5
-"""Least microbatches per second before the first fault to measure a recovery by."""
 REFUSALS: Final = frozenset(range(65, 79)) - {70}
 """Exit codes of nodes that gave up; 70 would be a defect."""
 COMPANY: Final = 0.25
-"""Share of an accuser's rounds that may contain the liar: it is excluded for a while, then tried again."""
 _STEP_S: Final = 0.5
-
-
-# ---- recovery --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +125,7 @@ class Recovery:
 
     mark: Mark
     pace_s: float
-    """Until the pace was back."""
     served_s: float
-    """Until every module had a serving replica."""
 
     @property
     def counts(self) -> bool:
@@ -107,10 +179,7 @@ def served_after(changes: Sequence[tuple[float, bool]], since_s: float) -> float
 
 
 def rerouted_after(changes: Sequence[tuple[float, bool]], rerouted: Sequence[float]) -> float | None:
-    """Returns the seconds from the moment when all modules were served again to the last rerouted microbatch.
-
-    None if some module is not served at the end.
-    """
+    """Seconds from full service to the last rerouted microbatch; None if some module is not served at the end."""
     if not changes or not changes[-1][1]:
         return None
     return max(0.0, rerouted[-1] - changes[-1][0]) if rerouted else 0.0
@@ -134,9 +203,6 @@ def _module_agrees(histories: list[Sequence[Held]]) -> bool:
     behind = {anchors[-1] for anchors in histories if anchors[-1].round != newest}
     before = {held for anchors in ahead for held in anchors[:-1] if held.round == newest - 1}
     return len({anchors[-1] for anchors in ahead}) == 1 and behind <= before
-
-
-# ---- figures ---------------------------------------------------------------------------------------------------------
 
 
 def capacity_of(speeds: Iterable[tuple[int, float]], manifest: Manifest) -> tuple[float, ...]:
@@ -170,31 +236,23 @@ class Outcome:
     tokens: int
     tokens_per_s: float
     capacity: tuple[float, ...]
-    """Tokens per second that each stage could compute; 0 if unknown."""
     utilization: float | None
     loss_first: float | None
     held_out_loss: float | None
-    """Loss of the swarm's model at the end; None if it was not measured."""
     rows: tuple[Row, ...]
     marks: tuple[Mark, ...]
     report: AuditReport
     failures: Mapping[int, int]
-    """Exit codes of nodes that failed by themselves."""
     missed: tuple[str, ...]
-    """Events that were not possible, or whose consequences never came."""
     cut_short: bool
     pace: float
-    """Microbatches per second before the first fault."""
     recoveries: tuple[Recovery, ...]
     rerouted_for_s: float | None
-    """Time that documents visited other experts after all modules were served again; None if they are not."""
     peaks: Peaks
     odd: Mapping[int, tuple[bool, int]] = field(default_factory=dict)
-    """Whether the others should work with each faulty peer, and its visits."""
     liars: frozenset[str] = frozenset()
     accused: Mapping[str, Accused] = field(default_factory=dict)
     undisturbed: Outcome | None = None
-    """The run without faults, at equal tokens."""
 
     @property
     def slowest(self) -> tuple[float, int] | None:
@@ -297,9 +355,6 @@ class Outcome:
             "peaks": asdict(self.peaks),
             "undisturbed": None if calm is None else calm.as_json(),
         }
-
-
-# ---- the verdict -----------------------------------------------------------------------------------------------------
 
 
 def _of_peers(outcome: Outcome) -> list[str]:

@@ -9,15 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lab.outcome import WINDOW_S, Outcome
-from lab.recorder import Row
+from lab.outcome import WINDOW_S, Outcome, Row
 from lab.scenario import PACE_SHARE, Scenario
 from swarm.vocabulary.errors import ConfigError
 from swarm.vocabulary.types import PeerId, short
 
 SHOWN_OBJECTIONS = 10
 MAX_LINES = 12
-"""Links in the plot of traffic: the busiest ones."""
 _SIZE = (9, 4.5)
 
 
@@ -193,8 +191,6 @@ def _seconds(value: float) -> str:
         return "-"
     return f"{value:.1f}" if math.isfinite(value) else "never"
 
-
-# ---- plots -----------------------------------------------------------------------------------------------------------
 
 Runs = Mapping[str, Sequence[Row]]
 

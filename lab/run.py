@@ -8,8 +8,8 @@ import logging
 import math
 import signal
 import time
-from collections.abc import Awaitable, Callable
-from dataclasses import asdict, replace
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -19,7 +19,9 @@ from lab.laboratory import LOOK_S, Kind, Laboratory, Mark, cancelled, until
 from lab.outcome import (
     WINDOW_S,
     Outcome,
+    Recorder,
     Recovery,
+    Row,
     agree,
     capacity_of,
     pace_back_after,
@@ -28,7 +30,7 @@ from lab.outcome import (
     served_after,
     utilization_of,
 )
-from lab.recorder import Recorder, Row
+from lab.report import Result, draw, report_text, suite_json, suite_text
 from lab.scenario import PACE_SHARE, Scenario
 from node.concurrency.task_groups import task_scope, unless
 from node.local_swarm.setup import LocalSwarmOptions
@@ -36,33 +38,24 @@ from node.network.client import query_evaluation, query_status
 from node.observability.events import Step
 from node.observability.status import SwarmStatus
 from swarm.pipeline.custody import ASK_S
-from swarm.vocabulary.errors import SkipstoneError, Stalled
+from swarm.vocabulary.errors import ConfigError, SkipstoneError, Stalled
 
 log = logging.getLogger(__name__)
 
 ROW_S = 1.0
 START_LIMIT_S = 180.0
-"""Time from the start of the processes until the run begins."""
 LATER_LIMIT_S = 150.0
-"""Time that consequences of events may take, after everything with a known end."""
 CALM_S = ASK_S + 1.0
-"""Pause after the last recovery: a hop that does not know whether its gradient counts asks in time."""
 ASK_LIMIT_S = 120.0
 ASK_TRIES = 2
 
 Answer = TypeVar("Answer")
 
 Tell = Callable[[str | Row | Mark], None]
-"""Receives a line of text, a second's figures, or a line of the diary."""
 
 
 class Run:
-    """One run of a scenario into one folder, which must exist.
-
-    With expectations it begins when all peers serve, and ends when the swarm has recovered from all faults. Else it
-    begins with the first step, and ends after `longest_s` seconds or `tokens`. `stop` ends it early, in good order.
-    Raises ConfigError if this system does not tell which process holds a socket.
-    """
+    """One run of a scenario into an existing folder; without expectations it ends after `longest_s` or `tokens`."""
 
     def __init__(
         self,
@@ -91,7 +84,6 @@ class Run:
         self._tokens = tokens
         self._recorder = Recorder({})
         self._served: list[tuple[float, bool]] = []
-        """Times at which all modules came to be served, or no longer were."""
         self._status: SwarmStatus | None = None
         self._held_out_loss: float | None = None
 
@@ -120,8 +112,6 @@ class Run:
             await self.lab.swarm.stop()
             await reading
         return self._outcome(await asyncio.to_thread(check_folder, self.logs))
-
-    # ---- beginning and end ---------------------------------------------------------------------------------------
 
     async def _until_begun(self) -> None:
         deadline = time.monotonic() + START_LIMIT_S
@@ -174,8 +164,6 @@ class Run:
     async def _until(self, over: Callable[[], bool]) -> None:
         await until(lambda: self._stop.is_set() or over())
 
-    # ---- meanwhile -----------------------------------------------------------------------------------------------
-
     async def _follow_timeline(self) -> None:
         for event in self.scenario.events:
             await asyncio.sleep(max(0.0, event.at_s - self.lab.now()))
@@ -222,8 +210,6 @@ class Run:
                 log.info("the swarm was asked in vain: %s", error)
         return None
 
-    # ---- what came of it -----------------------------------------------------------------------------------------
-
     @property
     def completed(self) -> list[float]:
         return [at for at in self.lab.watch.completed if at >= 0]
@@ -240,9 +226,7 @@ class Run:
         share = PACE_SHARE if self.scenario.chaos is None else self.scenario.chaos.pace_share
         return tuple(
             Recovery(
-                mark,
-                pace_back_after(completed, mark.at_s, pace, until_s, share),
-                served_after(self._served, mark.at_s),
+                mark, pace_back_after(completed, mark.at_s, pace, until_s, share), served_after(self._served, mark.at_s)
             )
             for mark in self.lab.marks
             if mark.kind is not Kind.NOTE
@@ -251,7 +235,8 @@ class Run:
     def _outcome(self, report: AuditReport) -> Outcome:
         lab, peers, progress = self.lab, self.lab.swarm.peers, self._progress
         announced = () if self._status is None else self._status.peers
-        speeds = ((_stage(peer.module), peer.tokens_per_s) for peer in announced)
+        numbers = ((str(peer.module).partition(".")[0], peer.tokens_per_s) for peer in announced)
+        speeds = ((int(number) if number.isdecimal() else -1, speed) for number, speed in numbers)
         # Without expectations the run does not wait: what is still to come was not in vain.
         in_vain = lab.waiting if self.scenario.chaos is not None else []
         return Outcome(
@@ -281,6 +266,87 @@ class Run:
         )
 
 
-def _stage(module: object) -> int:
-    number = str(module).partition(".")[0]
-    return int(number) if number.isdecimal() else -1
+UNDISTURBED = "undisturbed"
+LONGEST_CALM = 3.0
+
+
+@dataclass(slots=True, eq=False)
+class Experiment:
+    """Runs scenarios into a folder. `stop` ends the current run soon, in good order, and starts no other."""
+
+    folder: Path
+    tell: Tell
+    stop: asyncio.Event
+    _running: Run | None = None
+
+    def kill(self) -> None:
+        if self._running is not None:
+            self._running.kill()
+
+    async def run(self, scenario: Scenario, text: str, *, compare: bool) -> Result:
+        """Runs one scenario, whose file holds `text`. Raises as `Run.to_the_end`; ConfigError for a used folder."""
+        self.tell(f"{scenario.name}: starting the swarm")
+        result = await self._one(scenario, text, self.folder, compare=compare)
+        (self.folder / "report.md").write_text(report_text(result))
+        return result
+
+    async def run_suite(self, scenarios: Sequence[tuple[Scenario, str]]) -> list[Result]:
+        """Runs scenarios one after the other; writes the report after each, so that a broken-off suite has one."""
+        make_folder(self.folder)
+        results: list[Result] = []
+        for scenario, text in scenarios:
+            if self.stop.is_set():
+                break
+            expected = scenario.chaos
+            self.tell(scenario.name if expected is None else f"{scenario.name}: {expected.fault}")
+            compare = expected is not None and expected.loss_ratio is not None
+            try:
+                result = await self._one(scenario, text, self.folder / scenario.name, compare=compare)
+            except SkipstoneError as error:
+                result = Result(scenario, None, (str(error),))
+            results.append(result)
+            outcome = result.outcome
+            recovery = f", recovery {outcome.recovery_s:.1f} s" if outcome is not None and outcome.counted else ""
+            self.tell(f"  {'passed' if result.passed else 'NOT PASSED'}{recovery}")
+            for objection in result.objections:
+                self.tell(f"    {objection}")
+            (self.folder / "report.md").write_text(suite_text(results))
+            (self.folder / "report.json").write_text(json.dumps(suite_json(results), indent=1) + "\n")
+        return results
+
+    async def _one(self, scenario: Scenario, text: str, folder: Path, *, compare: bool) -> Result:
+        make_folder(folder, text)
+        outcome = await self._carry_out(Run(scenario, folder, self.tell, self.stop))
+        if compare and not self.stop.is_set():
+            outcome = replace(outcome, undisturbed=await self._undisturbed(outcome, folder / UNDISTURBED))
+        try:
+            plots = await asyncio.to_thread(draw, folder, outcome)
+        except ConfigError as error:
+            return Result(scenario, outcome, outcome.objections, (), f"{error}. {error.hint}")
+        return Result(scenario, outcome, outcome.objections, plots)
+
+    async def _undisturbed(self, outcome: Outcome, folder: Path) -> Outcome | None:
+        """Runs the scenario undisturbed for as many tokens. None if it did not come that far: nothing to compare."""
+        without = outcome.scenario.undisturbed()
+        self.tell(f"{without.name}: starting the swarm")
+        make_folder(folder)
+        longest_s = LONGEST_CALM * outcome.seconds + 60.0
+        run = Run(without, folder, self.tell, self.stop, longest_s=longest_s, tokens=outcome.tokens)
+        calm = await self._carry_out(run)
+        return calm if calm.tokens >= outcome.tokens else None
+
+    async def _carry_out(self, run: Run) -> Outcome:
+        self._running = run
+        return await run.to_the_end()
+
+
+def make_folder(folder: Path, scenario: str | None = None) -> None:
+    """Makes a run's folder with the scenario's text. Raises ConfigError if it is not empty, or cannot be made."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()):
+            raise ConfigError(f"{folder} is not empty", hint="Name a new folder with --out.")
+        if scenario is not None:
+            (folder / "scenario.toml").write_text(scenario)
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be made: {error.strerror or error}") from None

@@ -6,30 +6,164 @@ Members are known by their index in the swarm. None is a caller from outside, wi
 from __future__ import annotations
 
 import asyncio
+import enum
 import math
 import random
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
 
-from lab.emulation.link_shape import Fault, LinkShape, Site, region_bytes_per_s, region_delay_s
+from swarm.vocabulary.errors import ConfigError
+
+MBIT = 1_000_000 / 8
+
+# Measured between Google Cloud regions: gensyn-ai/skippipe, commit 7f20d8a, schedulers/communication_costs.py.
+# Delays are one way, both tables are symmetric; each row is one region's values to the regions before it. The source
+# has 0.24 MiB/s between NL and London, a hundredth of their neighbours' rates: we take it for a slip, times 100.
+REGIONS: Final = (
+    "australia",
+    "belgium",
+    "canada",
+    "germany",
+    "iowa",
+    "japan",
+    "la",
+    "nl",
+    "oregon",
+    "singapore",
+    "taiwan",
+    "london",
+)
+
+_SAME_MS: Final = 1.0
+_SAME_MIB_PER_S: Final = 2048.0
+
+_LATENCY_MS: Final = (
+    (),
+    (129.0,),
+    (98.0, 41.0),
+    (125.5, 4.0, 44.0),
+    (84.0, 49.0, 14.0, 53.5),
+    (58.0, 112.0, 74.0, 112.0, 72.5),
+    (69.0, 70.0, 35.0, 73.0, 23.4, 50.0),
+    (128.0, 3.0, 42.0, 3.5, 51.0, 108.5, 71.5),
+    (68.0, 66.0, 30.5, 68.0, 19.3, 46.2, 12.4, 67.0),
+    (48.0, 83.0, 107.0, 80.0, 101.5, 35.6, 79.5, 81.5, 78.5),
+    (67.0, 105.0, 89.0, 102.0, 88.0, 19.2, 64.0, 105.5, 59.5, 23.2),
+    (132.0, 3.5, 38.5, 6.6, 48.1, 107.0, 68.0, 4.8, 64.0, 85.0, 109.5),
+)
+
+_MIB_PER_S: Final = (
+    (),
+    (10.06,),
+    (13.5, 20.38),
+    (10.71, 248.32, 32.62),
+    (11.5, 29.0, 77.5, 27.25),
+    (14.12, 12.0, 18.5, 11.35, 14.31),
+    (15.0, 19.88, 31.25, 18.69, 62.94, 28.44),
+    (9.75, 248.32, 25.62, 248.32, 28.06, 11.65, 14.59),
+    (15.0, 21.38, 48.25, 15.28, 92.5, 31.19, 121.38, 20.88),
+    (30.5, 16.5, 12.22, 12.8, 12.94, 39.94, 17.25, 16.75, 17.19),
+    (21.5, 12.75, 15.06, 12.88, 13.11, 78.56, 16.58, 12.25, 23.88, 63.38),
+    (9.62, 248.32, 37.25, 193.28, 22.38, 9.1, 15.28, 24.0, 21.75, 16.06, 9.18),
+)
+
+
+def region_delay_s(one: str, other: str) -> float:
+    """Returns the one-way delay between two regions, in seconds."""
+    return (_SAME_MS if one == other else _cell(_LATENCY_MS, one, other)) / 1000
+
+
+def region_bytes_per_s(one: str, other: str) -> float:
+    """Returns the rate between two machines in these regions, in bytes per second."""
+    return (_SAME_MIB_PER_S if one == other else _cell(_MIB_PER_S, one, other)) * 2**20
+
+
+def _cell(table: tuple[tuple[float, ...], ...], one: str, other: str) -> float:
+    first, last = sorted((REGIONS.index(one), REGIONS.index(other)))
+    return table[last][first]
+
+
+class Fault(enum.Enum):
+    """A fault of a link."""
+
+    NONE = "none"
+    RESET = "reset"
+    HALF_OPEN = "half_open"
+    BLACK_HOLE = "black_hole"
+
+
+@dataclass(frozen=True, slots=True)
+class LinkShape:
+    """The link between a peer and the middle of the network."""
+
+    latency_s: float = 0.0
+    jitter_s: float = 0.0
+    up_bytes_per_s: float = math.inf
+    down_bytes_per_s: float = math.inf
+    fault: Fault = Fault.NONE
+
+    @property
+    def carries_up(self) -> bool:
+        return self.fault in (Fault.NONE, Fault.HALF_OPEN)
+
+    @property
+    def carries_down(self) -> bool:
+        return self.fault is Fault.NONE
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """A peer's link and its region; between two regions the measured delay and rate are added."""
+
+    shape: LinkShape = LinkShape()
+    region: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """A site with a name."""
+
+    site: Site
+    about: str
+
+
+def _own(about: str, latency_ms: float, jitter_ms: float, up_mbit: float, down_mbit: float) -> Profile:
+    shape = LinkShape(latency_ms / 1000, jitter_ms / 1000, up_mbit * MBIT, down_mbit * MBIT)
+    return Profile(Site(shape), about)
+
+
+PROFILES: Final[Mapping[str, Profile]] = {
+    "none": Profile(Site(), "no emulation: loopback as it is"),
+    "home-adsl": _own("1 Mbit/s up, 16 down, 15 ms and up to 5 more to the middle", 15, 5, 1, 16),
+    "home-fibre": _own("100 Mbit/s each way, 5 ms and up to 2 more to the middle", 5, 2, 100, 100),
+    "mobile": _own("10 Mbit/s up, 30 down, 25 ms and up to 30 more to the middle", 25, 30, 10, 30),
+    "transatlantic": _own("1 Gbit/s each way, a round trip of 80 ms between any two peers", 20, 0.5, 1000, 1000),
+} | {
+    f"gcp-{region}": Profile(Site(region=region), f"a cloud machine in {region}; measured delays and rates")
+    for region in REGIONS
+}
+
+
+def profile_of(name: str) -> Profile:
+    """Returns the profile with this name. Raises ConfigError if there is none."""
+    if name not in PROFILES:
+        raise ConfigError(f"{name!r} is no profile", hint=f"Profiles are {', '.join(PROFILES)}.")
+    return PROFILES[name]
+
 
 Member = int | None
 Way = tuple[Member, Member]
-"""Sender and receiver."""
 
 BURST_S = 0.005
-"""Time's worth of bytes that leaves at once after a pause. Timers are no finer."""
 CHUNK_S = 0.005
 MIN_CHUNK_BYTES = 2 * 1024
 MAX_CHUNK_BYTES = 64 * 1024
 
 
 class Shaper:
-    """Delays what exceeds a rate, first come, first served; all connections of a link share it.
-
-    The virtual scheduling form of a token bucket (ITU-T I.371, GCRA).
-    """
+    """A token bucket in its virtual scheduling form (ITU-T I.371, GCRA), shared by all connections of a link."""
 
     def __init__(self, bytes_per_s: float) -> None:
         self.bytes_per_s = bytes_per_s
@@ -43,15 +177,10 @@ class Shaper:
         return max(now, self._free_at - BURST_S)
 
 
-@dataclass(slots=True, eq=False)
 class _Access:
-    site: Site
-    up: Shaper = field(init=False)
-    down: Shaper = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.up = Shaper(self.site.shape.up_bytes_per_s)
-        self.down = Shaper(self.site.shape.down_bytes_per_s)
+    def __init__(self, site: Site) -> None:
+        self.up, self.down = Shaper(math.inf), Shaper(math.inf)
+        self.move_to(site)
 
     def move_to(self, site: Site) -> None:
         self.site = site
@@ -66,10 +195,7 @@ class _Breaks:
 
 
 class Emulation:
-    """The emulated network of one event loop; changes take effect at once.
-
-    The same seed draws the same jitter for the n-th connection between two members.
-    """
+    """The emulated network of one event loop. One seed draws the same jitter for the n-th connection of two members."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -82,8 +208,6 @@ class Emulation:
         self._connections: Counter[Way] = Counter()
         self._passed: Counter[Way] = Counter()
         self._changed = asyncio.Event()
-
-    # ---- changes -------------------------------------------------------------------------------------------------
 
     def place(self, member: int, site: Site) -> None:
         if member in self._members:
@@ -123,8 +247,6 @@ class Emulation:
         for member in self._members:
             self.place(member, Site())
         self.heal()
-
-    # ---- the current state ---------------------------------------------------------------------------------------
 
     def site(self, member: Member) -> Site:
         return self._access(member).site
@@ -168,8 +290,6 @@ class Emulation:
         """Returns the random generator of a new connection."""
         self._connections[way] += 1
         return random.Random(f"{self._seed} {way} {self._connections[way]}")  # noqa: S311 - no secret
-
-    # ---- traffic -------------------------------------------------------------------------------------------------
 
     def leave(self, way: Way, size_bytes: int, now: float) -> float:
         """Returns when a piece has left the sender's link and the link between the regions."""

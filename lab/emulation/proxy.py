@@ -1,43 +1,150 @@
 """The TCP proxy in front of one node: it delays, narrows and cuts connections as the emulated network would.
 
-Callers reach a node only at its advertised address, where its proxy listens. The caller is known by its socket
-(`sockets`), so both ends' links shape both directions of a connection.
+Callers reach a node only at its advertised address, where its proxy listens. A caller is known by the process that
+holds its socket (Linux's /proc, proc(5)), so both ends' links shape both directions of a connection.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import logging
 import math
+import os
+import random
 import socket
 import struct
+import sys
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 
 from lab.emulation.emulation import MAX_CHUNK_BYTES, Emulation, Member, Way
-from lab.emulation.sockets import Endpoint, listening
-from swarm.vocabulary.errors import ResourceExhausted
+from swarm.vocabulary.errors import ConfigError, ResourceExhausted
+
+Endpoint = tuple[str, int]
+_LISTENS = 0x0A
+_TABLES = ("/proc/net/tcp", "/proc/net/tcp6")
+
+
+@dataclass(frozen=True, slots=True)
+class Socket:
+    """One line of the kernel's table. IPv4 addresses in IPv6 form become IPv4."""
+
+    local: Endpoint
+    remote: Endpoint
+    listens: bool
+    inode: int
+
+
+def require_proc() -> None:
+    """Raises ConfigError unless the kernel tells which process holds a socket."""
+    if sys.platform != "linux" or not Path(_TABLES[0]).is_file():
+        raise ConfigError(
+            "the WAN emulation needs Linux: it tells nodes apart by /proc",
+            hint="Run it in a container or a virtual machine with Linux.",
+        )
+
+
+def read_sockets() -> list[Socket]:
+    found: list[Socket] = []
+    for table in _TABLES:
+        try:
+            lines = Path(table).read_text().splitlines()[1:]
+        except FileNotFoundError:  # a kernel without IPv6
+            continue
+        found += map(parse_socket, lines)
+    return found
+
+
+def parse_socket(line: str) -> Socket:
+    fields = line.split()
+    return Socket(_endpoint(fields[1]), _endpoint(fields[2]), int(fields[3], 16) == _LISTENS, int(fields[9]))
+
+
+def listening() -> frozenset[Endpoint]:
+    return frozenset(socket.local for socket in read_sockets() if socket.listens)
+
+
+class Callers:
+    """Finds the member behind a connection. `roots` returns the process id of each member's node, by index."""
+
+    def __init__(self, roots: Callable[[], Mapping[int, int]]) -> None:
+        self._roots = roots
+
+    def caller(self, source: Endpoint, target: Endpoint) -> int | None:
+        """Returns the member, or None if it is none of them or its end is closed. Reads /proc: call it in a thread."""
+        inode = next((s.inode for s in read_sockets() if s.local == source and s.remote == target and s.inode), None)
+        if inode is None:
+            return None
+        roots = {pid: member for member, pid in self._roots().items()}
+        return next((roots[root] for root, pid in descendants(set(roots)) if _holds(pid, inode)), None)
+
+
+def descendants(roots: set[int]) -> Iterator[tuple[int, int]]:
+    """Yields all living descendants of `roots`, and the roots themselves, as (root, process)."""
+    parents = {pid: parent for pid in _processes() if (parent := _parent(pid)) is not None}
+    for pid in parents:
+        ancestor: int | None = pid
+        while ancestor is not None and ancestor not in roots:
+            ancestor = parents.get(ancestor)
+        if ancestor is not None:
+            yield ancestor, pid
+
+
+def _processes() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdecimal()]
+
+
+def _parent(pid: int) -> int | None:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:  # it has ended meanwhile
+        return None
+    return int(stat.rpartition(")")[2].split()[1])
+
+
+def _holds(pid: int, inode: int) -> bool:
+    wanted = f"socket:[{inode}]"
+    try:
+        for name in os.listdir(f"/proc/{pid}/fd"):
+            try:
+                if os.readlink(f"/proc/{pid}/fd/{name}") == wanted:
+                    return True
+            except OSError:  # closed meanwhile
+                continue
+    except OSError:  # it has ended, or is somebody else's
+        return False
+    return False
+
+
+def _endpoint(text: str) -> Endpoint:
+    """Parses `0100007F:96A9`: the address in words of the machine's byte order, then the port."""
+    address, _, port = text.partition(":")
+    raw = bytes.fromhex(address)
+    if sys.byteorder == "little":
+        raw = b"".join(raw[start : start + 4][::-1] for start in range(0, len(raw), 4))
+    parsed = ipaddress.ip_address(raw)
+    mapped = getattr(parsed, "ipv4_mapped", None)
+    return str(mapped or parsed), int(port, 16)
+
 
 log = logging.getLogger(__name__)
 
 MAX_HELD_BYTES = 4 * 2**20
-"""Bytes in flight in one direction of a connection; beyond that we do not read. At 100 ms it allows 40 MB/s."""
+"""Bytes in flight in one direction of a connection, before reading pauses."""
 RECEIVE_BUFFER_BYTES = 256 * 1024
-"""The kernel's buffer of unread bytes. Loopback's default would hide many seconds of a slow link."""
 LOOK_EVERY_S = 0.2
 CONNECT_TIMEOUT_S = 5.0
 AT_ONCE_S = 0.0002
-"""A read that took less did not wait."""
 _LINGER_RESET = struct.pack("ii", 1, 0)
-"""SO_LINGER that makes closing a reset."""
 
 Now = Callable[[], float]
 Sleep = Callable[[float], Awaitable[None]]
 FindCaller = Callable[[Endpoint, Endpoint], Awaitable[Member]]
-"""Finds the member that opened a connection, by its two ends."""
 
 
 class ConnectionReset(Exception):
@@ -49,34 +156,27 @@ class _Held:
     due_at: float
     data: bytes
     reset: bool = False
-    """Without data: the sender reset its stream instead of ending it."""
 
 
+@dataclass(slots=True, eq=False)
 class Pipe:
     """One direction of a connection: holds its bytes as long as the network would. Tests pass their own clock."""
 
-    def __init__(
-        self,
-        emulation: Emulation,
-        way: Way,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-        now: Now,
-        sleep: Sleep = asyncio.sleep,
-    ) -> None:
-        self._emulation = emulation
-        self._way = way
-        self._reader = reader
-        self._writer = writer
-        self._now = now
-        self._sleep = sleep
-        self._arrives_at = -math.inf
-        self._randomness = emulation.randomness(way)
-        self._held: deque[_Held] = deque()
-        self._held_bytes = 0
-        self._moved = asyncio.Event()
-        self._late_s = 0.0
-        """Oversleep of this process when it last woke, in seconds."""
+    emulation: Emulation
+    way: Way
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    now: Now
+    sleep: Sleep = asyncio.sleep
+    _randomness: random.Random = field(init=False)
+    _arrives_at: float = -math.inf
+    _held: deque[_Held] = field(default_factory=deque)
+    _held_bytes: int = 0
+    _moved: asyncio.Event = field(default_factory=asyncio.Event)
+    _late_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._randomness = self.emulation.randomness(self.way)
 
     async def run(self) -> None:
         """Carries the stream to its end. Raises an ExceptionGroup of one ConnectionReset if it is reset."""
@@ -87,11 +187,11 @@ class Pipe:
     async def _take_in(self) -> None:
         while True:
             data, reset, ready_at = await self._read()
-            left_at = self._emulation.leave(self._way, len(data), ready_at)
+            left_at = self.emulation.leave(self.way, len(data), ready_at)
             slept = await self._until(left_at)
-            late_s = max(0.0, self._now() - left_at)
+            late_s = max(0.0, self.now() - left_at)
             self._late_s = late_s if slept else min(self._late_s, late_s)
-            delay_s = self._emulation.one_way_s(self._way, self._randomness)
+            delay_s = self.emulation.one_way_s(self.way, self._randomness)
             self._arrives_at = max(self._arrives_at, left_at + delay_s)  # jitter keeps the order
             self._held.append(_Held(self._arrives_at, data, reset))
             self._held_bytes += len(data)
@@ -101,16 +201,16 @@ class Pipe:
 
     async def _read(self) -> tuple[bytes, bool, float]:
         """Returns the next bytes, whether the sender reset the stream, and when the link could take them."""
-        now = self._now()
-        await self._emulation.passable(self._way)
+        now = self.now()
+        await self.emulation.passable(self.way)
         while self._held_bytes >= MAX_HELD_BYTES:
             await self._movement()
         data, reset = b"", False
         try:
-            data = await self._reader.read(self._emulation.chunk_bytes(self._way))
+            data = await self.reader.read(self.emulation.chunk_bytes(self.way))
         except OSError:
             reset = True
-        read_at = self._now()
+        read_at = self.now()
         # Bytes that were here already waited for this process, which a busy machine wakes late. We take the oversleep
         # back, or else a busy machine would make the link narrower.
         return data, reset, read_at - self._late_s if read_at - now < AT_ONCE_S else read_at
@@ -121,15 +221,15 @@ class Pipe:
                 await self._movement()
             held = self._held[0]
             await self._until(held.due_at)
-            blocked = not self._emulation.passes(self._way)
-            await self._emulation.passable(self._way)
+            blocked = not self.emulation.passes(self.way)
+            await self.emulation.passable(self.way)
             if not held.data:
                 self._end(reset=held.reset)
                 return
             # It came when it was due, not when this process woke.
-            came_at = self._now() if blocked else held.due_at
-            await self._until(self._emulation.arrive(self._way, len(held.data), came_at))
-            whole = self._emulation.before_break(self._way, len(held.data))
+            came_at = self.now() if blocked else held.due_at
+            await self._until(self.emulation.arrive(self.way, len(held.data), came_at))
+            whole = self.emulation.before_break(self.way, len(held.data))
             if whole is not None:
                 await self._write(held.data[:whole])
                 raise ConnectionReset
@@ -142,11 +242,11 @@ class Pipe:
 
     async def _write(self, data: bytes) -> bool:
         """Returns False if the receiver is gone; the other direction tells the sender."""
-        if self._writer.is_closing():
+        if self.writer.is_closing():
             return False
-        self._writer.write(data)
+        self.writer.write(data)
         try:
-            await self._writer.drain()
+            await self.writer.drain()
         except OSError:
             return False
         return True
@@ -154,9 +254,9 @@ class Pipe:
     def _end(self, *, reset: bool) -> None:
         if reset:
             raise ConnectionReset
-        if not self._writer.is_closing():
+        if not self.writer.is_closing():
             with contextlib.suppress(OSError):
-                self._writer.write_eof()
+                self.writer.write_eof()
 
     async def _movement(self) -> None:
         self._moved.clear()
@@ -164,9 +264,9 @@ class Pipe:
 
     async def _until(self, at: float) -> bool:
         """Waits until `at`; returns whether that was in the future."""
-        left_s = at - self._now()
+        left_s = at - self.now()
         if left_s > 0:
-            await self._sleep(left_s)
+            await self.sleep(left_s)
         return left_s > 0
 
 
@@ -179,13 +279,13 @@ class ProxiedPort:
     inside: Endpoint
 
 
+@dataclass(frozen=True, slots=True)
 class Proxy:
     """The proxy of one port. Its own is open while the node's is, so a missing node refuses calls."""
 
-    def __init__(self, port: ProxiedPort, emulation: Emulation, find_caller: FindCaller) -> None:
-        self._port = port
-        self._emulation = emulation
-        self._find_caller = find_caller
+    _port: ProxiedPort
+    _emulation: Emulation
+    _find_caller: FindCaller
 
     async def run(self, watch: ListenWatch) -> None:
         """Listens and carries connections, until cancelled."""

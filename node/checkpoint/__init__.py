@@ -2,12 +2,8 @@
 
     manifest.toml                    the run's manifest, signed
     <peer id>/state-7.safetensors    a replica's tensors: parameters, optimizer, anchor
-    <peer id>/state-7.json           its counters, the size and BLAKE3 of the other file, and a BLAKE3 over all that
-    <peer id>/state-6.safetensors    the one before
-    <peer id>/state-6.json
+    <peer id>/state-7.json           its counters, size and BLAKE3 of the other file, and a BLAKE3 over all that
 
-No two processes write the same file, so several peers may share a folder. A snapshot exists when its json does: that is
-renamed into place last, after everything else is known to be on the disk. Whatever moment a machine dies at, the
-snapshot before is whole. Gradients that are accumulated but not yet applied are not saved: they are at most one inner
-step's work, and the data position that is saved lies before their texts, so these are read again. Never pickle.
+No two processes write the same file, so peers may share a folder. The json is renamed into place last and makes the
+snapshot exist. Unapplied gradients are not saved: the saved data position lies before their texts.
 """

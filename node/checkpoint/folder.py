@@ -1,32 +1,33 @@
-"""A run's checkpoint folder: writing a replica's snapshot into it, and finding the newest intact one."""
+"""A run's checkpoint folder: writing a snapshot, finding the newest intact one, and gathering a whole model."""
 
 from __future__ import annotations
 
+import dataclasses
 import errno
+import json
 import logging
+import math
 import os
 import re
+import struct
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
+import torch
 from blake3 import blake3
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
-from node.checkpoint.snapshot import (
-    MAX_JSON_BYTES,
-    FileRecord,
-    Header,
-    Owner,
-    check_file,
-    has_size,
-    header_bytes,
-    parse_header,
-    read_state,
-    state_pieces,
-)
-from node.checkpoint.state import ReplicaState
+from node.checkpoint.state import AnchorState, Counters, DataState, ReplicaState, TensorsInParts
+from node.data.documents import Place
+from node.data.packing import Cursor
+from node.model.device import bytes_of_tensor
+from node.model.optimizer import InnerState
+from node.model.optimizers.inner_rule import ParameterState
+from node.model.packed import Floats
 from node.observability.failpoints import crash_point
 from protocol.manifest.manifest import MAX_MANIFEST_BYTES
 from protocol.manifest.signing import SignedManifest, read_signed_manifest
@@ -34,11 +35,208 @@ from swarm.vocabulary.errors import (
     ConfigError,
     CorruptSnapshot,
     ManifestError,
+    ProtocolViolation,
     ResourceExhausted,
     SkipstoneError,
     StateError,
 )
-from swarm.vocabulary.types import ModuleId, PeerId, RunId
+from swarm.vocabulary.types import AnchorVersion, ModuleId, PeerId, RunId
+
+FORMAT: Final = 1
+MAX_JSON_BYTES: Final = 16 * 2**20
+_NOT_INNER: Final = frozenset({"local", "anchor", "momentum"})
+_PIECE: Final = 2**20
+_ALIGNMENT: Final = 8
+_HASH_CHARACTERS: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """The replica that a snapshot is of."""
+
+    run: RunId
+    peer: PeerId
+    module: ModuleId
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """The record of a file that belongs to a snapshot: its length and hash."""
+
+    name: str
+    size: int
+    blake3: str
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """The content of a snapshot's json: everything but the tensors."""
+
+    owner: Owner
+    number: int
+    steps: int
+    adam_steps: dict[str, int]
+    """Inner steps of each parameter that the optimizer has a state of."""
+    counters: Counters
+    anchor: AnchorVersion | None
+    data: DataState | None
+    file: FileRecord
+
+
+def own_tensors(local: Mapping[str, Floats], inner: InnerState) -> dict[str, Floats]:
+    """A replica's own tensors as `local/NAME`, and the inner optimizer's such as `exp_avg/NAME`."""
+    named: dict[str, Floats] = {f"local/{name}": tensor for name, tensor in local.items()}
+    for name, own in inner.parameters.items():
+        named |= {f"{slot}/{name}": tensor for slot, tensor in own.tensors.items()}
+        named |= {f"{slot}/{name}": packed for slot, packed in own.packed.items()}
+    return named
+
+
+def state_pieces(state: ReplicaState) -> Iterator[memoryview]:
+    """The bytes of a safetensors file with all tensors as float32: those still to be copied come first."""
+    own = own_tensors(state.local, state.inner)
+    copying = () if state.copying is None else state.copying.names
+    rest = {name: tensor for name, tensor in own.items() if name not in copying}
+    groups: list[tuple[str, Mapping[str, Floats]]] = [("", rest)]
+    if state.anchor is not None:
+        groups += [("anchor/", state.anchor.parameters), ("momentum/", state.anchor.momentum or {})]
+    shapes = {name: tuple(own[name].shape) for name in copying}
+    for prefix, tensors in groups:
+        shapes |= {prefix + name: _shape_of(tensors, name) for name in tensors}
+    yield _table_of_tensors(shapes)
+    if state.copying is not None:
+        yield from state.copying.pieces()
+    for _, tensors in groups:
+        for name in tensors:
+            for part in _parts_of(tensors, name):
+                data = bytes_of_tensor(part.to(torch.float32))
+                yield from (data[begin : begin + _PIECE] for begin in range(0, len(data), _PIECE))
+
+
+def _shape_of(tensors: Mapping[str, Floats], name: str) -> tuple[int, ...]:
+    return tensors.shape_of(name) if isinstance(tensors, TensorsInParts) else tuple(tensors[name].shape)
+
+
+def _parts_of(tensors: Mapping[str, Floats], name: str) -> Iterator[Tensor]:
+    if isinstance(tensors, TensorsInParts):
+        return tensors.parts_of(name)
+    tensor = tensors[name]
+    return iter((tensor,)) if isinstance(tensor, Tensor) else map(tensor.read, tensor.parts())
+
+
+def _table_of_tensors(shapes: Mapping[str, tuple[int, ...]]) -> memoryview:
+    """The head of a safetensors file with float32 tensors in this order."""
+    # Written here, so that gigabytes are hashed on the way (https://github.com/huggingface/safetensors#format).
+    table: dict[str, object] = {}
+    end = 0
+    for name, shape in shapes.items():
+        begin, end = end, end + 4 * math.prod(shape)
+        table[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    return memoryview(struct.pack("<Q", len(text)) + text)
+
+
+def check_file(folder: Path, record: FileRecord) -> None:
+    """Reads the whole file and compares it with the record. Raises CorruptSnapshot."""
+    path, hasher, size = folder / record.name, blake3(), 0
+    try:
+        with path.open("rb") as file:
+            while piece := file.read(_PIECE):
+                size += len(piece)
+                hasher.update(piece)
+    except OSError as error:
+        raise CorruptSnapshot(f"{path} cannot be read: {error.strerror}") from None
+    if size != record.size:
+        raise CorruptSnapshot(f"{path} has {size} bytes, {record.size} were written")
+    if hasher.hexdigest() != record.blake3:
+        raise CorruptSnapshot(f"{path} is not what was written: its BLAKE3 differs from the one noted with it")
+
+
+def read_tensors(path: Path, group: str) -> dict[str, Tensor]:
+    """The tensors of one group by parameter name, from a checked file. Raises CorruptSnapshot."""
+    prefix = f"{group}/"
+    with opened_tensors(path) as opened:
+        names = [name for name in opened.keys() if name.startswith(prefix)]  # noqa: SIM118 - no mapping
+        # Copies: the library's tensors are windows into the file, and the file will be removed one day.
+        return {name.removeprefix(prefix): opened.get_tensor(name).clone() for name in names}
+
+
+@contextmanager
+def opened_tensors(path: Path) -> Iterator[Any]:
+    """Opens a safetensors file. Raises StateError without one, CorruptSnapshot if it is damaged."""
+    try:
+        with safe_open(path, framework="pt") as opened:
+            yield opened
+    except FileNotFoundError:
+        raise StateError(f"there is no file {path}") from None
+    except (OSError, SafetensorError) as error:
+        raise CorruptSnapshot(f"{path} cannot be read: {error}") from error
+
+
+def read_state(folder: Path, header: Header) -> ReplicaState:
+    """The state that a header describes, from a checked file. Raises CorruptSnapshot."""
+    path = folder / header.file.name
+    anchor = None
+    if header.anchor is not None:
+        anchor = AnchorState(header.anchor, read_tensors(path, "anchor"), read_tensors(path, "momentum") or None)
+    of_inner: dict[str, dict[str, Tensor]] = {name: {} for name in header.adam_steps}
+    with opened_tensors(path) as opened:
+        slots = {name.partition("/")[0] for name in opened.keys()} - _NOT_INNER  # noqa: SIM118 - no mapping
+    for slot in slots:
+        for name, tensor in read_tensors(path, slot).items():
+            of_inner.setdefault(name, {})[slot] = tensor
+    parameters = {name: ParameterState(header.adam_steps.get(name, 0), own) for name, own in of_inner.items()}
+    inner = InnerState(header.steps, parameters)
+    return ReplicaState(read_tensors(path, "local"), inner, header.counters, anchor, header.data)
+
+
+def header_bytes(header: Header) -> bytes:
+    """Serialises the json, with a BLAKE3 over all the rest of it."""
+    table: dict[str, Any] = {"format": FORMAT, **dataclasses.asdict(header)}
+    if header.anchor is not None:
+        table["anchor"]["digest"] = header.anchor.digest.hex()
+    return _canonical(table | {"blake3": blake3(_canonical(table)).hexdigest()})
+
+
+def parse_header(text: bytes) -> Header:
+    """Parses what `header_bytes` wrote. Raises CorruptSnapshot: it is anything else, down to a byte."""
+    try:
+        table = json.loads(text)
+        stated = table.pop("blake3")
+        if stated != blake3(_canonical(table)).hexdigest() or text != _canonical(table | {"blake3": stated}):
+            raise CorruptSnapshot("its own BLAKE3 differs from the one noted in it")
+        if table["format"] != FORMAT:
+            raise CorruptSnapshot(f"format {table['format']} is not the {FORMAT} that this version reads")
+        return _header(table)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, ProtocolViolation) as error:
+        raise CorruptSnapshot(f"it is not the json of a snapshot: {type(error).__name__}: {error}") from None
+
+
+def _header(table: dict[str, Any]) -> Header:
+    owner, anchor, data, record = table["owner"], table["anchor"], table["data"], FileRecord(**table["file"])
+    if Path(record.name).name != record.name or len(record.blake3) != _HASH_CHARACTERS:
+        raise CorruptSnapshot(f"it names a file that cannot be a snapshot's: {record.name!r}")
+    if anchor is not None:
+        anchor = AnchorVersion(**(anchor | {"digest": bytes.fromhex(anchor["digest"])}))
+    if data is not None:
+        cursor = data["cursor"]
+        cursor.pop("routed_by", None)  # of versions whose router went on learning
+        data = DataState(**(data | {"cursor": Cursor(**(cursor | {"block": Place(**cursor["block"])}))}))
+    return Header(
+        Owner(RunId(owner["run"]), PeerId(owner["peer"]), ModuleId(**owner["module"])),
+        int(table["number"]),
+        int(table["steps"]),
+        dict(table["adam_steps"]),
+        Counters(**table["counters"]),
+        anchor,
+        data,
+        record,
+    )
+
+
+def _canonical(table: dict[str, Any]) -> bytes:
+    return json.dumps(table, sort_keys=True, separators=(",", ":"), allow_nan=False).encode("ascii")
 
 
 class Storage:
@@ -92,12 +290,10 @@ log = logging.getLogger(__name__)
 MANIFEST_NAME: Final = "manifest.toml"
 ROUTER_NAME: Final = "manifest.router"
 KEPT: Final = 2
-"""Whole snapshots of a replica that stay: the newest, and one to fall back to."""
 _HEADER_NAME: Final = re.compile(r"state-(\d{1,15})\.json")
 _OWN_NAME: Final = re.compile(r"state-\d{1,15}\.(json|safetensors)|\.state-(json|safetensors)\.part")
 _DATA_BESIDE: Final = ".state-safetensors.part"
 _HEADER_BESIDE: Final = ".state-json.part"
-"""Always the same names: what a crash leaves behind is overwritten by the next attempt and cannot pile up."""
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
@@ -108,12 +304,10 @@ class CheckpointFolder:
     path: Path
     run: RunId
     manifest: bytes
-    """The signed TOML file."""
     storage: Storage = field(default_factory=Storage)
     router: bytes = b""
-    """Of a run whose manifest names one."""
     written: dict[Path, FileRecord] = field(default_factory=dict)
-    """By this process, one a peer and number: hashed on the way to the disk, and not read again to be believed."""
+    """Files that this process wrote, hashed on the way to the disk."""
 
     def of(self, peer: PeerId) -> Path:
         """The folder of a peer's snapshots."""
@@ -189,12 +383,7 @@ def remove_older(folder: CheckpointFolder, peer: PeerId) -> None:
 
 
 def load_newest(folder: CheckpointFolder, peer: PeerId, module: ModuleId | None = None) -> Loaded | None:
-    """The peer's newest whole snapshot, of `module` or any; None if there never was one.
-
-    Raises:
-        CorruptSnapshot: All snapshots are damaged.
-        StateError: See `check_run`.
-    """
+    """The peer's newest intact snapshot, of `module` or any; None without any. Raises CorruptSnapshot, StateError."""
     check_run(folder)
     problems: list[Problem] = []
     for header in whole_snapshots(folder, peer, problems):
@@ -212,7 +401,12 @@ def whole_snapshots(
     for header in _headers(folder.storage, folder.of(peer), folder.run, problems):
         path = folder.of(peer) / header.file.name
         try:
-            if known is None or known.get(path) != header.file or not has_size(path, header.file.size):
+            if (
+                known is None
+                or known.get(path) != header.file
+                or not path.is_file()
+                or path.stat().st_size != header.file.size
+            ):
                 check_file(folder.of(peer), header.file)
         except CorruptSnapshot as error:
             problems.append(Problem(folder.of(peer) / header.file.name, str(error)))
@@ -326,3 +520,90 @@ def _numbers(storage: Storage, place: Path) -> list[int]:
 
 def _header_name(number: int) -> str:
     return f"state-{number}.json"
+
+
+_Progress = tuple[int, int, int]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Gathered:
+    """A checkpoint's model."""
+
+    signed: SignedManifest
+    modules: Mapping[ModuleId, dict[str, Tensor]]
+    """Float32 parameters by name, read when they are asked for."""
+    problems: tuple[Problem, ...]
+    """Damaged files that were left out."""
+
+
+def gather_modules(path: Path) -> Gathered:
+    """The token-weighted mean of each module's newest anchor. Raises ConfigError, ManifestError, StateError."""
+    signed = read_manifest(path)
+    folder, problems = CheckpointFolder(path, signed.run, signed.text), list[Problem]()
+    peers = sorted(PeerId(entry.name) for entry in os.scandir(path) if entry.is_dir())
+    replicas = [header for peer in peers for header in _newest_of_each_module(folder, peer, problems)]
+    modules: dict[ModuleId, list[Header]] = {}
+    for module in signed.manifest.modules():
+        of_module = [header for header in replicas if header.owner.module == module]
+        if not of_module:
+            raise _missing(path, module, problems)
+        newest = max(of_module, key=_progress).anchor
+        modules[module] = [header for header in of_module if header.anchor == newest]
+    return Gathered(signed, _Means(path, modules), tuple(problems))
+
+
+class _Means(Mapping[ModuleId, dict[str, Tensor]]):
+    """Reads a module's replicas anew each time it is asked for: a whole model may be more than fits into memory."""
+
+    def __init__(self, path: Path, replicas: dict[ModuleId, list[Header]]) -> None:
+        self._path = path
+        self._replicas = replicas
+
+    def __getitem__(self, module: ModuleId) -> dict[str, Tensor]:
+        return _mean(self._path, self._replicas[module])
+
+    def __iter__(self) -> Iterator[ModuleId]:
+        return iter(self._replicas)
+
+    def __len__(self) -> int:
+        return len(self._replicas)
+
+
+def _newest_of_each_module(folder: CheckpointFolder, peer: PeerId, problems: list[Problem]) -> list[Header]:
+    """A peer that has moved has snapshots of both modules for a while."""
+    newest: dict[ModuleId, Header] = {}
+    for header in whole_snapshots(folder, peer, problems):
+        newest.setdefault(header.owner.module, header)
+    return list(newest.values())
+
+
+def _progress(header: Header) -> tuple[_Progress, bytes]:
+    """Order of anchors. The digest only settles which of two that cannot both be right is taken."""
+    anchor = header.anchor
+    return ((-1, 0, 0), b"") if anchor is None else ((anchor.round, anchor.steps, anchor.tokens), anchor.digest)
+
+
+def _mean(path: Path, headers: list[Header]) -> dict[str, Tensor]:
+    """Summed in float64, one replica in memory at a time."""
+    files = [path / header.owner.peer / header.file.name for header in headers]
+    if len(headers) == 1:
+        return read_tensors(files[0], "local")
+    weights = [header.counters.tokens_since_anchor for header in headers]
+    if not any(weights):
+        weights = [1] * len(headers)
+    total: dict[str, Tensor] = {}
+    for file, weight in zip(files, weights, strict=True):
+        for name, tensor in read_tensors(file, "local").items():
+            part = tensor.to(torch.float64) * (weight / sum(weights))
+            total[name] = total[name] + part if name in total else part
+    return {name: tensor.to(torch.float32) for name, tensor in total.items()}
+
+
+def _missing(path: Path, module: ModuleId, problems: list[Problem]) -> StateError:
+    if problems:
+        names = "; ".join(str(problem) for problem in problems)
+        return CorruptSnapshot(f"{path}: no snapshot of module {module} is whole: {names}")
+    return StateError(
+        f"{path} has no snapshot of module {module}",
+        hint="A checkpoint of a swarm needs the folders of its peers, at least one for each module.",
+    )

@@ -7,20 +7,19 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from types import TracebackType
+from dataclasses import dataclass, field
 from typing import Self
 
 import torch
 from torch import Tensor, nn
 
-from node.checkpoint.snapshot import Header, own_tensors
+from node.checkpoint.folder import Header, own_tensors
 from node.checkpoint.state import Agreed, Counters, Post, ReplicaState, StateCopy
 from node.concurrency.compute_thread import ComputeThread, Priority
 from node.concurrency.task_groups import set_or_after
 from node.model.device import copied
 from node.model.initialization import floats_of, parameters_of
 from node.model.optimizer import InnerOptimizer
-from node.model.packed import Floats
 from node.observability.events import EventSink, Note
 from swarm.vocabulary.errors import ResourceExhausted, StateError
 
@@ -36,17 +35,13 @@ def capture_module(
     tokens: int,
     agreed: Agreed | None = None,
 ) -> ReplicaState:
-    """A replica between two inner steps, after `visits` microbatches of `tokens` tokens. Called on the compute thread.
-
-    Args:
-        post: Copies the optimizer's tensors while they are written (see `StateCopy`); None copies them at once.
-    """
+    """Captures a replica between two inner steps; `post` copies tensors while they are written (None: at once)."""
     optimizer.before_change()  # the copy before this one ends here
     names, floats = parameters_of(*parts), floats_of(*parts)
     since = (optimizer.steps, tokens) if agreed is None else (agreed.steps_since, agreed.tokens_since)
     counters, anchor = Counters(tokens, visits, *since), None if agreed is None else agreed.anchor
     if post is None:
-        local = {name: _copied(each) for name, each in floats.items()}
+        local = {name: copied(each) if isinstance(each, Tensor) else each.copied() for name, each in floats.items()}
         return ReplicaState(local, optimizer.export_state(names), counters, anchor)
     own, inner = optimizer.moved(names), optimizer.shared_state(names)
     copying = StateCopy(own_tensors({name: floats[name] for name in names if name in own}, inner), post)
@@ -73,10 +68,6 @@ def restore_module(parts: tuple[nn.Module, ...], optimizer: InnerOptimizer, stat
             floats.store(state.local[name])
 
 
-def _copied(floats: Floats) -> Tensor:
-    return copied(floats) if isinstance(floats, Tensor) else floats.copied()
-
-
 class SaveRequests:
     """Requests for a save, from any part of a node. Several requests before a save are one."""
 
@@ -90,50 +81,34 @@ class SaveRequests:
         self.wanted.set()
 
 
+@dataclass(slots=True, eq=False)
 class Saver:
-    """Captures the replica on the compute thread, then hashes and writes it on its own thread, one at a time.
+    """Captures a replica on the compute thread and writes it on its own, every `every_s` seconds or on request."""
 
-    Args:
-        capture: Called on the compute thread.
-        write: Called on the saver's thread (see `save_state`).
-        every_s: Interval of unrequested saves, in seconds; skipped while no step has been taken.
-    """
-
-    def __init__(
-        self,
-        capture: Callable[[], ReplicaState],
-        write: Callable[[ReplicaState], Header],
-        compute: ComputeThread,
-        requests: SaveRequests,
-        events: EventSink,
-        every_s: float,
-    ) -> None:
-        self._capture = capture
-        self._write = write
-        self._compute = compute
-        self._requests = requests
-        self._events = events
-        self._every_s = every_s
-        self._saved_steps: int | None = None
-        self._writer = ThreadPoolExecutor(1, "checkpoint")
+    capture: Callable[[], ReplicaState]
+    write: Callable[[ReplicaState], Header]
+    compute: ComputeThread
+    requests: SaveRequests
+    events: EventSink
+    every_s: float
+    _saved_steps: int | None = None
+    _writer: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "checkpoint"))
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._writer.shutdown(wait=True, cancel_futures=True)
 
     async def run(self) -> None:
         """Saves at every request and interval until cancelled. A failed save is a warning."""
         while True:
-            await set_or_after(self._requests.wanted, self._every_s)
-            reason, self._requests.reason = self._requests.reason, ""
+            await set_or_after(self.requests.wanted, self.every_s)
+            reason, self.requests.reason = self.requests.reason, ""
             try:
                 await self._save(reason)
             except (StateError, ResourceExhausted) as error:
-                self._events.emit(Note("warning", f"{error}. {error.hint}"))
+                self.events.emit(Note("warning", f"{error}. {error.hint}"))
 
     async def save_at_the_end(self) -> None:
         """Writes the last snapshot of a node that stops. Raises StateError, ResourceExhausted."""
@@ -142,12 +117,12 @@ class Saver:
     def _written(self, state: ReplicaState) -> Header:
         """On the saver's own thread."""
         try:
-            return self._write(state)
+            return self.write(state)
         finally:
             _no_more(state)
 
     async def _save(self, reason: str) -> None:
-        state = await self._compute.run(Priority.UPKEEP, self._capture)
+        state = await self.compute.run(Priority.UPKEEP, self.capture)
         if not reason and state.inner.steps == self._saved_steps:
             _no_more(state)
             return

@@ -20,32 +20,18 @@ from node.model.packed import Floats
 from swarm.vocabulary.types import AnchorVersion, ModuleId
 
 SLICE: Final = 2**20
-"""Elements (4 MiB) that are copied at a time."""
 LEAST_ROOM: Final = 64 * 2**20
-"""Bytes: a small replica is copied without ever waiting for the disk."""
 SHARE: Final = 8
-"""One part in so many of all that is copied may wait to be written: 1.5 bytes a parameter with AdamW."""
+"""Share (1/8) of a copy that may wait to be written."""
 
 Post = Callable[[Callable[[], None]], "Future[None]"]
-"""Has a job done on the compute thread, from any thread."""
 
 
 _Slice = tuple[Floats, slice]
-"""A flattened tensor and the elements of it."""
 
 
 class StateCopy:
-    """A copy of a replica's tensors as float32, taken slice by slice while nothing changes them.
-
-    Only inner steps and rounds change a replica, and its tensors take 12 bytes a parameter. The writer asks for the
-    next slices when it has room, and they are copied between two microbatches. A change of the replica first has the
-    rest copied (`finish`), and waits for the disk beyond `room`: what is written is the replica at one moment.
-    `advance` and `finish` are called on the compute thread, `pieces` and `give_up` on the writer's.
-
-    Args:
-        tensors: By name, on any device; unchanged until `finish` has returned.
-        room: Most bytes that wait to be written.
-    """
+    """A float32 copy of tensors at one moment, taken slice by slice; a change of the replica waits for `finish`."""
 
     def __init__(self, tensors: Mapping[str, Floats], post: Post, room: int | None = None) -> None:
         self.names = tuple(tensors)
@@ -57,7 +43,6 @@ class StateCopy:
         self._changed = threading.Condition()
         self._waiting: deque[memoryview] = deque()
         self.waiting_bytes = 0
-        """That are copied and not taken yet."""
         self._given_up = False
 
     def advance(self) -> None:
@@ -181,7 +166,6 @@ class Resumed:
 
     module: ModuleId | None = None
     state: ReplicaState | None = None
-    """Let go of once the module has been made from it: it is several times the module's size."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -191,7 +175,6 @@ class AnchorState:
     version: AnchorVersion
     parameters: Mapping[str, Tensor]
     momentum: Mapping[str, Tensor] | None = None
-    """None before the first outer step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,9 +182,7 @@ class Counters:
     """The counts of a replica's work, counting only what has gone into its parameters."""
 
     tokens: int
-    """Tokens trained on since the initial weights."""
     visits: int
-    """Microbatches whose gradient has been applied."""
     steps_since_anchor: int
     tokens_since_anchor: int
 
@@ -211,16 +192,13 @@ class DataState:
     """The additional state of a data node, besides its replica of stage 0."""
 
     cursor: Cursor
-    """Where to go on reading: at the first text whose gradient is not in the parameters."""
     next_number: int
-    """Of the next microbatch; numbers after it may have been used before the node stopped."""
     completed: int
     abandoned: int
     duplicated: int
     loss_first: float | None = None
     loss_last: float | None = None
     steps: int | None = None
-    """Completed. None where an older version has saved it."""
 
     def steps_done(self, per_step: int) -> int:
         """The completed steps; where they are not said, as many as there were so many microbatches."""
@@ -232,12 +210,8 @@ class ReplicaState:
     """The state of one replica of a module at one moment."""
 
     local: Tensors
-    """The module's parameters."""
     inner: InnerState
     counters: Counters
     anchor: AnchorState | None = None
-    """None before the module's first round."""
     data: DataState | None = None
-    """Of a data node only."""
     copying: StateCopy | None = None
-    """Copies those of the tensors that are still the replica's own, which it will change."""

@@ -112,9 +112,8 @@ def changed_manifest(base: Manifest, changes: ManifestChanges) -> Manifest:
 def starting_from(path: Path, base: Manifest, *, is_default: bool, keeps_blocks: bool) -> Manifest:
     """The manifest `base` with the model, tokenizer and weights of a folder. Raises ConfigError, ManifestError."""
     from node.data.tokenizers import tokenizer_keys
-    from node.dial.cut import spread
-    from node.start.cut_model import CutModel
-    from node.start.model_folder import TOKENIZER, ModelFolder, blocks_of, model_table
+    from node.dial.dial import spread
+    from node.start.cut_model import TOKENIZER, CutModel, ModelFolder, blocks_of, model_table
     from protocol.manifest.manifest import manifest_from_table
 
     folder = ModelFolder(path)

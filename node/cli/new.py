@@ -20,8 +20,7 @@ from swarm.vocabulary.errors import ConfigError
 from swarm.vocabulary.types import Reasoned
 
 if TYPE_CHECKING:
-    from node.dial.cut import Peers
-    from node.dial.dial import Turned
+    from node.dial.dial import Peers, Turned
     from protocol.manifest.manifest import Manifest
 
 
@@ -79,8 +78,7 @@ def turned_by(dial: DialOptions, changes: ManifestChanges, name: str) -> Turned:
 
 def told(dial: DialOptions, turned: Turned, manifest: Manifest) -> Iterator[str]:
     """Lines with each choice, its reason, and the forecast for the manifest."""
-    from node.dial.cut import COMMON_CARD
-    from node.dial.dial import LARGE_CARD, LINKS_MBIT_S, forecast
+    from node.dial.dial import COMMON_CARD, LARGE_CARD, LINKS_MBIT_S, forecast
     from swarm.membership.room import size_text
 
     for name, choice in turned.choices:
@@ -118,7 +116,7 @@ def parse_parameters(text: str) -> int:
 
 
 def _peers(dial: DialOptions) -> Peers:
-    from node.dial.cut import Peers
+    from node.dial.dial import Peers
 
     return Peers(None if dial.card is None else parse_size(dial.card), dial.peers)
 

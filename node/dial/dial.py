@@ -12,30 +12,98 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from node.dial.cut import Peers, choose_blocks
-from node.model.memory_need import need_of
+from node.model.memory_need import blocks_that_fit, need_of
 from node.model.moments import MomentType
 from node.model.shapes import BYTES_PER_PARAMETER, parameter_bytes, parameter_shapes
 from protocol.interfaces.tensor_spec import DType, TensorSpec
 from protocol.manifest.manifest import Manifest, manifest_from_table
-from swarm.membership.room import Need
+from swarm.membership.room import Need, Room, size_text
 from swarm.pipeline.custody import DEFAULT_SLOTS
 from swarm.vocabulary.errors import ConfigError
-from swarm.vocabulary.types import Codec, ModuleId, Reasoned
+from swarm.vocabulary.types import MAX_STAGES, Codec, ModuleId, Reasoned
+
+FILLED: Final = 0.75
+"""Share of a card that a stage may fill; kept graphs and the driver need the rest."""
+COMMON_CARD: Final = 12 * 10**9
+
+
+@dataclass(frozen=True, slots=True)
+class Peers:
+    """The peers of a run: bytes of each one's card and their number, if known."""
+
+    card: int | None = None
+    number: int | None = None
+
+
+def spread(blocks: int, stages: int) -> tuple[int, ...]:
+    """The blocks of each of at most so many stages, evenly; stage 0 has none."""
+    others = max(1, min(stages - 1, blocks))
+    return (0, *(blocks * (number + 1) // others - blocks * number // others for number in range(others)))
+
+
+def choose_blocks(uncut: Manifest, peers: Peers) -> Reasoned[tuple[int, ...]]:
+    """Cuts a model that has all blocks in stage 1. Raises ConfigError if card or peers are too few or too small."""
+    blocks = uncut.stages.blocks[1]
+    if peers.number is not None and peers.number < 2:
+        raise ConfigError("a run needs two peers at least", hint="Give --peers 2 or more; for one there is `solo`.")
+    if peers.number is not None and peers.card is None:
+        cut = spread(blocks, min(peers.number, MAX_STAGES))
+        if len(cut) < peers.number:
+            return Reasoned(cut, f"one block each is the least: {peers.number - len(cut)} of the peers are replicas")
+        return Reasoned(cut, f"one for each of {peers.number} peers, the first with embedding and head")
+    # Every further stage costs two more hidden states a token on a link.
+    card = COMMON_CARD if peers.card is None else peers.card
+    most = _most_blocks(uncut, card)
+    stages = 1 + -(-blocks // most)
+    if stages > MAX_STAGES:
+        raise ConfigError(f"that takes {stages} stages; a run has {MAX_STAGES} at most", hint="Say a larger --card.")
+    if peers.number is not None and peers.number < stages:
+        raise ConfigError(
+            f"a card of {_card(card)} holds {most} of {blocks} blocks, so this model takes {stages} peers, "
+            f"not {peers.number}",
+            hint="Say a larger --card, more --peers or a smaller --size.",
+        )
+    said = "of " if peers.card is not None else "(taken, as --card says none) of "
+    reason = f"the fewest for cards {said}{_card(card)}, {FILLED:.0%} of which holds {_number(most, 'block')}"
+    if peers.number is not None and peers.number > stages:
+        reason += f"; {_number(peers.number - stages, 'peer')} more are replicas"
+    return Reasoned(spread(blocks, stages), reason)
+
+
+def _most_blocks(uncut: Manifest, card: int) -> int:
+    room = Room(Reasoned(None, ""), Reasoned(int(FILLED * card), f"of a card of {_card(card)}"))
+    ends = need_of(uncut, (ModuleId(0),), DEFAULT_SLOTS)
+    if room.lacks(ends) is not None:
+        raise ConfigError(
+            f"stage 0, with a vocabulary of {uncut.model.vocabulary:,}, takes {size_text(ends.device)}, more than "
+            f"{FILLED:.0%} of a card of {_card(card)}",
+            hint="Say a larger --card or a smaller --size, or take a tokenizer with fewer tokens.",
+        )
+    most = blocks_that_fit(uncut, room, DEFAULT_SLOTS)
+    if most == 0:
+        raise ConfigError(
+            f"one block of this model takes more than {FILLED:.0%} of a card of {_card(card)}",
+            hint="Say a larger --card or a smaller --size.",
+        )
+    return most
+
+
+def _card(size_bytes: int) -> str:
+    return f"{size_bytes / 10**9:g} GB"
+
+
+def _number(number: int, thing: str) -> str:
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
+
 
 SMALLEST: Final = 10**6
 LARGEST: Final = 20 * 10**9
-"""Parameters of a model that the dial makes."""
 ASPECT: Final = 64
-"""Width per block, as in nanochat. Half of Llama 2 7B's, which halves the bytes of hidden states on links."""
 NEAR: Final = 0.04
-"""Share by which the parameters may miss what was asked for, if that makes the shape a better one."""
 WIDE: Final = 2048
-"""From this width on heads are twice as wide."""
 WIDEST: Final = 16_384
 TIED_BELOW: Final = 4 * 10**9
 GRID: Final = 64
-"""Sizes are multiples of it, which tensor cores and blocks of codecs like."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +160,11 @@ def choose_shape(parameters: int, vocabulary: int) -> ShapeChoices:
             f"a model of {parameters:,} parameters has no room for a vocabulary of {vocabulary:,} and two blocks",
             hint="Ask for a larger --size, or for a tokenizer with fewer tokens.",
         )
-    near = [shape for shape in shapes if _miss(shape, parameters) <= NEAR]
+    near = [shape for shape in shapes if abs(shape.parameters - parameters) <= NEAR * parameters]
     if near:
         shape = min(near, key=lambda each: abs(math.log(each.hidden / each.blocks / ASPECT)))
     else:
-        shape = min(shapes, key=lambda each: _miss(each, parameters))
+        shape = min(shapes, key=lambda each: abs(each.parameters - parameters))
     return _shape_choices(shape, parameters)
 
 
@@ -111,10 +179,6 @@ def _shapes(parameters: int, vocabulary: int) -> Iterator[Shape]:
         if blocks < 2:
             return
         yield Shape(vocabulary, hidden, blocks, heads, kv_heads, wide, one.tied)
-
-
-def _miss(shape: Shape, parameters: int) -> float:
-    return abs(shape.parameters - parameters) / parameters
 
 
 def _shape_choices(shape: Shape, parameters: int) -> ShapeChoices:
@@ -144,19 +208,17 @@ def _shape_choices(shape: Shape, parameters: int) -> ShapeChoices:
 TOKENS_A_PARAMETER: Final = 20
 MICROBATCH_TOKENS: Final = 4096
 SEQUENCES: Final = ((50 * 10**6, 512), (500 * 10**6, 1024))
-"""Below so many parameters rows have so many tokens, ..."""
+"""Parameters below which rows have this many tokens."""
 LONGEST: Final = 2048
-"""... and from there on so many."""
 WARM_UP: Final = 0.02
 LONGEST_WARM_UP_STEPS: Final = 2000
 INNER_STEPS: Final = (10, 20, 50, 100, 200, 500)
 ROUND_SHARE: Final = 0.05
-"""Of what a replica sends while it trains, a round may add so much."""
+"""Traffic that a round may add to what a replica sends."""
 SHORTEST_ROUND_S: Final = 900
 SLOW_LINK_BYTES_PER_S: Final = 2.5e6
 FRAGMENTS: Final = 8
 LARGE_STAGE: Final = 100 * 10**6
-"""Parameters from which a stage is averaged in fragments (streaming DiLoCo, arXiv:2501.18512)."""
 ACTIVATIONS: Final = Codec.INT8
 PSEUDO_GRADIENTS: Final = Codec.INT4
 
@@ -216,7 +278,9 @@ def choose_recipe(
         ),
         _inner_steps(largest_stage, hidden, step),
         _round_seconds(largest_stage),
-        _fragments(largest_stage),
+        Reasoned(1, "stages are small enough to be averaged at once")
+        if largest_stage < LARGE_STAGE
+        else Reasoned(FRAGMENTS, "a large stage is averaged part by part, so that links are never full of rounds"),
     )
 
 
@@ -242,12 +306,6 @@ def _round_bytes(largest_stage: int) -> int:
     return 2 * TensorSpec((largest_stage,), DType.FLOAT32, PSEUDO_GRADIENTS).byte_length
 
 
-def _fragments(largest_stage: int) -> Reasoned[int]:
-    if largest_stage < LARGE_STAGE:
-        return Reasoned(1, "stages are small enough to be averaged at once")
-    return Reasoned(FRAGMENTS, "a large stage is averaged part by part, so that links are never full of rounds")
-
-
 BYTES: Reasoned[int] = Reasoned(257, "the bytes themselves and one end: no --tokenizer was named")
 
 
@@ -258,10 +316,8 @@ class Wish:
     parameters: int
     peers: Peers = field(default_factory=Peers)
     tokens: Reasoned[int] = BYTES
-    """Of the tokenizer."""
     total_tokens: int | None = None
     inner: str = "adamw"
-    """The inner optimizer: what it keeps of each parameter decides what fits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -373,7 +429,7 @@ def _told(
 LINKS_MBIT_S: Final = (20, 100, 1000)
 LARGE_CARD: Final = 24 * 10**9
 ASSUMED_FLOPS: Final = (20e12, 55e12)
-"""Assumed bfloat16 operations per second below and from `LARGE_CARD`: 4/5 of an RTX 3060's and 3090's peak."""
+"""Assumed bfloat16 FLOP/s below and from `LARGE_CARD`: 4/5 of an RTX 3060's and 3090's peak."""
 OPERATIONS: Final = 8
 """Operations per parameter and token: two forward, four backward, two for recomputing the forward pass."""
 
@@ -384,17 +440,12 @@ class Forecast:
 
     data_node: Need
     stage: Need
-    """Of the stage that takes most after stage 0."""
     stage_8bit: Need
-    """The same with `--moments 8bit`."""
     token_bytes: float
-    """Sent by each peer for each token, as the manifest's codecs allow; as many are received."""
     round_bytes: int
-    """Sent by a replica of that stage in each round at most, for all fragments together."""
     tokens_per_s: dict[int, float]
     """By the Mbit/s that each peer can send."""
     computed_per_s: float
-    """Tokens that the slowest stage computes, by what is assumed of its card."""
     total_tokens: int
 
     def seconds(self, mbit_s: int) -> float:
@@ -410,18 +461,14 @@ def forecast(manifest: Manifest, card: int) -> Forecast:
     stage_8bit = need_of(manifest, (ModuleId(largest),), DEFAULT_SLOTS, MomentType.EIGHT_BIT)
     parameters = parameter_bytes(parameter_shapes(manifest, ModuleId(largest))) // BYTES_PER_PARAMETER
     head = manifest.model.vocabulary * manifest.model.hidden
-    token_bytes = _token_bytes(manifest)
+    # A peer sends a hidden state one way and a gradient the other.
+    dtype = DType.BFLOAT16 if manifest.model.dtype == "bfloat16" else DType.FLOAT32
+    codecs = (Codec[name.upper()] for name in (manifest.codecs.activations, manifest.codecs.gradients))
+    sizes = (TensorSpec(manifest.hidden_shape, dtype, codec).byte_length for codec in codecs)
+    token_bytes = sum(sizes) / manifest.microbatch_tokens
     pseudo = TensorSpec((parameters,), DType.FLOAT32, Codec[manifest.codecs.pseudo_gradients.upper()])
     flops = ASSUMED_FLOPS[card >= LARGE_CARD]
     computed = flops / OPERATIONS / max(parameters, head)
     links = {mbit: min(computed, mbit * 1e6 / 8 / token_bytes) for mbit in LINKS_MBIT_S}
     total = manifest.training.schedule_tokens[1]
     return Forecast(data_node, stage, stage_8bit, token_bytes, 2 * pseudo.byte_length, links, computed, total)
-
-
-def _token_bytes(manifest: Manifest) -> float:
-    """Bytes that each peer sends for a token: a hidden state one way and a gradient the other."""
-    dtype = DType.BFLOAT16 if manifest.model.dtype == "bfloat16" else DType.FLOAT32
-    codecs = (Codec[name.upper()] for name in (manifest.codecs.activations, manifest.codecs.gradients))
-    sizes = (TensorSpec(manifest.hidden_shape, dtype, codec).byte_length for codec in codecs)
-    return sum(sizes) / manifest.microbatch_tokens

@@ -14,7 +14,7 @@ from node.model.moments import MomentType
 from node.network.reach_status import ReachMode
 
 if TYPE_CHECKING:
-    from node.doctor.finding import Finding
+    from node.doctor.examination import Finding
 
 _CHARACTERS: Final = 600
 _CHECK_WIDTH: Final = len("hivemind")
@@ -40,12 +40,10 @@ def doctor(
     log_dir: Annotated[Path | None, typer.Option(help="Folder for its event log.")] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
-    """Check this machine: versions, device, memory, disk, clock, ports, and how others reach it. Exits with 1 if a
-    check fails."""
+    """Check this machine: versions, device, memory, disk, clock, ports, reachability. Exits with 1 if a check fails."""
     announce("skipstone doctor: examining this machine", as_json=json)
     from node.context.options import default_identity_path, memory_limit_of
-    from node.doctor.examination import Patient, examine
-    from node.doctor.network_checks import Doorway
+    from node.doctor.examination import Doorway, Patient, examine
     from protocol.manifest.join_link import parse_link
 
     named = (("key", (identity or default_identity_path()).parent), ("checkpoints", checkpoint_dir), ("logs", log_dir))

@@ -36,9 +36,8 @@ TOKENIZER: Final = "tokenizer.json"
 TOKENIZER_CONFIG: Final = "tokenizer_config.json"
 
 FORMAT: Final = 1
-"""Of `skipstone.json`."""
 SHARD_BYTES: Final = 4 * 10**9
-"""Most that one file of parameters holds, unless a single parameter is larger; also what writing it takes in memory."""
+"""Largest file of parameters, and the memory that writing it takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +107,6 @@ def _file_name(number: int, count: int) -> str:
 Json = dict[str, Any]
 
 BYTES_END_OF_DOCUMENT: Final = "<|endoftext|>"
-"""How the byte tokenizer's 256 is written; in a text it stays 13 bytes (`split_special_tokens`)."""
 _ARCHITECTURES: Final = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",

@@ -12,8 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from node.checkpoint.folder import MANIFEST_NAME
-from node.checkpoint.gather import gather_modules
+from node.checkpoint.folder import MANIFEST_NAME, gather_modules
 from node.context.options import own_peer
 from node.data.documents import Documents
 from node.data.feed import held_out_microbatches, open_documents
@@ -21,9 +20,8 @@ from node.data.packing import Microbatch
 from node.data.places import NOTHING_TOLD, ToldPlaces, places, tokenizer_place
 from node.data.tokenizers import Tokenizer, open_tokenizer
 from node.experts.router import Router, load_router
-from node.export.exported_source import ExportedSource, is_exported
 from node.export.hugging_face import TOKENIZER
-from node.export.source import ModuleSource, Parameters, RoutedModel, routed_model
+from node.export.source import ExportedSource, ModuleSource, Parameters, RoutedModel, is_exported, routed_model
 from node.network.loss_report import WHOLE_MODEL, AskedPaths, held_out_loss, loss_report
 from protocol.manifest.join_link import is_link, parse_link
 from protocol.manifest.signing import SignedManifest
@@ -62,7 +60,6 @@ class OpenedModel:
 
     source: ModuleSource
     told: ToldPlaces = NOTHING_TOLD
-    """Where the person says that the run's text and tokenizer are; an export brings its tokenizer along."""
 
     @property
     def _own(self) -> bool:
@@ -94,17 +91,7 @@ def unwatched(module: ModuleId, done: int, total: int) -> None:
 async def open_model(
     target: str, on_progress: Callable[[ModuleId, int, int], None] = unwatched, told: ToldPlaces = NOTHING_TOLD
 ) -> AsyncIterator[OpenedModel]:
-    """Opens the model that `target` names, and closes it after the block.
-
-    Args:
-        target: A folder, or the link of a running swarm.
-        on_progress: Receives the module, downloaded bytes and all bytes.
-        told: Places of text and tokenizer that the person named.
-
-    Raises:
-        ConfigError: `target` is not a model.
-        SkipstoneError: The model cannot be used.
-    """
+    """Opens a folder or the link of a running swarm, for the length of a block. Raises ConfigError, SkipstoneError."""
     if is_link(target):
         from node.export.swarm_source import open_swarm  # brings in all of the network, which folders do without
 
@@ -146,12 +133,7 @@ async def evaluate_model(
     paths: AskedPaths = WHOLE_MODEL,
     told: ToldPlaces = NOTHING_TOLD,
 ) -> dict[str, Any]:
-    """Mean loss over held-out text as a `loss_report`.
-
-    Raises:
-        ConfigError: There is no model or text, or the run has fewer stages.
-        ManifestError, CorruptSnapshot, StateError: The model is damaged or incomplete.
-    """
+    """Mean held-out loss as a `loss_report`. Raises ConfigError, ManifestError, CorruptSnapshot, StateError."""
     async with open_model(target, told=told) as opened:
         manifest, model = opened.source.signed.manifest, await routed_model(opened.source, device)
         subsets, documents = paths.of(manifest), await opened.documents()

@@ -1,28 +1,33 @@
-"""The source of a run's modules: the seam between reading a model and whatever it is read from."""
+"""Sources of a run's modules, decoders made from them, and an exported folder as a source."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Final, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from node.experts.router import DocumentRouter, Router, document_router
+from node.checkpoint.folder import opened_tensors
+from node.experts.router import DocumentRouter, Router, document_router, load_router
+from node.export.hugging_face import CONFIG, FORMAT, MANIFEST, ORIGIN, model_config, module_file, shard_files
 from node.model.decoder import Decoder, decoder_bytes
-from node.model.shapes import parameter_bytes, parameter_shapes
-from protocol.manifest.manifest import Manifest
-from protocol.manifest.signing import SignedManifest
+from node.model.initialization import digest_of_tensors
+from node.model.shapes import Shape, parameter_bytes, parameter_shapes
+from protocol.manifest.manifest import MAX_MANIFEST_BYTES, Manifest
+from protocol.manifest.signing import SignedManifest, read_signed_manifest
 from swarm.experts.routes import best_route, module_at, name_of_route, served_route
-from swarm.vocabulary.errors import ConfigError, ResourceExhausted, StateError
-from swarm.vocabulary.types import ModuleId, Route
+from swarm.vocabulary.errors import ConfigError, CorruptSnapshot, ResourceExhausted, StateError
+from swarm.vocabulary.types import ModuleId, Route, RunId
 
 Parameters = Mapping[str, Tensor]
-"""Float32, by the names of the whole model (`model.layers.5.mlp.up_proj.weight`)."""
+"""Float32, by the names of the whole model."""
 
 
 class ModuleSource(Protocol):
@@ -31,20 +36,16 @@ class ModuleSource(Protocol):
     @property
     def modules(self) -> tuple[ModuleId, ...]:
         """Those that can be asked for: of an exported path its own, else all of the run."""
-        ...
 
     @property
     def signed(self) -> SignedManifest:
         """The run's manifest, its signature checked."""
-        ...
 
     async def router(self) -> Router | None:
         """The run's router; None if the manifest names none. Raises SkipstoneError."""
-        ...
 
     async def module(self, module: ModuleId) -> Parameters:
         """The module's parameters, float32, on the CPU. Use `checked_module`. Raises SkipstoneError."""
-        ...
 
 
 async def checked_module(source: ModuleSource, module: ModuleId) -> Parameters:
@@ -55,13 +56,7 @@ async def checked_module(source: ModuleSource, module: ModuleId) -> Parameters:
 
 
 async def read_decoder(source: ModuleSource, device: torch.device, route: Route | None = None) -> Decoder:
-    """Reads the whole model, or one path of a run with experts (None: the only one), onto the device.
-
-    Raises:
-        ConfigError: The path is ambiguous or missing.
-        ResourceExhausted: The model is larger than this machine's memory.
-        StateError: See `checked_module`.
-    """
+    """Reads the whole model or one path onto the device. Raises ConfigError, ResourceExhausted, StateError."""
     manifest, modules = source.signed.manifest, path_modules(source, route)
     require_memory(manifest, modules)
     parameters: dict[str, Tensor] = {}
@@ -145,7 +140,6 @@ class RoutedModel:
     def __init__(self, source: ModuleSource, device: torch.device, router: DocumentRouter | None) -> None:
         self._source, self._device, self._router = source, device, router
         self._read: dict[ModuleId, dict[str, Tensor]] = {}
-        """On the device: of the modules of all paths so far."""
 
     @property
     def modules_read(self) -> tuple[ModuleId, ...]:
@@ -196,3 +190,150 @@ async def model_on_path(
         return RoutedModel(source, device, None), parse_path(path, source.signed.manifest.stages.count)
     model = await routed_model(source, device)
     return model, model.route_of(prompt)
+
+
+def check_header(file: Path, wanted: Mapping[str, Shape]) -> None:
+    """Compares the file's header with the wanted shapes. Raises CorruptSnapshot, StateError."""
+    with opened_tensors(file) as opened:
+        there = set(opened.keys())
+        for name, shape in wanted.items():
+            if name not in there:
+                raise StateError(f"{file} has no parameter {name}")
+            header = opened.get_slice(name)
+            found = tuple(header.get_shape())
+            if found != shape or header.get_dtype() != "F32":
+                raise StateError(
+                    f"{file} is not of this run's model: {name} is {header.get_dtype()} {found}, not F32 {shape}"
+                )
+
+
+_MAX_JSON_BYTES: Final = 1 << 20
+_MAX_SHARDS: Final = 99_999
+_LEFT_TO_THE_TOKENIZER: Final = {"bos_token_id", "eos_token_id"}
+
+
+class ExportedSource:
+    """`ModuleSource` of an exported folder. Raises ConfigError, ManifestError, StateError, CorruptSnapshot."""
+
+    def __init__(self, path: Path) -> None:
+        origin = _read_json(path / ORIGIN)
+        if origin.get("format") != FORMAT or not isinstance(origin.get("run"), str):
+            raise StateError(
+                f"{path / ORIGIN} is of a format that this version does not know", hint="Export the model again."
+            )
+        self.signed: SignedManifest = read_signed_manifest(
+            _read(path / MANIFEST, MAX_MANIFEST_BYTES), RunId(origin["run"])
+        )
+        by_module = origin.get("shards") == 0
+        if not by_module:
+            _check_config(path / CONFIG, self.signed)
+        self._path = path
+        self.modules = _modules_in(path, origin, self.signed.manifest)
+        self._digests = _digests(path, origin)
+        self._files = None if by_module else _files_by_parameter(path, origin)
+        for module in self.modules:
+            for file, shapes in self._by_file(module).items():
+                check_header(file, shapes)
+
+    async def router(self) -> Router | None:
+        return await asyncio.to_thread(load_router, self._path / MANIFEST, self.signed.manifest)
+
+    async def module(self, module: ModuleId) -> Parameters:
+        return await asyncio.to_thread(self._read_module, module)
+
+    def _read_module(self, module: ModuleId) -> Parameters:
+        tensors: dict[str, Any] = {}
+        for file, shapes in self._by_file(module).items():
+            with opened_tensors(file) as opened:
+                tensors |= {name: opened.get_tensor(name) for name in shapes}
+        if digest_of_tensors(tensors).hex() != self._digests.get(str(module)):
+            files = ", ".join(sorted(file.name for file in self._by_file(module)))
+            raise CorruptSnapshot(
+                (
+                    f"{self._path}: module {module} is not what was exported; {files} or {ORIGIN} has been changed "
+                    "or damaged"
+                ),
+                hint="Export the model again, or copy the folder again from where it came.",
+            )
+        return tensors
+
+    def _by_file(self, module: ModuleId) -> dict[Path, dict[str, Shape]]:
+        files: dict[Path, dict[str, Shape]] = {}
+        if self._files is None:
+            return {self._path / module_file(module): dict(parameter_shapes(self.signed.manifest, module))}
+        for name, shape in parameter_shapes(self.signed.manifest, module).items():
+            if name not in self._files:
+                raise StateError(
+                    f"{self._path} is not a whole model: no file has parameter {name} of module {module}",
+                    hint="Export the model again, or copy the missing file.",
+                )
+            files.setdefault(self._files[name], {})[name] = shape
+        return files
+
+
+def _modules_in(path: Path, origin: Mapping[str, Any], manifest: Manifest) -> tuple[ModuleId, ...]:
+    """The modules of which the folder says to have them, one a stage at least."""
+    named = _digests(path, origin)
+    modules = tuple(module for module in manifest.modules() if str(module) in named)
+    if {module.stage for module in modules} != set(range(manifest.stages.count)):
+        raise StateError(f"{path / ORIGIN}: modules must have one of each stage at least", hint="Export it again.")
+    return modules
+
+
+def is_exported(path: Path) -> bool:
+    """Whether the folder was written by `skipstone export`."""
+    return (path / ORIGIN).is_file()
+
+
+def _files_by_parameter(path: Path, origin: Mapping[str, Any]) -> dict[str, Path]:
+    count = origin.get("shards")
+    if not isinstance(count, int) or not 1 <= count <= _MAX_SHARDS:
+        raise StateError(f"{path / ORIGIN}: shards must be a number from 1 to {_MAX_SHARDS}")
+    found: dict[str, Path] = {}
+    for file in shard_files(count):
+        with opened_tensors(path / file) as opened:
+            found |= dict.fromkeys(opened.keys(), path / file)
+    return found
+
+
+def _digests(path: Path, origin: Mapping[str, Any]) -> Mapping[str, Any]:
+    digests = origin.get("modules")
+    if not isinstance(digests, dict):
+        raise StateError(f"{path / ORIGIN}: modules must be the digest of each module")
+    return digests
+
+
+def _check_config(file: Path, signed: SignedManifest) -> None:
+    """`transformers` goes by the config and we by the manifest; they must not be two models."""
+    found, wanted = _read_json(file), model_config(signed.manifest, end_of_document=0)
+    for key in wanted.keys() - _LEFT_TO_THE_TOKENIZER:
+        if found.get(key) != wanted[key]:
+            raise StateError(
+                f"{file}: {key} is {str(found.get(key))[:80]}, the run's manifest has {wanted[key]}",
+                hint="Export the model again; a changed config.json is another model than the run's.",
+            )
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    text = _read(file, _MAX_JSON_BYTES)
+    try:
+        table = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CorruptSnapshot(f"{file} is not JSON: {error}") from None
+    if not isinstance(table, dict):
+        raise CorruptSnapshot(f"{file} is not a JSON object")
+    return table
+
+
+def _read(file: Path, limit: int) -> bytes:
+    try:
+        with file.open("rb") as opened:
+            text = opened.read(limit + 1)
+    except OSError as error:
+        raise ConfigError(
+            f"{file.parent} is not a whole export: {file.name} cannot be read: {error.strerror}",
+            hint="Name a folder that `skipstone export` has written.",
+        ) from None
+    if len(text) > limit:
+        raise CorruptSnapshot(f"{file} is longer than {limit} bytes")
+    return text

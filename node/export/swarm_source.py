@@ -1,7 +1,4 @@
-"""A running swarm as a source of modules: agreed parameters, fetched from several replicas.
-
-Each module is that of its own last round. Every chunk is checked against the announced digest.
-"""
+"""A running swarm as a source of modules: each is that of its own last round, checked against the announced digest."""
 
 from __future__ import annotations
 
@@ -12,8 +9,6 @@ from contextlib import asynccontextmanager
 from typing import Final
 
 from node.averaging.anchor.anchor import tensors_of
-from node.averaging.anchor.layout import Layout, layout_of
-from node.averaging.anchor.shared_vector import SharedVector
 from node.averaging.state_sync.download import StateDownloads
 from node.averaging.state_sync.partial_state import STATE_CODECS, FreshSpace
 from node.experts.router import Router
@@ -21,8 +16,8 @@ from node.export.source import Parameters
 from node.model.shapes import parameter_bytes, parameter_shapes
 from node.network.peer_files import fetch_router
 from node.network.session import NetworkSession, visit
+from node.start.cut_model import module_layout
 from protocol.manifest.join_link import JoinLink
-from protocol.manifest.manifest import Manifest
 from protocol.manifest.signing import SignedManifest
 from swarm.averaging.schedule import choose_version
 from swarm.vocabulary.errors import NoQuorum, Stalled, Unreachable
@@ -31,15 +26,12 @@ from swarm.vocabulary.types import AnchorVersion, ModuleId, PeerId
 log = logging.getLogger(__name__)
 
 Progress = Callable[[ModuleId, int, int], None]
-"""Told which module is being fetched, bytes here of all modules, and bytes in all."""
+"""The module, bytes fetched of all modules, and all bytes."""
 
 PATIENCE_S: Final = 30.0
-"""How long to look for the run, and for a state of each module on which its replicas agree."""
 ATTEMPTS: Final = 4
-"""At a module; its replicas may have gone on to later rounds before the download began."""
 PAUSE_S: Final = 0.3
 NEWS_S: Final = 2.5
-"""After a failed attempt: by then the replicas have told again where they stand."""
 
 
 class SwarmSource:
@@ -50,23 +42,25 @@ class SwarmSource:
         self.signed = signed
         self.modules = manifest.modules()
         self.versions: dict[ModuleId, AnchorVersion] = {}
-        """Of the modules that have been fetched."""
         self._session = session
         self._on_progress = on_progress
         self._here: dict[ModuleId, int] = {}
         self._downloads: dict[ModuleId, StateDownloads] = {}
-        """Of the modules that were asked for."""
 
     async def router(self) -> Router | None:
         """Fetches the router. Raises Unreachable when nobody gives it."""
         return await fetch_router(self._session, self.signed.manifest, PATIENCE_S)
 
     async def module(self, module: ModuleId) -> Parameters:
-        """Fetches the module's parameters. Raises as `agreed`, and NoQuorum or Stalled when the donors are gone or give
-        nothing.
-        """
+        """Fetches the module's parameters. Raises as `agreed`, NoQuorum, Stalled."""
         if module not in self._downloads:
-            self._downloads[module] = self._download(self.signed.manifest, module)
+            self._downloads[module] = StateDownloads(
+                self._session,
+                module,
+                FreshSpace(module_layout(self.signed.manifest, module)),
+                STATE_CODECS[self.signed.manifest.codecs.state],
+                on_progress=lambda done, total: self._came(module, done),
+            )
         for attempt in range(1, ATTEMPTS + 1):
             version, donors = await self.agreed(module)
             try:
@@ -79,7 +73,8 @@ class SwarmSource:
                     ) from None
                 await asyncio.sleep(NEWS_S)
             else:
-                return self._fetched(module, version, vector)
+                self.versions[module] = version
+                return tensors_of(module_layout(self.signed.manifest, module), vector)
         raise AssertionError("the last attempt returns or raises")
 
     async def agreed(
@@ -97,39 +92,18 @@ class SwarmSource:
                 )
             await asyncio.sleep(PAUSE_S)
 
-    def _download(self, manifest: Manifest, module: ModuleId) -> StateDownloads:
-        space = FreshSpace(_layout(manifest, module))
-        codecs = STATE_CODECS[manifest.codecs.state]
-        return StateDownloads(
-            self._session, module, space, codecs, on_progress=lambda done, total: self._came(module, done)
-        )
-
     def _came(self, module: ModuleId, done: int) -> None:
         self._here[module] = done
         manifest = self.signed.manifest
         total = sum(parameter_bytes(parameter_shapes(manifest, each)) for each in self._downloads)
         self._on_progress(module, sum(self._here.values()), total)
 
-    def _fetched(self, module: ModuleId, version: AnchorVersion, vector: SharedVector) -> Parameters:
-        self.versions[module] = version
-        return tensors_of(_layout(self.signed.manifest, module), vector)
-
-
-def _layout(manifest: Manifest, module: ModuleId) -> Layout:
-    """Layout of the module's anchor."""
-    return layout_of(parameter_shapes(manifest, module), manifest.training.fragments)
-
 
 @asynccontextmanager
 async def open_swarm(
     link: JoinLink, on_progress: Progress, patience_s: float = PATIENCE_S
 ) -> AsyncIterator[SwarmSource]:
-    """Visits the swarm as a source of its modules, after a check that every needed module is available.
-
-    Raises:
-        Unreachable: No peer gave the manifest, or a module has no replica.
-        NoQuorum: See `state_to_take`.
-    """
+    """Visits the swarm, after a check that every needed module is available. Raises Unreachable, NoQuorum."""
     async with visit(link) as session:
         signed = await session.fetch_manifest(patience_s)
         modules = signed.manifest.modules()
@@ -156,15 +130,7 @@ async def _look_around(session: NetworkSession, modules: Sequence[ModuleId], pat
 def state_to_take(
     module: ModuleId, announced: Mapping[PeerId, AnchorVersion], inner_steps: int, *, is_model: bool = False
 ) -> tuple[AnchorVersion, tuple[PeerId, ...]]:
-    """The agreed state of a module, and the replicas that hold it.
-
-    Args:
-        is_model: The state before the first round counts too, because the run starts from an existing model.
-
-    Raises:
-        Unreachable: There is no replica.
-        NoQuorum: Replicas disagree, or have not had a round yet.
-    """
+    """The agreed state of a module, and its replicas; `is_model` accepts round 0. Raises Unreachable, NoQuorum."""
     if not announced:
         raise Unreachable(
             f"nobody serves module {module}", hint="Try again when `skipstone status` shows a peer for every stage."

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,10 +16,10 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from node.checkpoint.folder import Storage
 from node.data.tokenizers import FileTokenizer, open_tokenizer, tokenizer_bytes
 from node.experts.router import router_file
 from node.export import hugging_face as layout
-from node.export.exported_source import is_exported
 from node.export.hugging_face import (
     BYTES_END_OF_DOCUMENT,
     byte_tokenizer,
@@ -28,7 +27,7 @@ from node.export.hugging_face import (
     model_config,
     tokenizer_config,
 )
-from node.export.source import ModuleSource, checked_module, path_modules
+from node.export.source import ModuleSource, checked_module, is_exported, path_modules
 from node.model.initialization import digest_of_tensors
 from node.model.shapes import parameter_bytes
 from protocol.manifest.manifest import Manifest
@@ -45,9 +44,7 @@ class Export:
     path: Path
     run: str
     files: int
-    """Of parameters."""
     size_bytes: int
-    """Of the parameters."""
 
 
 async def export(
@@ -59,18 +56,7 @@ async def export(
     replace: bool = False,
     shard_bytes: int = layout.SHARD_BYTES,
 ) -> Export:
-    """Writes the model to `target`, with one module and one shard in memory at a time.
-
-    Args:
-        target: An empty or missing folder, or an older export if `replace`.
-        tokenizer_file: None for bytes.
-        route: Path of a run with experts; None for the only one.
-        shard_bytes: Largest file of parameters.
-
-    Raises:
-        ConfigError: The target is in use, or the path or the tokenizer is missing.
-        StateError: A module is not of this model, or the folder could not be written; nothing is left of it.
-    """
+    """Writes the model to `target`, one module and one shard in memory at a time. Raises ConfigError, StateError."""
     manifest = source.signed.manifest
     modules = path_modules(source, route)
     require_free(target, replace=replace)
@@ -121,6 +107,11 @@ async def _finish(
     await asyncio.to_thread(_make_durable, folder)
 
 
+def _make_durable(folder: Path) -> None:
+    for path in (*folder.iterdir(), folder):
+        Storage().sync(path)
+
+
 def require_free(target: Path, *, replace: bool) -> None:
     """Raises ConfigError unless the target is free, or an older export that may be replaced."""
     if not target.exists() and not target.is_symlink():
@@ -162,7 +153,7 @@ def _take_place(beside: Path, target: Path) -> None:
         if older is not None:
             older.rename(target)
         raise
-    _flush(target.parent)
+    Storage().sync(target.parent)
     if older is not None:
         shutil.rmtree(older, ignore_errors=True)
 
@@ -182,16 +173,13 @@ async def _write_parameters(
         while to_write and to_write[0].shapes.keys() <= waiting.keys():
             shard = to_write.pop(0)
             tensors = {name: waiting.pop(name).contiguous() for name in shard.shapes}
-            await asyncio.to_thread(_write_shard, folder, shard.file, tensors)
+            mode = (folder / layout.CONFIG).stat().st_mode
+            await asyncio.to_thread(_write_tensors, folder / shard.file, tensors, mode)
     return digests
 
 
-def _write_shard(folder: Path, name: str, tensors: dict[str, Tensor]) -> None:
-    """Writes a shard, readable like the other files: safetensors would restrict it to the owner."""
-    _write_tensors(folder / name, tensors, (folder / layout.CONFIG).stat().st_mode)
-
-
 def _write_tensors(file: Path, tensors: dict[str, Tensor], mode: int) -> None:
+    """Writes a shard, readable like the other files: safetensors would restrict it to the owner."""
     save_file(tensors, file, metadata={"format": "pt"})
     file.chmod(mode)
 
@@ -215,18 +203,3 @@ def _write_tokenizer(folder: Path, manifest: Manifest, file: Path | None) -> Non
 
 def _write_json(file: Path, table: Mapping[str, Any]) -> None:
     file.write_text(json.dumps(table, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def _make_durable(folder: Path) -> None:
-    for file in folder.iterdir():
-        _flush(file)
-    _flush(folder)
-
-
-def _flush(path: Path) -> None:
-    """fsync of a file or a folder."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -18,15 +18,16 @@ from node.averaging.anchor.local_replica import LocalReplica, anchor_of
 from node.averaging.anchor.outer_step import OuterRule, outer_rule, step_alone
 from node.checkpoint.folder import (
     CheckpointFolder,
+    Gathered,
+    Header,
     Problem,
     check_run,
+    read_state,
     remove_older,
     whole_snapshots,
     write_snapshot,
 )
-from node.checkpoint.gather import Gathered
 from node.checkpoint.saver import capture_module, restore_module
-from node.checkpoint.snapshot import Header, read_state
 from node.checkpoint.state import Agreed, DataState, ReplicaState
 from node.data.documents import Documents
 from node.data.feed import TrainingFeed, open_documents

@@ -17,8 +17,7 @@ from benchmarks.live_report import bootstrap, compared, figures, mean_in_flight,
 from benchmarks.live_swarm import CpuTimes, Seen, Trial
 from benchmarks.paths_live import earlier, parsed, trials
 from tests.e2e.emulated import Network, Spec
-from tests.e2e.flight_record import HOME, LAUNCHED, LOST, FlightMark, FlightWriter, read_flights
-from tests.e2e.small_run import write_text
+from tests.e2e.small_run import HOME, LAUNCHED, LOST, FlightMark, FlightWriter, read_flights, write_text
 
 WAYS = {"a": {"a": 0.0, "b": 0.1}, "b": {"a": 0.1, "b": 0.0}}
 GROUND = Ground((0, 1, 1, 2), (0.01, 0.1, 0.2, 0.05), (1.0,) * 4, ("a", "a", "b", "b"), WAYS)

@@ -35,7 +35,6 @@ READ_BY_BOTH = {
     "tmpfs",
     "volumes",
 }
-"""Keys of a service that we use and that docker-compose 1.29 and Compose v2 both know."""
 
 
 def compose(name: str) -> dict[str, Any]:

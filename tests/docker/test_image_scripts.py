@@ -1,5 +1,4 @@
-"""The scripts of the image, without an engine: what a container does before its node, and how it says whether the node
-is well."""
+"""The scripts of the image, without an engine."""
 
 from __future__ import annotations
 
@@ -29,7 +28,6 @@ ROOT = Path(__file__).parent.parent.parent
 ENTRYPOINT = ROOT / "docker" / "entrypoint.py"
 HEALTH_CHECK = ROOT / "docker" / "healthcheck.py"
 LONG_S = 20.0
-"""How long a test waits for what has to come; reached only when it fails."""
 LINK = "skipstone:run@peer"
 SKIPSTONE = f"""#!{sys.executable}
 # Stands for the command: says how it was called and lives on while standard input is open.
@@ -46,8 +44,6 @@ else:
 
 @asynccontextmanager
 async def node_at(identity_path: Path) -> AsyncIterator[int]:
-    """What the health check meets of a node: the door, and a port that wants certificates of its callers. Yields the
-    port."""
     credentials = make_credentials(Identity.create(identity_path), RunId("0" * 64))
     server = grpc.aio.server()
     keys = [(credentials.private_key_pem, credentials.certificate_pem)]
@@ -100,7 +96,6 @@ class Container:
         )
 
     def said(self) -> dict[str, str]:
-        """The next line of the command."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         assert line, f"it ended with {self.process.wait(LONG_S)}"

@@ -39,11 +39,10 @@ from swarm.vocabulary.types import Codec, MicrobatchId, PeerId, Reasoned
 from swarm.workload.microbatch_sizes import Size
 from swarm.workload.visit_cost import VisitCost
 from tests.e2e.emulated_paths import emulate_data_node
-from tests.e2e.flight_record import whole_lines
 from tests.e2e.late_frames import LateFrames
+from tests.e2e.small_run import whole_lines
 
 Written = Callable[[float, float], None]
-"""Hears of a computation: when it began, and its emulated seconds."""
 
 WRITE_EVERY_S = 0.1
 EMULATED_CHUNK_S = 0.002
@@ -51,43 +50,25 @@ EMULATED_CHUNK_S = 0.002
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """What is emulated."""
-
     forward_s: float
     network: str
-    """File with a `Network`. It may be written after the nodes were started, but before their first link."""
     backward_factor: float = 2.0
-    """A way back takes so many times as long as a way out. The same whether or not the graph was kept."""
     bytes_per_s: float | None = None
-    """Of each link; None for no limit."""
     weights_factor: float = 0.0
-    """So many of these ways out are for the weights' gradients, which a stage peer may put off."""
     puts_off: bool | None = None
-    """Whether it does; None for the node's own choice."""
     rule: str = OURS
-    """By which a data node chooses peers: one of `benchmarks.rule_planners.RULES`."""
     window: int | None = None
-    """Microbatches a data node has under way; None for the node's own choice."""
     slots: int | None = None
-    """Microbatches a hop holds; None for the node's own choice."""
     announced_factor: float = 1.0
-    """It says that it is so many times as fast as it is."""
     slowed: str | None = None
-    """File with the factor by which it is slower now; 1 while there is none."""
     flights: str | None = None
-    """File into which a data node writes what becomes of its microbatches (`tests/e2e/flight_record.py`)."""
     codec: str | None = None
-    """Of all microbatches; None for what the node chooses for each link."""
     computed: str | None = None
-    """File into which a stage peer writes when it began each computation, by the monotonic clock, and its emulated
-    seconds."""
     counts: str | None = None
-    """File into which the bytes of all frames that were sent so far are written, several times a second."""
     seed: int = 0
 
     @property
     def visit_s(self) -> float:
-        """Out and back."""
         return (1 + self.backward_factor) * self.forward_s
 
     def compute_s(self, work: Work) -> float:
@@ -97,7 +78,6 @@ class Spec:
         return factors[work] * self.forward_s
 
     def slower_by(self) -> float:
-        """The factor of this moment."""
         if self.slowed is None:
             return 1.0
         try:
@@ -111,11 +91,8 @@ class Spec:
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """Where the peers are, and how far apart."""
-
     region_of: dict[str, str]
     one_way_s: dict[str, dict[str, float]]
-    """From region to region, the same both ways."""
 
     def between(self, one: PeerId, other: PeerId) -> float:
         """0 to and from who has no place: somebody who only asks."""
@@ -124,7 +101,6 @@ class Network:
         return self.one_way_s[self.region_of[one]][self.region_of[other]]
 
     def write(self, path: Path) -> None:
-        """At once, so that nobody reads half of it."""
         half = path.with_suffix(".part")
         half.write_text(json.dumps(asdict(self)))
         half.rename(path)
@@ -136,9 +112,6 @@ class Network:
             return cls(**json.loads(path.read_text()))
         except OSError as error:
             raise ConfigError(f"network {path}: {error.strerror}") from None
-
-
-# ---- computing -------------------------------------------------------------------------------------------------------
 
 
 def slow_computing(spec: Spec) -> None:
@@ -185,16 +158,9 @@ def read_computed(path: Path) -> list[tuple[float, float]]:
 
 
 def lasting(
-    honestly: Callable[[Any, Job], Output],
-    seconds_of: Callable[[Job, int], float],
-    written: Written = _unwritten,
+    honestly: Callable[[Any, Job], Output], seconds_of: Callable[[Job, int], float], written: Written = _unwritten
 ) -> Callable[[Any, Job], Output]:
-    """A computation that takes as long as is said, or longer if it really does.
-
-    Args:
-        seconds_of: of a job, and how many visits' weight gradients were put off in it (0 or 1).
-        written: is told of each when it has ended.
-    """
+    """A computation that takes as long as is said, or longer if it really does."""
 
     def put_off(worker: object) -> int:
         return worker.deferred.visits if isinstance(worker, HopWorker) else 0
@@ -214,7 +180,6 @@ def _slow_weights(spec: Spec) -> Callable[[], float]:
     """Weight gradients that were put off take their emulated time, too, in chunks. Returns how long."""
     honestly = DeferredWeights._chunks
     slept: Counter[MicrobatchId] = Counter()
-    """Chunks. What was begun in idle time is gone on with in the step."""
 
     def weights_s() -> float:
         return spec.weights_factor * spec.forward_s * spec.slower_by()
@@ -232,9 +197,6 @@ def _slow_weights(spec: Spec) -> Callable[[], float]:
 
     DeferredWeights._chunks = chunks  # type: ignore[method-assign]
     return weights_s
-
-
-# ---- links -----------------------------------------------------------------------------------------------------------
 
 
 def slow_links(spec: Spec) -> None:
@@ -269,8 +231,6 @@ def _make_late(kind: Any, bytes_per_s: float | None) -> None:
 
 
 class SentBytes:
-    """Of all streams of this process."""
-
     total = 0
     file: Path | None = None
     written_at = 0.0
@@ -286,15 +246,10 @@ class SentBytes:
 
 
 def fix_codec(codec: Codec) -> None:
-    """One codec for everything, instead of the choice."""
     LinkCodecs.choose = lambda self, to, traffic: codec  # type: ignore[method-assign]
 
 
-# ---- starting --------------------------------------------------------------------------------------------------------
-
-
 def emulate(spec: Spec) -> None:
-    """Before the node starts."""
     slow_computing(spec)
     slow_links(spec)
     if spec.codec is not None:

@@ -26,7 +26,7 @@ from swarm.routing.planner import Planner
 from swarm.vocabulary.pipeline_messages import Purpose, Receipt
 from swarm.vocabulary.types import MicrobatchId, PeerId
 from swarm.vocabulary.types import Path as HopPath
-from tests.e2e.flight_record import HOME, LAUNCHED, LOST, FlightWriter
+from tests.e2e.small_run import HOME, LAUNCHED, LOST, FlightWriter
 
 
 class Listener(Protocol):
@@ -42,23 +42,13 @@ class Listener(Protocol):
 
 
 class FlightRecord:
-    """Writes what becomes of a data node's microbatches.
-
-    Args:
-        measured: how many visits have been measured so far.
-        planner: that must have chosen each path; None for the node's own.
-    """
+    """Writes what becomes of a data node's microbatches."""
 
     def __init__(self, writer: FlightWriter, measured: Callable[[], int], planner: RulePlanner | None) -> None:
         self._writer, self._measured, self._planner = writer, measured, planner
         self._flying: dict[MicrobatchId, HopPath] = {}
 
     def launched(self, microbatch: MicrobatchId, path: HopPath, now: float) -> None:
-        """Notes it.
-
-        Raises:
-            RuntimeError: another rule has chosen the path. Two arms by one rule were compared for a day before that.
-        """
         if self._planner is not None and (self._planner.chosen is None or path.hops != self._planner.chosen.hops):
             raise RuntimeError("the data node launches without asking the rule that is to be measured")
         self._flying[microbatch] = path
@@ -87,7 +77,6 @@ class _Visits:
 
 
 def count_visits() -> None:
-    """Counts what `MeasuredTimes.visited` is told."""
     honestly = MeasuredTimes.visited
 
     def visited(self: MeasuredTimes, peer: PeerId, seconds: float, queue: int = 0) -> None:

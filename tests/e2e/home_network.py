@@ -1,25 +1,119 @@
-"""A home behind a router with address translation, beside public hosts: all of it in network namespaces of this
-machine.
-
-Nothing is changed in the machine's own network, and nothing can be reached from outside or reaches out. The public
-addresses look like real ones, because what is meant for documentation (RFC 5737) or for homes is refused by miniupnpd
-and by libp2p.
-"""
+"""A home behind a router with address translation, beside public hosts."""
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+import json
 import os
 import shutil
 import subprocess
+import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Literal, TypeVar
 
 from node.local_swarm.setup import Place, node_command
-from tests.e2e.split_network import ip, why_no_namespaces
+from node.observability.event_json import event_from_json
+from node.observability.events import Event, Reach
+
+Side = Literal["a", "b"]
+_NETWORK = "10.91.0"
+
+
+def why_no_namespaces() -> str | None:
+    """Why this machine cannot do it; None when it can."""
+    if sys.platform != "linux":
+        return "network namespaces are a thing of Linux"
+    if shutil.which("ip") is None:
+        return "the `ip` command (iproute2) is not installed"
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    name = f"skipstone-{os.getpid()}-try"
+    try:
+        ip("netns", "add", name)
+        ip("-n", name, "link", "add", "name", "bridge0", "type", "bridge")
+    except subprocess.CalledProcessError as error:
+        return f"no network namespace or bridge can be made: {error.stderr.strip()}"
+    finally:
+        subprocess.run(("ip", "netns", "del", name), capture_output=True, check=False)
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class SplitNetwork:
+    """`sides` says where each node is, by index; both bridges and the cable between them are in the namespace `hub`."""
+
+    hub: str
+    sides: str
+
+    def place(self, index: int) -> Place:
+        return Place(host=_address(index), command=("ip", "netns", "exec", self._name(index), *node_command()))
+
+    def side(self, side: Side) -> list[int]:
+        return [index for index, where in enumerate(self.sides) if where == side]
+
+    def cut(self) -> None:
+        """Nothing gets through any more, and nobody is told."""
+        ip("-n", self.hub, "link", "set", "dev", "cable-a", "down")
+
+    def heal(self) -> None:
+        ip("-n", self.hub, "link", "set", "dev", "cable-a", "up")
+
+    def make(self) -> None:
+        """Raises subprocess.CalledProcessError."""
+        ip("netns", "add", self.hub)
+        self._in_hub("link", "add", "name", "cable-a", "type", "veth", "peer", "name", "cable-b")
+        for side in ("a", "b"):
+            self._in_hub("link", "add", "name", f"bridge-{side}", "type", "bridge")
+            self._in_hub("link", "set", "dev", f"bridge-{side}", "up")
+            self._plug_in(f"cable-{side}", f"bridge-{side}")
+        for index, side in enumerate(self.sides):
+            name = self._name(index)
+            ip("netns", "add", name)
+            self._in_hub("link", "add", "name", f"port{index}", "type", "veth", "peer", "name", "eth0", "netns", name)
+            self._plug_in(f"port{index}", f"bridge-{side}")
+            ip("-n", name, "address", "add", f"{_address(index)}/24", "dev", "eth0")
+            for device in ("lo", "eth0"):
+                ip("-n", name, "link", "set", "dev", device, "up")
+
+    def remove(self) -> None:
+        """Whatever of it is there. Devices go with their namespaces."""
+        for name in (*map(self._name, range(len(self.sides))), self.hub):
+            subprocess.run(("ip", "netns", "del", name), capture_output=True, check=False)
+
+    def _name(self, index: int) -> str:
+        return f"{self.hub}-{index}"
+
+    def _in_hub(self, *words: str) -> None:
+        ip("-n", self.hub, *words)
+
+    def _plug_in(self, device: str, bridge: str) -> None:
+        self._in_hub("link", "set", "dev", device, "master", bridge)
+        self._in_hub("link", "set", "dev", device, "up")
+
+
+@contextmanager
+def split_network(sides: str) -> Iterator[SplitNetwork]:
+    """Made, and removed at the end. `sides` is `a` or `b` for each node in order, such as "aabb"."""
+    network = SplitNetwork(f"skipstone-{os.getpid()}-{next(_counter)}", sides)
+    try:
+        network.make()
+        yield network
+    finally:
+        network.remove()
+
+
+def _address(index: int) -> str:
+    return f"{_NETWORK}.{index + 1}"
+
+
+def ip(*words: str) -> None:
+    subprocess.run(("ip", *words), check=True, capture_output=True, text=True)
+
 
 ROUTER_OUTSIDE = "25.0.0.1"
 HOME = "192.168.77.10"
@@ -114,7 +208,6 @@ class HomeNetwork:
         return ("ip", "netns", "exec", f"{self.name}-{where}")
 
     def mapped_ports(self) -> list[int]:
-        """Those of the router that lead into the home."""
         rules = subprocess.run(
             (*self.inside("router"), "nft", "list", "chain", "inet", "home", "mapped_in"),
             check=True,
@@ -198,7 +291,6 @@ class HomeNetwork:
 
 @contextmanager
 def home_network(public: int) -> Iterator[HomeNetwork]:
-    """Made, and removed at the end."""
     network = HomeNetwork(f"skipstone-{os.getpid()}-home{next(_counter)}", public)
     try:
         network.make()
@@ -209,3 +301,112 @@ def home_network(public: int) -> Iterator[HomeNetwork]:
 
 def _word(switch: bool) -> str:
     return "yes" if switch else "no"
+
+
+PATIENCE_S = 120.0
+
+Kind = TypeVar("Kind")
+
+
+@dataclass(eq=False)
+class WatchedNode:
+    seen: list[Event] = field(default_factory=list)
+    _news: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def read(self, stream: asyncio.StreamReader) -> None:
+        async for line in stream:
+            event = event_from_json(line)
+            if event is not None:
+                self.seen.append(event)
+                self._news.set()
+
+    async def until(self, kind: type[Kind], wanted: Callable[[Kind], bool] = lambda _: True) -> Kind:
+        async with asyncio.timeout(PATIENCE_S):
+            while True:
+                for event in self.seen:
+                    if isinstance(event, kind) and wanted(event):
+                        return event
+                self._news.clear()
+                await self._news.wait()
+
+    async def reached(self) -> Reach:
+        return await self.until(Reach)
+
+
+@asynccontextmanager
+async def node_at(
+    network: HomeNetwork, where: int | str, folder: Path, link: str, *, stage: int = 1, options: tuple[str, ...] = ()
+) -> AsyncIterator[WatchedNode]:
+    """A node in that place, which nobody has told an address; stopped in good order at the end."""
+    arguments = ("join", link, "--json", "--stop-on-eof", "--stage", str(stage), "--threads", "1", *options)
+    identity = ("--identity", str(folder / f"{where}.key"))
+    async with watched_node(*network.inside(where), *node_command(), *arguments, *identity) as node:
+        yield node
+
+
+@asynccontextmanager
+async def joined(folder: Path, name: str, target: str, *options: str) -> AsyncIterator[WatchedNode]:
+    """A node of this name on the loopback, with its key in the folder; stopped in good order at the end."""
+    words = ("join", target, "--identity", str(folder / f"{name}.key"), "--listen", "127.0.0.1", "--threads", "1")
+    told = ("--advertise", "127.0.0.1", "--json", "--stop-on-eof", "--yes")
+    async with watched_node(*node_command(), *words, *told, *options) as node:
+        yield node
+
+
+@asynccontextmanager
+async def watched_node(*command: str) -> AsyncIterator[WatchedNode]:
+    """A node that this command starts with `--json --stop-on-eof`; stopped in good order at the end."""
+    process = await asyncio.create_subprocess_exec(
+        *command, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env=environment()
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    node = WatchedNode()
+    reading = asyncio.create_task(node.read(process.stdout))
+    try:
+        yield node
+        process.stdin.close()
+        async with asyncio.timeout(PATIENCE_S):
+            await process.wait()
+        assert process.returncode == 0
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+        await reading
+
+
+async def asks(network: HomeNetwork, where: int | str, *arguments: str) -> tuple[int | None, dict[str, Any]]:
+    """What a command with `--json` says there, and its exit code."""
+    process = await asyncio.create_subprocess_exec(
+        *network.inside(where),
+        *node_command(),
+        *arguments,
+        "--json",
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env=environment(),
+    )
+    out, errors = await asyncio.wait_for(process.communicate(), PATIENCE_S)
+    assert b"Traceback" not in errors, errors.decode()
+    return process.returncode, json.loads(out)
+
+
+async def answering(network: HomeNetwork, link: str, reached: Reach) -> dict[str, Any]:
+    """What a visitor on a public host is told by the node at home; its record may need a moment to get around."""
+    addresses = [reached.address] if reached.address else []
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            _, status = await asks(network, 1, "status", link)
+            found = [peer for peer in status["peers"] if peer["peer"] == reached.peer]
+            if found and found[0]["answered"] and found[0]["addresses"] == addresses:
+                return dict(found[0])
+
+
+def finding(report: dict[str, Any], check: str) -> dict[str, str]:
+    return next(line for line in report["checks"] if line["check"] == check)
+
+
+def environment() -> dict[str, str]:
+    packages = str(Path(__file__).parents[2])
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (packages, os.environ.get("PYTHONPATH"))))}

@@ -15,31 +15,20 @@ from tests.e2e.round_watch import watching
 from tests.e2e.striking import MODULE, STAGE
 
 HONEST = 3
-"""Replicas, besides the liar."""
 LIAR = 1 + HONEST
-"""Its index: the last one."""
 EVAL_S = 120.0
 TRAINING_S = 900.0
 FEWEST = 3
-"""Rounds with a liar that is at work."""
 
 
 @dataclass(frozen=True, slots=True)
 class Company:
-    """What the honest replicas went through."""
-
     rounds: int
-    """That were committed after the liar had something to contribute."""
     with_liar: int
-    """Those with its update in them."""
     attempts: float
-    """At a round, on average."""
     digests: dict[int, set[str]]
-    """Of the honest replicas, by round."""
     loss: float
-    """Held out, after the tokens that were asked for."""
     ends: dict[int, int]
-    """Exit codes."""
 
 
 def liar_among(kind: str) -> Places:
@@ -79,7 +68,6 @@ def liar_at_work(swarm: LocalSwarm) -> bool | None:
 
 
 async def held_out_loss(link: str, microbatches: int) -> float:
-    """Asked as a person would."""
     arguments = ("-m", "node", "eval", link, "--microbatches", str(microbatches), "--json")
     asked = await asyncio.create_subprocess_exec(sys.executable, *arguments, stdout=asyncio.subprocess.PIPE)
     async with asyncio.timeout(EVAL_S):

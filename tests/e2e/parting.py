@@ -9,14 +9,13 @@ from pathlib import Path
 from node.local_swarm.local_swarm import LocalSwarm
 from node.observability.events import PeerChange, RoundCommitted
 from protocol.manifest.manifest import Manifest
+from tests.e2e.home_network import SplitNetwork
 from tests.e2e.round_watch import LogTail, RoundWatch
 from tests.e2e.small_run import small_run
-from tests.e2e.split_network import SplitNetwork
 from tests.e2e.striking import replicas_of
 
 ROUNDS_APART = 5
 TWO_AND_TWO = "aaabbb"
-"""Where the six nodes are. The first and the fourth are data nodes, so that each side can go on."""
 THREE_AND_ONE = "aaabab"
 
 
@@ -27,20 +26,13 @@ def parted_run(text: Path, inner_steps: int = 10) -> Manifest:
 
 @dataclass(frozen=True, slots=True)
 class Parted:
-    """What came of it."""
-
     sides: tuple[frozenset[str], frozenset[str]]
     before: int
-    """The round of all before the cut."""
     apart: tuple[int, int]
-    """How many rounds each side made alone."""
     apart_s: float
     contact_s: float
-    """From the healing to the first link across between two of the replicas."""
     together_s: float
-    """From the healing to the first round that all have committed together."""
     rounds_after: int
-    """From the leading side's round at the first link to that round."""
 
 
 async def part(swarm: LocalSwarm, watch: RoundWatch, network: SplitNetwork, logs: Path) -> Parted:

@@ -23,7 +23,6 @@ def by_the_ring(
 
 
 def zero(below: int) -> int:
-    """In place of a random number."""
     return 0
 
 

@@ -1,5 +1,4 @@
-"""Watches the rounds of a swarm of real processes: when each replica came to stand where, and how far an exchange
-is."""
+"""Watches the rounds of a swarm of real processes."""
 
 from __future__ import annotations
 
@@ -28,9 +27,7 @@ from node.observability.events import (
 )
 
 PATIENCE_S = 240.0
-"""A bound for what should take seconds: it ends a run that hangs, and says nothing about speed."""
 LOOK_S = 0.001
-"""Between two looks at the logs."""
 
 Found = TypeVar("Found")
 Kind = TypeVar("Kind", RoundProgress, PeerChange, RoundCommitted, Completed)
@@ -38,10 +35,7 @@ Kind = TypeVar("Kind", RoundProgress, PeerChange, RoundCommitted, Completed)
 
 @dataclass(frozen=True, slots=True)
 class Stand:
-    """A replica holds an anchor from now on."""
-
     at: float
-    """Monotonic seconds, as its word reached us."""
     event: RoundCommitted | CaughtUp | Restored
 
     @property
@@ -61,7 +55,6 @@ class RoundWatch:
     module: str
     stands: list[Stand] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
-    """Of all data nodes' steps."""
     _news: asyncio.Event = field(default_factory=asyncio.Event)
 
     def take(self, event: Event) -> None:
@@ -73,7 +66,6 @@ class RoundWatch:
         self._news.set()
 
     async def until(self, find: Callable[[], Found | None], patience_s: float = PATIENCE_S) -> Found:
-        """What `find` finds, asked again after each event."""
         async with asyncio.timeout(patience_s):
             while (found := find()) is None:
                 self._news.clear()
@@ -81,16 +73,12 @@ class RoundWatch:
         return found
 
     async def loss_below(self, wanted: float) -> None:
-        """Until the median of the last ten steps is. However slow the machine was: replicas that find each other late
-        have each stepped alone, and what they hold together at first is worth little."""
         await self.until(lambda: True if median(self.losses[-10:] or [math.inf]) < wanted else None)
 
     def holding(self) -> dict[str, Stand]:
-        """Where each replica stands now."""
         return {stand.peer: stand for stand in self.stands}
 
     def round_of(self, peer: str) -> int:
-        """0 before its first."""
         stand = self.holding().get(peer)
         return 0 if stand is None else stand.event.round
 
@@ -153,8 +141,7 @@ async def watching(swarm: LocalSwarm, module: str) -> AsyncIterator[RoundWatch]:
 
 
 class LogTail(Generic[Kind]):
-    """Follows the event logs in a folder, for what only they tell: how far an exchange is, whose link it is that has
-    come up, and which microbatches have come home."""
+    """Follows the event logs in a folder, for what only they tell."""
 
     def __init__(self, folder: Path, kind: type[Kind]) -> None:
         self._folder = folder
@@ -176,13 +163,11 @@ class LogTail(Generic[Kind]):
         return found
 
     async def until(self, wanted: Callable[[str, Kind], bool]) -> None:
-        """Something like that is logged."""
         async with asyncio.timeout(PATIENCE_S):
             while not any(wanted(peer, event) for peer, event in self.read()):
                 await asyncio.sleep(LOOK_S)
 
     def skip(self) -> None:
-        """What has been written so far is of no interest."""
         while self.read():
             pass
 

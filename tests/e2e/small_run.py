@@ -4,16 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
+from typing import Final
 
+import numpy as np
+import torch
+
+from node.checkpoint.folder import CheckpointFolder, gather_modules
+from node.experts.router import BUCKETS, Router, StageTable, buckets, router_digest
 from node.local_swarm.local_swarm import LocalSwarm
 from node.observability.event_json import event_from_json
 from node.observability.events import Event, NodeStatus, NodeSummary, Step
-from protocol.manifest.manifest import Manifest, manifest_from_table
+from node.solo.trainer import CheckpointPlan, train_solo
+from node.start.cut_model import CutModel
+from protocol.identity.keys import Identity
+from protocol.manifest.manifest import Manifest, RoutingSection, manifest_from_table
+from protocol.manifest.signing import sign_manifest
 
 PATIENCE_S = 90.0
-"""A bound for what should take seconds: it ends a test that hangs, and says nothing about speed."""
 
 
 def small_run(
@@ -98,7 +110,6 @@ class Watch:
         self._events = swarm.events()
 
     async def until(self, wanted: Callable[[Event], bool]) -> Event:
-        """The next event that is wanted."""
         try:
             async with asyncio.timeout(PATIENCE_S):
                 async for event in self._events:
@@ -136,3 +147,110 @@ class Watch:
 
     def summaries(self) -> list[NodeSummary]:
         return [event for event in self.seen if isinstance(event, NodeSummary)]
+
+
+def solo_losses(
+    manifest: Manifest, folder: Path, steps: int, *, router: Router | None = None, start: CutModel | None = None
+) -> list[float]:
+    """The losses of so many steps, after which the state is saved in the folder."""
+    losses: list[float] = []
+    signed = sign_manifest(manifest, Identity.generate())
+    torch.set_num_threads(1)
+    train_solo(
+        manifest,
+        steps=steps,
+        device=torch.device("cpu"),
+        on_event=lambda event: losses.append(event.loss) if isinstance(event, Step) else None,
+        router=router,
+        start=start,
+        saves=CheckpointPlan(CheckpointFolder(folder, signed.run, signed.text)),
+    )
+    return losses
+
+
+def assert_same_parameters(manifest: Manifest, one: Path, other: Path) -> None:
+    swarms, solos = gather_modules(one).modules, gather_modules(other).modules
+    for module in manifest.modules():
+        ours, theirs = swarms[module], solos[module]
+        assert ours.keys() == theirs.keys()
+        for parameter, value in ours.items():
+            torch.testing.assert_close(
+                value, theirs[parameter], rtol=0, atol=1e-5, msg=lambda why, name=parameter: f"{name}: {why}"
+            )
+
+
+ALPHABETS: Final = ("abcdef", "ghijkl", "mnopqr", "stuvwx")
+OF_EACH: Final = 20
+DOCUMENT_BYTES: Final = 31
+
+
+def run_of_experts(folder: Path, experts: tuple[int, ...] = (2, 2)) -> tuple[Manifest, Router]:
+    """Writes equally many documents of each route, equally long, and makes a manifest and a router of them."""
+    folder.mkdir()
+    for route, letters in _letters(experts).items():
+        for number in range(OF_EACH):
+            words = "".join(letters[(number + k * k) % len(letters)] for k in range(DOCUMENT_BYTES))
+            (folder / f"{''.join(map(str, route))}{number:02}.txt").write_text(words)
+    router = _router_by_letters(experts)
+    manifest = small_run(folder, blocks=(0, *(1 for _ in experts)), inner_steps=4, attention="documents")
+    routing = RoutingSection(router=router_digest(router.to_bytes()), prefix=router.prefix)
+    changes = {
+        "stages": manifest.stages.model_copy(update={"experts": (1, *experts)}),
+        "data": manifest.data.model_copy(update={"held_out": 0.0}),
+        "routing": routing,
+    }
+    return manifest.model_copy(update=changes), router
+
+
+def _letters(experts: tuple[int, ...]) -> dict[tuple[int, ...], str]:
+    return dict(zip(product(*map(range, experts)), ALPHABETS, strict=True))
+
+
+def _router_by_letters(experts: tuple[int, ...]) -> Router:
+    """The router that sends each document to the route whose letters it has."""
+    entries = [np.zeros((count, BUCKETS), dtype=np.int8) for count in experts]
+    for route, letters in _letters(experts).items():
+        pairs = [[ord(one), ord(other)] for one in letters for other in letters]
+        found = np.concatenate([buckets(np.array(pair, dtype=np.int64)) for pair in pairs])
+        for stage, expert in enumerate(route):
+            entries[stage][expert, found] = 1
+    tables = (StageTable(of, np.zeros(len(of), dtype=np.int32), (1 / len(of),) * len(of)) for of in entries)
+    return Router(tuple(tables), prefix=16)
+
+
+LAUNCHED, HOME, LOST = "launched", "home", "lost"
+
+
+@dataclass(frozen=True, slots=True)
+class FlightMark:
+    at: float
+    kind: str
+    peers: tuple[str, ...]
+    measured: int
+
+
+class FlightWriter:
+    """Appends marks to a file; each is there as soon as it is written."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", buffering=1)
+
+    def write(self, kind: str, peers: tuple[str, ...], measured: int) -> None:
+        mark = FlightMark(time.monotonic(), kind, peers, measured)
+        self._file.write(json.dumps(asdict(mark), separators=(",", ":")) + "\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_flights(path: Path) -> list[FlightMark]:
+    """The marks that are there by now: none before the first, and not the one that is just being written."""
+    tables = map(json.loads, whole_lines(path))
+    return [FlightMark(table["at"], table["kind"], tuple(table["peers"]), table["measured"]) for table in tables]
+
+
+def whole_lines(path: Path) -> list[str]:
+    """The lines of a file that another process writes: none before it has begun, and not the one that is half there."""
+    if not path.exists():
+        return []
+    return [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]

@@ -15,14 +15,12 @@ from protocol.manifest.manifest import Manifest, manifest_from_table
 from tests.e2e.round_watch import LOOK_S, PATIENCE_S, LogTail, RoundWatch
 
 Role = Literal["member", "convener", "reducer"]
-"""`member` and `reducer` are the replicas that reduce the least and the most, the convener excepted."""
 MODULE = "1.0"
 STAGE = 1
 
 
 def heavy_run(text: Path, *, blocks: int, feed_forward: int = 4096, inner_steps: int = 4) -> Manifest:
-    """One stage that is much to exchange and little to compute: 3.3 million parameters a block, 16 tokens a
-    microbatch."""
+    """One stage that is much to exchange and little to compute."""
     return manifest_from_table(
         {
             "protocol": 2,
@@ -65,17 +63,13 @@ class Blow:
     round: int
     percent: int
     at: float
-    """Monotonic seconds."""
 
 
 class Striker:
-    """Waits for the moment and strikes."""
-
     def __init__(self, swarm: LocalSwarm, tail: LogTail[RoundProgress]) -> None:
         self._swarm = swarm
         self._tail = tail
         self._chunks: dict[str, int] = {}
-        """That each replica reduced in its last exchange."""
 
     async def strike(self, role: Role, percent: int, number: signal.Signals) -> Blow:
         """At the first round from now on in which somebody has this role, when it is so far."""
@@ -114,18 +108,12 @@ class Striker:
 
 @dataclass(frozen=True, slots=True)
 class Aftermath:
-    """Of one blow."""
-
     blow: Blow
     survivors: frozenset[str]
     commits_s: dict[str, float]
-    """Of each survivor: from the blow to its standing on that round's anchor."""
     attempts: int
-    """At that round, the most that a survivor knows of."""
     back_s: float | None
-    """From waking up to a commit together with all others; None for one that was killed."""
     caught_up: bool
-    """Whether the woken one said that it caught up."""
 
 
 async def see_it_through(swarm: LocalSwarm, watch: RoundWatch, blow: Blow, *, frozen: bool) -> Aftermath:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 from pathlib import Path
@@ -11,15 +12,32 @@ import pytest
 from typer.testing import CliRunner
 
 from node.__main__ import app
-from node.local_swarm.local_swarm import LocalSwarm
+from node.context.options import NodeOptions
+from node.local_swarm.local_swarm import STOP_LIMIT_S, LocalSwarm
 from node.local_swarm.setup import LocalSwarmOptions
-from node.observability.events import MicrobatchCounts, PeerChange, Resumed, Waiting
-from tests.e2e.small_run import Watch, small_run, write_text
+from node.observability.events import (
+    Event,
+    LastPeer,
+    MicrobatchCounts,
+    Move,
+    NodeStatus,
+    NodeSummary,
+    PeerChange,
+    Resumed,
+    Waiting,
+)
+from node.runtime.leave_socket import ask_to_leave, door_path
+from node.runtime.module_choice import NextModule
+from node.runtime.node import run_node
+from protocol.identity.keys import Identity
+from protocol.manifest.signing import sign_manifest
+from swarm.vocabulary.errors import ConfigError
+from swarm.vocabulary.types import ModuleId, Reasoned
+from tests.e2e.small_run import PATIENCE_S, Watch, small_run, write_text
 
 pytestmark = pytest.mark.e2e
 
 REPLICATED = 1
-"""The stage that has a second peer, the fifth of the swarm."""
 
 
 def _account(watch: Watch) -> MicrobatchCounts:
@@ -130,3 +148,144 @@ async def test_a_stage_without_peers_is_named_waited_for_and_goes_on(tmp_path: P
     assert counts.completed == 30 * manifest.microbatches_per_step
     assert counts.started == counts.completed + counts.abandoned
     assert counts.duplicated == 0
+
+
+def assert_nothing_lost(watch: Watch, completed: int, *, abandoned: bool = False) -> None:
+    """Everything that was started is complete, and every stage has learnt from each microbatch once."""
+    data = [summary for summary in watch.summaries() if summary.module == "0.0"]
+    assert len(data) == 1
+    counts = data[0].microbatches
+    assert counts.completed == completed
+    assert counts.started == counts.completed + counts.abandoned
+    assert counts.duplicated == 0
+    assert abandoned or not counts.abandoned
+    if not counts.abandoned:
+        for stage in (1, 2, 3):
+            replicas = [summary for summary in watch.summaries() if summary.module == f"{stage}.0"]
+            assert sum(summary.accumulated for summary in replicas) == completed, f"stage {stage}"
+
+
+@pytest.mark.parametrize("how", ["SIGTERM", pytest.param("leave", marks=pytest.mark.long)])
+async def test_a_replica_leaves_and_nothing_is_abandoned(tmp_path: Path, how: str) -> None:
+    manifest = small_run(write_text(tmp_path / "text"))
+    async with LocalSwarm(manifest, LocalSwarmOptions(peers=5, steps=40, threads=1)) as swarm:
+        watch = Watch(swarm)
+        await watch.under_way(swarm)
+        leaver = [peer for peer in swarm.peers if peer.stage == REPLICATED][-1]
+        if how == "leave":
+            await ask_to_leave(leaver.identity_path, STOP_LIMIT_S)
+        else:
+            swarm.terminate(leaver.index)
+        await watch.until(lambda event: isinstance(event, NodeSummary) and event.peer == leaver.peer)
+        async with asyncio.timeout(STOP_LIMIT_S):
+            while leaver.index not in swarm.ends:
+                await asyncio.sleep(0.05)
+        assert swarm.ends[leaver.index].exit_code == 0
+        assert not door_path(leaver.identity_path).exists()
+        await watch.to_the_end(swarm)
+    assert watch.states(leaver.peer)[-2:] == ["serving", "draining"]
+    assert_nothing_lost(watch, 40 * manifest.microbatches_per_step)
+
+
+@pytest.mark.long
+async def test_a_second_signal_ends_a_draining_node_at_once(tmp_path: Path) -> None:
+    manifest = small_run(write_text(tmp_path / "text"))
+    async with LocalSwarm(manifest, LocalSwarmOptions(peers=5, steps=20, threads=1)) as swarm:
+        watch = Watch(swarm)
+        await watch.under_way(swarm)
+        leaver = [peer for peer in swarm.peers if peer.stage == REPLICATED][-1]
+        swarm.terminate(leaver.index)
+        await watch.until(
+            lambda event: isinstance(event, NodeStatus) and event.peer == leaver.peer and event.state == "draining"
+        )
+        swarm.terminate(leaver.index)
+        await watch.to_the_end(swarm)
+    assert swarm.ends[leaver.index].exit_code == 128 + signal.SIGTERM
+    assert leaver.peer not in [summary.peer for summary in watch.summaries()]
+
+
+async def test_the_last_peer_of_a_module_is_told_so(tmp_path: Path) -> None:
+    manifest = small_run(write_text(tmp_path / "text"))
+    options = LocalSwarmOptions(peers=4, threads=1, checkpoint_dir=tmp_path / "saved")
+    async with LocalSwarm(manifest, options) as swarm:
+        watch = Watch(swarm)
+        await watch.step(3)
+        swarm.terminate(2)
+        said = await watch.until(lambda event: isinstance(event, LastPeer))
+        assert said == LastPeer(swarm.peers[2].peer, "2.0", str(tmp_path / "saved"))
+        await watch.until(lambda event: isinstance(event, NodeSummary) and event.module == "2.0")
+        assert any((tmp_path / "saved" / swarm.peers[2].peer).glob("state-*.json"))
+
+
+async def test_a_peer_moves_to_a_stage_that_has_lost_its_last_one(tmp_path: Path) -> None:
+    manifest = small_run(write_text(tmp_path / "text"))
+    async with LocalSwarm(manifest, LocalSwarmOptions(peers=5, threads=1, moving=True)) as swarm:
+        watch = Watch(swarm)
+        await watch.under_way(swarm)
+        swarm.kill(2, signal.SIGKILL)
+        await watch.until(lambda event: isinstance(event, Resumed) and event.module == "2.0")
+        moves = [event for event in watch.seen if isinstance(event, Move)]
+        assert [(move.module, move.target) for move in moves] == [("1.0", "2.0")]
+        assert "has no peer" in moves[0].reason
+        before = len(watch.losses())
+        await watch.until(lambda event: len(watch.losses()) > before + 3)
+        swarm.request_stop()
+        await watch.to_the_end(swarm)
+    assert watch.states(moves[0].peer)[-5:] == ["serving", "draining", "joining", "serving", "draining"]
+    assert [e.exit_code for index, e in sorted(swarm.ends.items()) if index != 2] == [0, 0, 0, 0]
+    completed = next(s.microbatches.completed for s in watch.summaries() if s.module == "0.0")
+    assert_nothing_lost(watch, completed, abandoned=True)
+
+
+class Told:
+    """Collects a node's events; `until` waits for a status."""
+
+    def __init__(self) -> None:
+        self.seen: list[Event] = []
+        self._news = asyncio.Event()
+
+    def emit(self, event: Event) -> None:
+        self.seen.append(event)
+        self._news.set()
+
+    async def until(self, module: str, state: str) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            while not any(isinstance(e, NodeStatus) and (e.module, e.state) == (module, state) for e in self.seen):
+                self._news.clear()
+                await self._news.wait()
+
+
+async def test_a_node_that_is_the_only_one_in_its_module_calls_its_move_off(tmp_path: Path) -> None:
+    """Whatever decides that it should move: it asks for other replicas, finds none, and goes on serving."""
+    path, identity = tmp_path / "run.toml", tmp_path / "identity.key"
+    path.write_bytes(sign_manifest(small_run(write_text(tmp_path / "text")), Identity.create(identity)).text)
+    options = NodeOptions(
+        link=None, manifest_path=path, identity_path=identity, stage="1", listen="127.0.0.1", device="cpu"
+    )
+    told, stop, asked = Told(), asyncio.Event(), asyncio.Event()
+
+    async def elsewhere() -> Reasoned[ModuleId]:
+        if asked.is_set():
+            await asyncio.Event().wait()
+        asked.set()
+        return Reasoned(ModuleId(2), "a test says so")
+
+    def moving(given: object) -> NextModule:
+        return elsewhere
+
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(run_node(options, told, stop, moving))
+        await told.until("1.0", "serving")
+        await asked.wait()
+        await ask_to_leave(identity, STOP_LIMIT_S)
+    assert stop.is_set()
+    assert not [event for event in told.seen if isinstance(event, Move)]
+    assert [e.state for e in told.seen if isinstance(e, NodeStatus)] == ["joining", "serving", "serving", "draining"]
+
+
+async def test_leave_without_a_node_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no node is running here"):
+        await ask_to_leave(tmp_path / "identity.key", 1.0)
+    door_path(tmp_path / "identity.key").write_text('{"port": 1, "secret": "of a node that was killed"}')
+    with pytest.raises(ConfigError, match="no node is running here"):
+        await ask_to_leave(tmp_path / "identity.key", 1.0)

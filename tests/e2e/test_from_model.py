@@ -11,8 +11,13 @@ from node.local_swarm.local_swarm import LocalSwarm
 from node.local_swarm.setup import LocalSwarmOptions
 from node.observability.events import CatchingUp
 from node.start.cut_model import open_start
-from tests.e2e.small_run import Watch, small_run, write_text
-from tests.e2e.solo_run import assert_same_parameters, solo_losses
+from tests.e2e.small_run import (
+    Watch,
+    assert_same_parameters,
+    small_run,
+    solo_losses,
+    write_text,
+)
 from tests.node.start.tiny_models import write_folder
 
 pytestmark = pytest.mark.e2e

@@ -13,8 +13,18 @@ import pytest
 
 from node.local_swarm.local_swarm import LocalSwarm
 from node.local_swarm.setup import LocalSwarmOptions
-from tests.e2e.home_network import HOME, ROUTER_OUTSIDE, HomeNetwork, home_network, why_no_home, why_no_mapping
-from tests.e2e.home_node import answering, asks, finding, node_at
+from tests.e2e.home_network import (
+    HOME,
+    ROUTER_OUTSIDE,
+    HomeNetwork,
+    answering,
+    asks,
+    finding,
+    home_network,
+    node_at,
+    why_no_home,
+    why_no_mapping,
+)
 from tests.e2e.small_run import Watch, small_run, write_text
 
 pytestmark = pytest.mark.e2e
@@ -29,7 +39,6 @@ def skip_unless_possible(*, mapping: bool) -> None:
 
 
 def calls(network: HomeNetwork, port: int) -> subprocess.CompletedProcess[str]:
-    """A public host connects to a port of the router."""
     command = (*network.inside(0), sys.executable, "-c", CALL, ROUTER_OUTSIDE, str(port))
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
@@ -39,10 +48,7 @@ def test_a_port_is_mapped_through_a_real_router_and_taken_back(tmp_path: Path, w
     skip_unless_possible(mapping=True)
     if way == "upnp" and importlib.util.find_spec("miniupnpc") is None:
         pytest.skip("miniupnpc is not installed (the extra `nat`)")
-    with (
-        home_network(1) as network,
-        network.mapping_router(tmp_path, upnp=way == "upnp", natpmp=way == "nat-pmp"),
-    ):
+    with home_network(1) as network, network.mapping_router(tmp_path, upnp=way == "upnp", natpmp=way == "nat-pmp"):
         command = (*network.inside("home"), sys.executable, "-m", "tests.e2e.map_port", way)
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as mapping:
             assert mapping.stdout is not None

@@ -17,16 +17,17 @@ from node.local_swarm.setup import LocalSwarmOptions, Place
 from node.observability.events import Abandoned
 from protocol.manifest.manifest import Manifest, manifest_from_table
 from tests.e2e.emulated import Network, Spec, status_of
-from tests.e2e.flight_record import HOME, read_flights
-from tests.e2e.small_run import PATIENCE_S, Watch, small_run, write_text
+from tests.e2e.small_run import HOME, PATIENCE_S, Watch, read_flights, small_run, write_text
 
 pytestmark = pytest.mark.e2e
 
 PEERS = 4
+
 FORWARD_S = 0.04
+
 TENSOR_BYTES = 4 * 2 * 32 * 32
+
 SLOW_BYTES_PER_S = 4 * TENSOR_BYTES
-"""A tensor as it is would take a quarter of a second, a visit 0.12."""
 
 
 def compressible(text: Path) -> Manifest:

@@ -1,5 +1,4 @@
-"""Newcomers that come at the same moment and are told no module: none sees where the others go, and in the end each
-expert is served."""
+"""Newcomers that come at the same moment and are told no module."""
 
 from __future__ import annotations
 
@@ -15,9 +14,9 @@ from node.experts.router import router_file
 from node.observability.events import Completed, NodeStatus
 from protocol.identity.keys import Identity
 from protocol.manifest.signing import sign_manifest
-from tests.e2e.home_node import WatchedNode, joined
+from tests.e2e.home_network import WatchedNode, joined
 from tests.e2e.round_watch import LogTail
-from tests.e2e.run_of_experts import run_of_experts
+from tests.e2e.small_run import run_of_experts
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(400)]
 
@@ -32,14 +31,12 @@ class OnOwnPath:
         self.routes: set[tuple[int, ...]] = set()
 
     def are_all(self, event: Completed) -> bool:
-        """Whether with this one all routes are among them."""
         if event.route is not None and [hop.partition("@")[0] for hop in event.hops] == [f"1.{event.route[0]}"]:
             self.routes.add(event.route)
         return len(self.routes) == EXPERTS
 
 
 def serves(node: WatchedNode) -> str | None:
-    """The module that a node has last said it serves."""
     said = [event.module for event in node.seen if isinstance(event, NodeStatus) and event.state == "serving"]
     return said[-1] if said else None
 

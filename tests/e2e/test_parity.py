@@ -18,9 +18,16 @@ from node.pipeline.admission import path_rules
 from protocol.manifest.manifest import Manifest
 from swarm.routing.stage_balance import ring_stages
 from swarm.vocabulary.types import PeerId
-from tests.e2e.run_of_experts import run_of_experts
-from tests.e2e.small_run import Watch, small_run, write_conversations, write_documents, write_text
-from tests.e2e.solo_run import assert_same_parameters, solo_losses
+from tests.e2e.small_run import (
+    Watch,
+    assert_same_parameters,
+    run_of_experts,
+    small_run,
+    solo_losses,
+    write_conversations,
+    write_documents,
+    write_text,
+)
 
 pytestmark = pytest.mark.e2e
 
@@ -65,13 +72,7 @@ async def test_a_swarm_of_conversations_equals_one_process(tmp_path: Path, atten
 
 
 async def test_a_swarm_that_skips_equals_one_process(tmp_path: Path) -> None:
-    """Each of four stages sees every second microbatch. With four in a step of stage 0, every second such step ends one
-    of all the others, and none of them steps while others of its microbatches are under way: what they see does not
-    depend on who is faster.
-
-    A data node's numbers begin anywhere, solo's at 0: for their choices to be the same, this data node begins at 0 too
-    and takes no lanes.
-    """
+    """Each of four stages sees every second microbatch."""
     manifest = small_run(write_text(tmp_path / "text"), blocks=(0, 1, 1, 1, 1), per_path=2, inner_steps=4)
     visited = [ring_stages(path_rules(manifest), number) for number in range(manifest.microbatches_per_step)]
     assert all(sum(stage in stages for stages in visited) == 2 for stage in range(1, 5))
@@ -80,9 +81,7 @@ async def test_a_swarm_that_skips_equals_one_process(tmp_path: Path) -> None:
 
 
 async def test_a_swarm_of_experts_equals_one_process(tmp_path: Path) -> None:
-    """Four kinds of documents, each a route of its own through two stages of two experts. Their microbatches take turns
-    strictly, so that every second step of stage 0 ends one of all the experts, and none of them steps while others of
-    its microbatches are under way."""
+    """Four kinds of documents, each a route of its own through two stages of two experts."""
     manifest, router = run_of_experts(tmp_path / "text")
     texts = TrainingFeed(manifest, open_documents(manifest, router=router), PeerId("a"))
     routes = [texts.next().route for _ in range(STEPS * manifest.microbatches_per_step)]
@@ -91,12 +90,8 @@ async def test_a_swarm_of_experts_equals_one_process(tmp_path: Path) -> None:
 
 
 async def _compare(
-    manifest: Manifest,
-    tmp_path: Path,
-    places: Places = everywhere_here,
-    router: Router | None = None,
+    manifest: Manifest, tmp_path: Path, places: Places = everywhere_here, router: Router | None = None
 ) -> list[NodeSummary]:
-    """The nodes' last words."""
     solo = solo_losses(manifest, tmp_path / "solo", STEPS, router=router)
     peers, tables = len(manifest.modules()), b"" if router is None else router.to_bytes()
     options = LocalSwarmOptions(peers=peers, steps=STEPS, threads=1, checkpoint_dir=tmp_path / "swarm", router=tables)

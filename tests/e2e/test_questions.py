@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import io
+import json
 import math
 import sys
 from pathlib import Path
@@ -13,14 +15,22 @@ from rich.console import Console
 
 from node.cli.views.status_view import status_headline, status_table
 from node.local_swarm.local_swarm import LocalSwarm
-from node.local_swarm.setup import LocalSwarmOptions
+from node.local_swarm.setup import LocalSwarmOptions, node_command
+from node.model.memory_need import needs_of
 from node.network.client import query_evaluation, query_status
 from node.network.loss_report import WHOLE_MODEL, AskedPaths
+from node.observability.events import NodeStatus, Step
 from protocol.identity.keys import Identity
 from protocol.manifest.join_link import JoinLink
+from protocol.manifest.manifest import manifest_from_table
 from protocol.manifest.signing import sign_manifest
+from swarm.pipeline.custody import DEFAULT_SLOTS
 from swarm.vocabulary.errors import ConfigError, ManifestError, Unreachable
-from tests.e2e.small_run import Watch, small_run, write_text
+from swarm.vocabulary.types import ModuleId
+from tests.e2e.home_network import environment, joined
+from tests.e2e.small_run import PATIENCE_S, Watch, small_run, write_text
+from tests.node.data.test_tokenizers import word_tokenizer
+from tests.security.test_manifests import HERE, NODE, Victim, running, written
 
 pytestmark = pytest.mark.e2e
 
@@ -85,3 +95,78 @@ async def test_a_manifest_of_another_run_is_refused_at_once(tmp_path: Path) -> N
 
 def _another_run(tmp_path: Path) -> str:
     return sign_manifest(small_run(tmp_path / "text", blocks=(0, 2)), Identity.generate()).run
+
+
+async def test_a_data_node_joins_without_the_tokenizer_s_file(tmp_path: Path) -> None:
+    """The author serves stage 1, and has the file where the manifest says; the newcomer has no path of it, and
+    trains."""
+    words = [f"word{number}" for number in range(23)]
+    content = word_tokenizer("<unk>", "</s>", "and", *words) + b" " * 2**17  # of several pieces
+    (tmp_path / "author").mkdir()
+    (tmp_path / "author" / "words.json").write_bytes(content)
+    text, key, newcomer = write_text(tmp_path / "text"), tmp_path / "author.key", Victim(tmp_path)
+    table = small_run(text, blocks=(0, 1)).model_dump()
+    table["data"] |= {
+        "tokenizer": f"file:{tmp_path / 'author' / 'words.json'}",
+        "tokenizer_sha256": hashlib.sha256(content).hexdigest(),
+    }
+    (tmp_path / "run.toml").write_bytes(sign_manifest(manifest_from_table(table), Identity.create(key)).text)
+    author = ("--stage", "1", "--identity", str(key), "--link-file", str(tmp_path / "link"))
+    joining = ("--text", str(text), "--stage", "0", "--steps", "3")
+    command = (*NODE, str(tmp_path / "run.toml"), *author, *HERE)
+    async with asyncio.timeout(PATIENCE_S), running(*command, env=newcomer.environment):
+        link = await written(tmp_path / "link")
+        async with running(*NODE, link, *joining, *HERE, env=newcomer.environment) as node:
+            assert node.stdout is not None
+            events = [json.loads(line) async for line in node.stdout]
+    assert [event["step"] for event in events if event["event"] == "step"] == [1, 2, 3]
+    [kept] = (newcomer.home / "skipstone" / "tokenizers").iterdir()
+    assert kept.read_bytes() == content
+
+
+DATA, SMALL, LARGE = (ModuleId(stage) for stage in range(3))
+
+
+async def ended(folder: Path, target: str, *options: str) -> tuple[int, str]:
+    """The exit code and standard error of a node that cannot stay."""
+    process = await asyncio.create_subprocess_exec(
+        *node_command(),
+        *("join", target, "--identity", str(folder / "none.key"), "--listen", "127.0.0.1", "--json", "--yes"),
+        *options,
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
+        env=environment(),
+    )
+    async with asyncio.timeout(PATIENCE_S):
+        _, said = await process.communicate()
+    assert process.returncode is not None
+    return process.returncode, said.decode()
+
+
+@pytest.mark.parametrize("first", ["large", "small"])
+async def test_stages_go_to_those_that_have_room_for_them(tmp_path: Path, first: str) -> None:
+    """The large stage takes more than the small peer has, and the large peer has room for either."""
+    manifest = small_run(write_text(tmp_path / "text"), blocks=(0, 1, 12))
+    needs = needs_of(manifest, DEFAULT_SLOTS)
+    limits = {"small": (needs[SMALL].all + needs[LARGE].all) // 2, "large": 8 * needs[LARGE].all}
+    goes_to = {"small": SMALL, "large": LARGE}
+    run = tmp_path / "run.toml"
+    run.write_bytes(sign_manifest(manifest, Identity.load_or_create(tmp_path / "data.key")).text)
+    second = next(name for name in limits if name != first)
+    async with joined(tmp_path, "data", str(run), "--stage", "0") as data:
+        link = (await data.until(NodeStatus, lambda status: status.state == "serving")).link
+        for nowhere in (min(needs[SMALL].all, needs[LARGE].all) - 1, 1000):
+            code, said = await ended(tmp_path, link, "--no-data", "--memory-limit", str(nowhere))
+            told = [line for line in said.splitlines() if line.startswith("error: ")]
+            assert code == 71
+            assert len(told) == 1
+            assert f"the smallest, {SMALL}, takes" in told[0]
+            assert f"under --memory-limit {nowhere}" in told[0]
+            assert "Traceback" not in said
+        async with joined(tmp_path, first, link, "--no-data", "--memory-limit", str(limits[first])) as one:
+            took = await one.until(NodeStatus, lambda status: status.state == "serving")
+            assert took.module == str(goes_to[first])
+            async with joined(tmp_path, second, link, "--no-data", "--memory-limit", str(limits[second])) as other:
+                took = await other.until(NodeStatus, lambda status: status.state == "serving")
+                assert took.module == str(goes_to[second])
+                await data.until(Step, lambda step: step.step >= 3)

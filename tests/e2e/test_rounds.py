@@ -18,18 +18,17 @@ from node.__main__ import app
 from node.local_swarm.local_swarm import LocalSwarm
 from node.local_swarm.setup import LocalSwarmOptions
 from node.observability.events import RoundProgress
+from tests.e2e.home_network import split_network, why_no_namespaces
 from tests.e2e.lying import keep_company
 from tests.e2e.parting import ROUNDS_APART, TWO_AND_TWO, part, parted_run
 from tests.e2e.round_watch import LogTail, watching
 from tests.e2e.small_run import small_run, write_text
-from tests.e2e.split_network import split_network, why_no_namespaces
 from tests.e2e.striking import MODULE, Striker, heavy_run, replicas_of, see_it_through
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
 
 def verdict(folder: Path) -> dict[str, Any]:
-    """What `skipstone check` says of the logs."""
     report: dict[str, Any] = json.loads(CliRunner().invoke(app, ["check", str(folder), "--json"]).stdout)
     assert report["ok"], report["violations"]
     return report

@@ -1,5 +1,4 @@
-"""The short form of `benchmarks/soak.py`: peers are killed and join while the swarm trains, and afterwards everything
-adds up."""
+"""The short form of `benchmarks/soak.py`."""
 
 from __future__ import annotations
 

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from lab.audit import check_folder
-from lab.emulation.sockets import Callers, read_sockets
-from lab.experiment import Experiment
+from lab.emulation.proxy import Callers, read_sockets
 from lab.laboratory import Mark
-from lab.recorder import Row
+from lab.outcome import Row
+from lab.run import Experiment
 from lab.scenario import scenario_from_table
 from tests.e2e.small_run import small_run, write_text
 
@@ -47,11 +47,9 @@ peers = [2]
 for = 0.5
 """
 BEHIND = "127.77."
-"""Where nodes listen: only proxies call them there."""
 
 
 def own_sockets() -> set[str]:
-    """Of this process, in which the proxies are."""
     found = set()
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # it was that of the folder itself

@@ -9,12 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lab.emulation.emulation import BURST_S, MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, Emulation, Shaper
-from lab.emulation.link_shape import (
+from lab.emulation.emulation import (
+    BURST_S,
+    MAX_CHUNK_BYTES,
+    MIN_CHUNK_BYTES,
     PROFILES,
     REGIONS,
+    Emulation,
     Fault,
     LinkShape,
+    Shaper,
     Site,
     profile_of,
     region_bytes_per_s,

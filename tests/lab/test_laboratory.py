@@ -12,12 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from lab.emulation.link_shape import MBIT, Fault, LinkShape, profile_of
-from lab.emulation.sockets import descendants
-from lab.laboratory import Kind, Laboratory, place
-from lab.log_watch import LogWatch
-from lab.scenario import scenario_from_table
-from lab.scenario_event import (
+from lab.emulation.emulation import MBIT, Fault, LinkShape, profile_of
+from lab.emulation.proxy import descendants
+from lab.laboratory import Kind, Laboratory, LogWatch, place
+from lab.scenario import (
     Child,
     Churn,
     Crash,
@@ -35,6 +33,7 @@ from lab.scenario_event import (
     Stop,
     Worsen,
     replace_one,
+    scenario_from_table,
 )
 from node.local_swarm import local_swarm
 from node.local_swarm.setup import LocalSwarmOptions
@@ -52,7 +51,7 @@ STAND_IN = (sys.executable, str(ROOT / "tests" / "node" / "local_swarm" / "stand
 async def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Laboratory]:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr(local_swarm, "node_command", lambda: STAND_IN)
-    monkeypatch.setattr("lab.scenario_event.node_command", lambda: STAND_IN)
+    monkeypatch.setattr("lab.scenario.node_command", lambda: STAND_IN)
     monkeypatch.setenv("SKIPSTONE_STAND_IN", "grandchild:2")
     scenario = scenario_from_table(tomllib.loads(BASE))
     options = LocalSwarmOptions(peers=5, steps=None, threads=1, log_dir=tmp_path)
@@ -64,7 +63,6 @@ async def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[
 
 
 def said(lab: Laboratory, event: ScenarioEvent) -> str:
-    """Lets it happen. The line in the diary."""
     lab.attempt(event.NAME, lambda: event.do(lab))
     return lab.marks[-1].what
 
@@ -180,9 +178,6 @@ def test_addresses_are_the_members_own() -> None:
     places = [place(index) for index in range(1000)]
     assert len({each.host for each in places} | {each.told_host for each in places}) == 2000
     assert (places[0].host, places[999].told_host) == ("127.77.0.1", "127.78.3.250")
-
-
-# ---- faults ----------------------------------------------------------------------------------------------------------
 
 
 def kinds(lab: Laboratory) -> list[Kind]:

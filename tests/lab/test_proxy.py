@@ -17,25 +17,31 @@ from typing import Any
 import pytest
 import uvloop
 
-from lab.emulation.emulation import Emulation
-from lab.emulation.link_shape import Fault, LinkShape, Site
-from lab.emulation.proxy import MAX_HELD_BYTES, ListenWatch, Pipe, ProxiedPort, Proxy
-from lab.emulation.sockets import Callers, Endpoint, descendants, listening, parse_socket
+from lab.emulation.emulation import Emulation, Fault, LinkShape, Site
+from lab.emulation.proxy import (
+    MAX_HELD_BYTES,
+    Callers,
+    Endpoint,
+    ListenWatch,
+    Pipe,
+    ProxiedPort,
+    Proxy,
+    descendants,
+    listening,
+    parse_socket,
+)
 from node.concurrency.task_groups import task_scope
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the emulation reads /proc")
 
 NODE, CALLER = 0, 1
 AT_ONCE = struct.pack("ii", 1, 0)
-"""SO_LINGER that makes closing a reset."""
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 _numbers = itertools.count(1)
 
 
 class Stage:
-    """A node behind a proxy, and a caller of it."""
-
     def __init__(self, emulation: Emulation, server: asyncio.Server, outside: Endpoint) -> None:
         self.emulation = emulation
         self.server = server
@@ -312,12 +318,8 @@ def test_the_kernels_table_is_read() -> None:
     assert (mapped.local, mapped.remote, mapped.listens) == (("127.0.0.1", 8080), ("127.0.0.2", 80), False)
 
 
-# ---- a pipe in virtual time, on a machine that wakes it late ---------------------------------------------------------
-
-
 SENDER, RECEIVER = 0, 1
 RATE = 1_000_000.0
-"""Bytes a second; the pipe takes in five milliseconds' worth at a time."""
 DELAY_S = 0.1
 
 
@@ -345,8 +347,6 @@ class LateClock:
 
 
 class Receiver:
-    """The far end's socket: when which byte came."""
-
     def __init__(self, clock: LateClock) -> None:
         self._clock = clock
         self.arrivals: list[tuple[float, int]] = []
@@ -365,7 +365,6 @@ class Receiver:
 
 
 async def carried(size_bytes: int, late_s: float, *, down: float = RATE, later: float | None = None) -> Receiver:
-    """Sends bytes at once, and one more byte `later`."""
     emulation, clock = Emulation(seed=1), LateClock(late_s)
     emulation.place(SENDER, Site(LinkShape(latency_s=DELAY_S, up_bytes_per_s=RATE)))
     emulation.place(RECEIVER, Site(LinkShape(down_bytes_per_s=down)))

@@ -22,35 +22,23 @@ COMMIT = "0123456789abcdef" * 2 + "01234567"
 
 
 class LoopbackHub:
-    """What the hub has, and what it was asked."""
-
     def __init__(self, files: Mapping[str, bytes], configs: list[dict[str, Any]] | None = None) -> None:
         self.files = dict(files)
         self.configs = configs
         self.commit = COMMIT
         self.listed_sizes: dict[str, int] = {}
-        """Lies of the listing."""
         self.failures: Counter[str] = Counter()
-        """How often each file is still answered with an error."""
         self.unlisted = 0
-        """How often what the set is at the commit is still answered with an error."""
         self.status = 500
-        """That error."""
         self.fetched: list[str] = []
-        """Files, in the order in which their bytes were asked for."""
         self.bytes = 0
-        """Of files that were sent."""
         self.tokens: list[str] = []
-        """That were sent along."""
         self.gates: dict[str, threading.Event] = {}
-        """Files whose bytes wait until these are set."""
         self.url = ""
         self.rate: float | None = None
-        """Bytes a second at which files are sent, one after the other, as over one link."""
         self.link = threading.Lock()
 
     def answer(self, path: str) -> bytes | None:
-        """The answer of the API."""
         if path in (f"/api/datasets/{NAME}", f"/api/datasets/{NAME}/revision/{COMMIT}"):
             card = {} if self.configs is None else {"configs": self.configs}
             return json.dumps({"id": NAME, "sha": self.commit, "cardData": card, "tags": []}).encode()

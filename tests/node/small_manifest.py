@@ -13,14 +13,7 @@ def small_manifest(**changes: Any) -> Manifest:
         "protocol": 2,
         "name": "small",
         "seed": 3,
-        "model": {
-            "vocabulary": 257,
-            "hidden": 16,
-            "heads": 4,
-            "kv_heads": 2,
-            "feed_forward": 24,
-            "sequence": 16,
-        },
+        "model": {"vocabulary": 257, "hidden": 16, "heads": 4, "kv_heads": 2, "feed_forward": 24, "sequence": 16},
         "stages": {"blocks": [1, 2, 1]},
         "data": {"held_out": 0.2},
         "training": {

@@ -1,8 +1,4 @@
-"""A peer that belongs to the run and means no good: what it can find out, who it can say that it is, and what it can
-send.
-
-Anybody can be one: whoever has the link of a run can make an identity with a certificate that its peers accept.
-"""
+"""A peer that belongs to the run and means no good."""
 
 from __future__ import annotations
 
@@ -45,20 +41,15 @@ LONGEST_LIFETIME_S = 3600.0
 RECORD_LIFETIME_S = 100.0
 HARD_OF_HEARING = (("grpc.http2.lookahead_bytes", 65_536), ("grpc.http2.bdp_probe", 0))
 NOWHERE = "127.0.0.1:9"
-"""An address where nobody answers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """The run as anybody sees it who has its link."""
-
     link: JoinLink
     announced: dict[ModuleId, Announcement]
-    """One serving peer of each module."""
     tensor: TensorSpec
 
     def contact(self, module: ModuleId) -> Contact:
-        """How to reach the peer that serves it."""
         known = self.announced[module]
         return Contact(known.peer, known.addresses, known.certificate)
 
@@ -81,7 +72,6 @@ class Targets:
         return tuple(self.contact(module) for module in self.announced)
 
     def anchor(self, module: ModuleId) -> AnchorVersion:
-        """Where the module stood when it was looked up."""
         anchor = self.announced[module].anchor
         assert anchor is not None
         return anchor
@@ -99,17 +89,13 @@ class Targets:
         return Forward(microbatch, path, position, Purpose.TRAIN, LONGEST_LIFETIME_S)
 
     def as_data_node(self, persona: Persona) -> bytes:
-        """What the persona says of itself so that its own microbatches are taken. Not that it serves already: then
-        rounds would wait for it."""
+        """What the persona says of itself so that its own microbatches are taken."""
         return self.record(persona, ModuleId(0), state=PeerState.JOINING)
 
     def record(self, persona: Persona, module: ModuleId | None = None, **lies: object) -> bytes:
-        """What the persona says of itself, signed: that it serves the module faster than anybody, or, without one, that
-        it is a visitor."""
         return encode_record(self.announcement(persona, module, **lies), persona.identity)
 
     def announcement(self, persona: Persona, module: ModuleId | None = None, **lies: object) -> Announcement:
-        """As `record`, not signed."""
         now = time.time()
         honest = Announcement(
             run=self.link.run,
@@ -140,14 +126,7 @@ class Targets:
         introduced: bool = True,
         deaf: bool = False,
     ) -> AsyncIterator[tuple[PeerId, BareStream]]:
-        """A stream to the victim, or another, on which anything can be said.
-
-        Args:
-            persona: who attacks; somebody new if not given.
-            record: what it says of itself; that it is a visitor, if not given.
-            introduced: whether a Hello has been said, and answered.
-            deaf: there is hardly any room for what the attacked says.
-        """
+        """A stream to the victim, or another, on which anything can be said."""
         persona = persona or self.persona()
         record = self.record(persona) if record is None else record
         async with hostile_stream(on or self.victim, persona, record, introduced=introduced, deaf=deaf) as stream:
@@ -157,7 +136,6 @@ class Targets:
     async def peer(
         self, serving: ModuleId | None = None, handler: Recorder | None = None, **lies: object
     ) -> AsyncIterator[Node]:
-        """A peer with a real transport."""
         persona = self.persona()
         record = self.record(persona, serving, **lies)
         async with node(persona, handler=handler, settings=SETTINGS, record=record) as intruder:
@@ -174,7 +152,6 @@ async def hostile_stream(
     deaf: bool = False,
     compression: grpc.Compression = grpc.Compression.NoCompression,
 ) -> AsyncIterator[BareStream]:
-    """See `Targets.attack`."""
     stream = BareStream(DialledStream(_channel(to, persona, deaf=deaf, compression=compression)))
     try:
         if introduced:
@@ -186,7 +163,6 @@ async def hostile_stream(
 
 
 def _channel(to: Contact, persona: Persona, *, deaf: bool, compression: grpc.Compression) -> grpc.aio.Channel:
-    """A channel of the adversary's own making."""
     secured = grpc.ssl_channel_credentials(
         pem_of(to.certificate), persona.credentials.private_key_pem, persona.credentials.certificate_pem
     )
@@ -196,7 +172,6 @@ def _channel(to: Contact, persona: Persona, *, deaf: bool, compression: grpc.Com
 
 
 async def find_targets(link: JoinLink, tensor: TensorSpec, modules: Sequence[ModuleId]) -> Targets:
-    """Asks the directory, as a visitor."""
     announced = dict[ModuleId, Announcement]()
     async with visitors_directory(link) as directory:
         while announced.keys() != set(modules):
@@ -209,7 +184,6 @@ async def find_targets(link: JoinLink, tensor: TensorSpec, modules: Sequence[Mod
 
 
 def visitors_directory(link: JoinLink, identity: Identity | None = None) -> DhtDirectory:
-    """A place in the run's DHT."""
     settings = DirectorySettings("127.0.0.1", 0, (), link.peers, client=True)
     return DhtDirectory(settings, identity or Identity.generate(), link.run, SystemClock())
 

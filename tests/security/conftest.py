@@ -23,11 +23,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest_asyncio.fixture(scope="package", loop_scope="package")
 async def swarm_under_siege(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Siege]:
-    """In a task of its own, because a fixture's end runs in another task than its beginning.
-
-    What the attacks may not have cost is looked at when all are over: each process ends in good order, and every
-    microbatch that set out is accounted for once; hardly any was given up.
-    """
+    """In a task of its own, because a fixture's end runs in another task than its beginning."""
     ready: asyncio.Future[Siege] = asyncio.get_running_loop().create_future()
     over = asyncio.Event()
 

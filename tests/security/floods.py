@@ -28,11 +28,9 @@ from tests.security.adversary import Targets
 from tests.security.siege import Siege, siege
 
 Flood = Callable[[Targets, PeerId, int], Frame | bytes]
-"""The n-th frame of a peer's flood."""
 
 
 def pings(targets: Targets, own: PeerId, number: int) -> Frame:
-    """Each wants a pong."""
     return Ping(number)
 
 
@@ -57,7 +55,6 @@ def unsettled(targets: Targets, own: PeerId, number: int) -> Frame:
 
 
 def recalls(targets: Targets, own: PeerId, number: int) -> Frame:
-    """A stand-in's request: each is refused."""
     path = Route(own, (Hop(ModuleId(1), targets.victim.peer), Hop(ModuleId(2), own)))
     return Recall(MicrobatchId(own, number), path, 0)
 
@@ -69,20 +66,15 @@ FLOODS: dict[str, tuple[Flood, ModuleId]] = {
     "unsettled": (unsettled, ModuleId(0)),
     "recalls": (recalls, ModuleId(1)),
 }
-"""What is said, and whom it is said to."""
 _RECORDS: dict[str, bytes] = {}
 PREPARED = 1000
-"""Frames that are made once, and said again and again."""
 
 
 @dataclass(slots=True)
 class Poured:
-    """What has become of a flood so far."""
-
     said: int = 0
     heard: int = 0
     cut_off: int = 0
-    """Attackers whose link was ended."""
 
 
 @asynccontextmanager
@@ -134,11 +126,7 @@ async def _quietly(work: object) -> None:
         await work  # type: ignore[misc]
 
 
-# ---- as a command ----------------------------------------------------------------------------------------------------
-
-
 async def rate(scene: Siege, seconds: float) -> float:
-    """Honest steps a second."""
     begun, first = time.monotonic(), scene.swarm.progress.step
     await asyncio.sleep(seconds)
     return (scene.swarm.progress.step - first) / (time.monotonic() - begun)

@@ -36,14 +36,11 @@ from swarm.vocabulary.types import MAX_ROUND, AnchorVersion, Codec, PeerId
 
 MILLION = 1e6
 FIRST_LIE = 3
-"""The round from which on it lies as a convener, or about its work: before, all is in good order."""
 
 Sent = tuple[Contribution, TensorSpec, memoryview]
 
 
 class _Scaled(Source):
-    """A million times our update."""
-
     factor = MILLION
 
     def write(self, part: slice, out: Vector, factor: float) -> None:
@@ -78,7 +75,6 @@ def another_source(kind: type[_Scaled], norm: float) -> Callable[[], None]:
 
 
 def another_message(change: Callable[[Sent], Sent]) -> Callable[[], None]:
-    """Contributions are changed on their way out."""
     honestly = GrpcTransport.send
 
     async def send(

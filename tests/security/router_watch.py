@@ -21,7 +21,6 @@ from pathlib import Path
 
 PATIENCE_S = 60.0
 LISTEN_S = 8.0
-"""Once everything runs. p2pd asks a router within its first seconds, and again and again."""
 ASKS = {1900: "SSDP", 5350: "NAT-PMP", 5351: "NAT-PMP"}
 UDP = 17
 NETWORK = (
@@ -48,7 +47,6 @@ def listen(sniffer: socket.socket, asked: Counter[str]) -> None:
 
 
 def daemons() -> dict[str, list[str]]:
-    """Of this network namespace, by process id."""
     own, found = os.stat("/proc/self/ns/net").st_ino, dict[str, list[str]]()
     for entry in Path("/proc").iterdir():
         try:

@@ -1,8 +1,4 @@
-"""A swarm of real processes in full work that is attacked, and what tells whether it minds.
-
-Every process logs at debug level into a file of its own, and every object that it makes from a pickle is noted there
-(`watching/sitecustomize.py`).
-"""
+"""A swarm of real processes in full work that is attacked, and what tells whether it minds."""
 
 from __future__ import annotations
 
@@ -27,13 +23,10 @@ from tests.security.adversary import Targets, find_targets
 from tests.security.watching import sitecustomize
 
 BESIEGED = [pytest.mark.e2e, pytest.mark.timeout(400), pytest.mark.asyncio(loop_scope="package")]
-"""Marks of tests that share the one swarm; its start counts towards the time of the first."""
 PEERS = 4
 START_S = 300.0
-"""A bound for the start on a busy machine; it says nothing about speed."""
 MAY_GROW_BYTES = 64 * 2**20
 MAY_STAY_OPEN = 16
-"""File descriptors."""
 
 
 @dataclass(eq=False)
@@ -50,7 +43,6 @@ class Siege:
         await self.watch.step(self.swarm.progress.step + steps)
 
     async def holds_a_round(self) -> RoundCommitted:
-        """Two replicas agree on a new anchor."""
         event = await self.watch.until(lambda e: isinstance(e, RoundCommitted) and len(e.members) > 1)
         assert isinstance(event, RoundCommitted)
         return event
@@ -79,11 +71,9 @@ class Siege:
         return "".join(path.read_text(errors="surrogateescape") for path in sorted((self.folder / "stderr").iterdir()))
 
     def events(self) -> str:
-        """All event logs."""
         return "".join(path.read_text() for path in sorted((self.folder / "events").iterdir()))
 
     def command_lines(self) -> str:
-        """As everybody on the machine can read them."""
         group = set(self.swarm.processes().values())
         found = []
         for entry in Path("/proc").iterdir():
@@ -93,12 +83,10 @@ class Siege:
         return "\n".join(found)
 
     def is_unhurt(self) -> None:
-        """Nobody has ended, and nobody was surprised."""
         assert self.swarm.ends == {}
         assert "Traceback" not in self.logs()
 
     async def to_the_end(self) -> MicrobatchCounts:
-        """Stops the swarm; what its data node counted."""
         self.swarm.request_stop()
         await self.watch.to_the_end(self.swarm)
         assert {end.exit_code for end in self.swarm.ends.values()} == {0}

@@ -8,25 +8,174 @@ from __future__ import annotations
 import argparse
 import asyncio
 import tempfile
+from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from random import Random
+from typing import Any, Final
 
 import pytest
+from google.protobuf.descriptor import FieldDescriptor
 
-from protocol.frames.frames import Farewell, Ping, Pong
+from protocol.frames.frames import Farewell, Ping, Pong, decode
+from protocol.generated import link_pb2 as wire
+from protocol.interfaces.tensor_spec import TensorSpec
 from protocol.interfaces.transport import Contact
-from swarm.vocabulary.errors import PeerError, Unreachable
-from swarm.vocabulary.types import MicrobatchId, ModuleId, PeerState
+from swarm.vocabulary.errors import PeerError, ProtocolViolation, Unreachable
+from swarm.vocabulary.types import AnchorVersion, MicrobatchId, ModuleId, PeerId, PeerState
 from tests.protocol.transport.link_peers import BareStream, Persona
-from tests.security.babble import Babbler, Knowledge
 from tests.security.siege import BESIEGED, MAY_GROW_BYTES, Siege, siege
+
+WORTHLESS: Final = frozenset({"chunk", "hello", "farewell"})
+MOST_TRIES: Final = 50
+NUMBERS: Final = (0, 1, 2, 3, 7, 63, 64, 255, 256, 65_535, 2**20 - 1, 2**31 - 1, 2**32 - 1, 2**48 - 1, 2**63)
+MEASURES: Final = (0.0, 1.0, 1e-300, 1e300, 3.5, 60.0)
+TEXTS: Final = ("", "nonsense", "\x1b]0;owned\x07\x1b[2J\nlevel=ERROR forged line\r", "\u202e\u2066" * 40)
+
+_WHOLE: Final = {
+    FieldDescriptor.TYPE_UINT32: 2**32 - 1,
+    FieldDescriptor.TYPE_UINT64: 2**64 - 1,
+    FieldDescriptor.TYPE_SINT32: 2**31 - 1,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Knowledge:
+    """What a babbler has picked up about its victim, and mixes into what it says."""
+
+    own: PeerId
+    peers: tuple[PeerId, ...]
+    anchors: tuple[AnchorVersion, ...]
+    microbatches: tuple[MicrobatchId, ...]
+    tensor: TensorSpec
+
+
+class Babbler:
+    """Makes up frames. The same seed and knowledge give the same ones."""
+
+    def __init__(self, knowledge: Knowledge, seed: int) -> None:
+        self._known = knowledge
+        self._random = Random(seed)
+        self._transfer = 1
+
+    def frames(self, count: int) -> Iterator[bytes]:
+        """So many, of all kinds in turn; none that the victim's `decode` would object to."""
+        kinds = sorted(field.name for field in wire.Frame.DESCRIPTOR.fields if field.name not in WORTHLESS)
+        for number in range(count):
+            yield self._decodable(kinds[number % len(kinds)])
+
+    def _decodable(self, kind: str) -> bytes:
+        for _ in range(MOST_TRIES):
+            frame = wire.Frame()
+            if kind == "announcement":
+                frame.announcement = self._random.randbytes(100)
+            else:
+                message = getattr(frame, kind)
+                message.SetInParent()
+                self._fill(message)
+            data = frame.SerializeToString()
+            try:
+                decode(data)
+            except ProtocolViolation:
+                continue
+            return data
+        return wire.Frame(ping=wire.Ping(token=1)).SerializeToString()
+
+    def _fill(self, message: Any) -> None:
+        """Every field, with what fits its type and, often, its name."""
+        chooser = self._random
+        groups = [[f.name for f in group.fields] for group in message.DESCRIPTOR.oneofs]
+        left_out = {name for group in groups for name in group if name != chooser.choice(group)}
+        for field in message.DESCRIPTOR.fields:
+            if field.name in left_out:
+                continue
+            if field.message_type is not None and field.message_type.name == "TensorHeader":
+                self._fill_header(getattr(message, field.name), message.DESCRIPTOR.name)
+            elif field.message_type is not None and field.message_type.name == "AnchorVersion":
+                self._fill_anchor(getattr(message, field.name))
+            elif field.message_type is not None and field.message_type.name == "MicrobatchId":
+                self._fill_microbatch(getattr(message, field.name))
+            elif field.is_repeated:
+                self._fill_repeated(getattr(message, field.name), field)
+            elif field.message_type is not None:
+                getattr(message, field.name).SetInParent()
+                self._fill(getattr(message, field.name))
+            else:
+                setattr(message, field.name, self._value(field))
+
+    def _fill_repeated(self, values: Any, field: FieldDescriptor) -> None:
+        for _ in range(self._random.choice((0, 1, 1, 2, 3))):
+            if field.message_type is not None:
+                self._fill(values.add())
+                continue
+            value = self._value(field)
+            if value not in values:
+                values.append(value)
+
+    def _value(self, field: FieldDescriptor) -> Any:
+        chooser = self._random
+        match field.type:
+            case FieldDescriptor.TYPE_STRING if field.name in ("detail", "codec_reason", "refused"):
+                return chooser.choice(TEXTS)
+            case FieldDescriptor.TYPE_STRING:
+                return chooser.choice((*self._known.peers, self._known.own))
+            case FieldDescriptor.TYPE_BYTES:
+                return chooser.choice(self._known.anchors).digest if chooser.random() < 0.7 else chooser.randbytes(8)
+            case FieldDescriptor.TYPE_DOUBLE | FieldDescriptor.TYPE_FLOAT:
+                return chooser.choice(MEASURES)
+            case FieldDescriptor.TYPE_BOOL:
+                return chooser.random() < 0.5
+            case FieldDescriptor.TYPE_ENUM:
+                return chooser.choice([value.number for value in field.enum_type.values])
+            case kind if kind in _WHOLE:
+                small = self._number_named(field.name)
+                return min(_WHOLE[kind], chooser.choice(NUMBERS) if small is None or chooser.random() < 0.3 else small)
+            case kind:
+                raise AssertionError(f"no values for a field of type {kind}")
+
+    def _number_named(self, name: str) -> int | None:
+        near = {anchor.round + 1 for anchor in self._known.anchors} | {anchor.round for anchor in self._known.anchors}
+        match name:
+            case "number":
+                return self._random.choice(sorted(near))
+            case "stage" | "stages":
+                return self._random.choice((0, 1, 1, 1, 2, 3))
+            case "expert" | "attempt" | "fragment":
+                return self._random.choice((0, 0, 0, 0, 1))
+            case "position" | "first_chunk" | "end_chunk" | "chunk" | "chunks" | "route":
+                return self._random.choice((0, 1, 2))
+            case _:
+                return None
+
+    def _fill_header(self, header: Any, of: str) -> None:
+        """A tensor that agrees with itself; mostly one that the run knows."""
+        shape = self._known.tensor.shape if of in ("Forward", "Backward") else (self._random.choice((1, 64, 4096)),)
+        spec = TensorSpec(shape, self._known.tensor.dtype)
+        self._transfer += 2
+        header.transfer, header.dtype, header.codec = self._transfer, spec.dtype.value, spec.codec.value
+        header.shape[:] = shape
+        header.byte_length, header.chunk_count = spec.byte_length, 1
+
+    def _fill_anchor(self, version: Any) -> None:
+        known = self._random.choice(self._known.anchors)
+        version.round, version.steps, version.tokens = known.round, known.steps, known.tokens
+        version.fragment, version.digest = known.fragment, known.digest
+        if self._random.random() < 0.5:
+            field = self._random.choice(("round", "steps", "tokens", "fragment"))
+            setattr(version, field, self._random.choice(NUMBERS[:12]))
+            version.digest = self._random.randbytes(32)
+
+    def _fill_microbatch(self, microbatch: Any) -> None:
+        known = self._random.choice(self._known.microbatches)
+        microbatch.data_node, microbatch.number = known.data_node, known.number
+
 
 pytestmark = BESIEGED
 
 FRAMES = 700
 AT_ONCE = 7
-"""Frames after which the babbler waits until they have been heard."""
 PARTS = {
     "a visitor to a data node": (ModuleId(0), None, PeerState.VISITING),
     "a visitor to a hop": (ModuleId(1), None, PeerState.VISITING),
@@ -34,8 +183,6 @@ PARTS = {
     "a replica to a replica": (ModuleId(1), ModuleId(1), PeerState.DRAINING),
     "a replica to a lone one": (ModuleId(2), ModuleId(2), PeerState.DRAINING),
 }
-"""Whom it is said to, and what the babbler says that it is. One that drains is heard in rounds and gets no
-microbatches."""
 
 
 @pytest.mark.parametrize("part", PARTS)

@@ -1,5 +1,4 @@
-"""One replica of three lies where members of a round once believed it: as a convener, about its work, or about how far
-the run is."""
+"""One replica of three lies where members of a round once believed it."""
 
 from __future__ import annotations
 
@@ -19,9 +18,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
 MODULE = "1.0"
 LIAR = 3
-"""The index of its node; the data node is 0, two honest replicas are between them."""
 ROUNDS = 7
-"""From the first one that the honest replicas have held together: at the start each may be at it alone for a moment."""
 SCHEDULE = {"kind": "cosine", "warmup_steps": 5, "total_steps": 5000, "final_ratio": 0.0}
 
 

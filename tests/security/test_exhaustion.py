@@ -7,23 +7,64 @@ How much each flood costs is measured by `python -m tests.security.floods`.
 from __future__ import annotations
 
 import asyncio
-from contextlib import AsyncExitStack, suppress
+import json
+import os
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import replace
 from itertools import count, islice
 
 import grpc
 import pytest
 
+from node.network.client import query_status
+from node.network.session import NetworkSession, visit
 from node.pipeline.runner import MAX_WAITING_MESSAGES
-from protocol.frames.frames import Ping
-from protocol.interfaces.transport import Contact
+from protocol.frames.frames import Cancel, Farewell, FarewellReason, Frame, Ping
+from protocol.frames.tensors import TensorFrame, encode_chunk
+from protocol.interfaces.tensor_spec import DType, TensorSpec
+from protocol.interfaces.transport import Contact, Question, QuestionAbout
+from protocol.manifest.join_link import JoinLink
+from protocol.manifest.signing import sign_manifest
+from swarm.vocabulary.averaging_messages import (
+    Accepting,
+    Commit,
+    Contribution,
+    Declined,
+    DeclineReason,
+    Dissolved,
+    Entry,
+    Invitation,
+    Prepared,
+    Progress,
+    Pulse,
+    Reduced,
+    RoundId,
+    RoundPiece,
+    SignedRoster,
+    StateChunk,
+    StateRequest,
+)
 from swarm.vocabulary.errors import PeerError, Rejected, Unreachable
-from swarm.vocabulary.pipeline_messages import Close, Unsettled
-from swarm.vocabulary.types import MicrobatchId
+from swarm.vocabulary.pipeline_messages import (
+    Close,
+    ControlMessage,
+    Direction,
+    Recall,
+    Receipt,
+    ReceiptStatus,
+    Settled,
+    Stranded,
+    Unsettled,
+)
+from swarm.vocabulary.types import AnchorVersion, Codec, Hop, MicrobatchId, ModuleId, Path, PeerId, PeerState, RunId
+from tests.e2e.small_run import small_run
 from tests.node.network.small_swarm import DATA, small_swarm
 from tests.node.network.small_swarm import A as HOP
 from tests.node.network.small_swarm import B as LAST_HOP
-from tests.protocol.transport.link_peers import BareStream, Persona, node
-from tests.security.adversary import hostile_stream
+from tests.protocol.transport.link_peers import LONG, SETTINGS, BareStream, Node, Persona, Recorder, node
+from tests.security.adversary import Targets, header, hostile_stream
 from tests.security.floods import FLOODS, flooded
 from tests.security.siege import BESIEGED, MAY_GROW_BYTES, MAY_STAY_OPEN, Siege
 
@@ -33,14 +74,10 @@ STALLED = 40
 NAMELESS = 20
 SPEECHLESS = 100
 A_FLOOD = 100
-"""Frames, before anything is looked at."""
 LET_GO_S = 45.0
-"""For what takes 5 s (no TLS), 3 s (no Hello) and 10 s (no word) on a machine with nothing else to do."""
 
 
 async def test_who_stalls_is_let_go_and_holds_up_nobody(scene: Siege) -> None:
-    """Three kinds at once: connections that say nothing, streams without a Hello, links on which nothing more is said
-    or read."""
     victim = scene.targets.victim
     files, memory = scene.open_files(victim), scene.peak_bytes(victim)
     async with AsyncExitStack() as stack:
@@ -72,7 +109,6 @@ async def to_its_end(stream: BareStream) -> None:
 
 
 async def connection(to: Contact) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """TCP, and not a word."""
     host, _, port = to.addresses[0].rpartition(":")
     return await asyncio.open_connection(host, int(port))
 
@@ -91,7 +127,6 @@ async def test_a_flood_of_small_frames_stops_nobody(scene: Siege, kind: str, dea
 
 
 OTHER_TASKS = 16
-"""That were there when the messages began to wait, and may have ended since."""
 
 
 async def test_who_asks_and_never_reads_collects_few_messages() -> None:
@@ -106,7 +141,6 @@ async def test_who_asks_and_never_reads_collects_few_messages() -> None:
             numbers = count()
 
             async def ask() -> int:
-                """Asks some more; how many messages wait then."""
                 for number in islice(numbers, 2 * MAX_WAITING_MESSAGES):
                     runner.receive(hostile.peer, Unsettled(MicrobatchId(DATA, number)))
                 await stream.say(Ping(number))  # else the link ends for silence where this machine is slow
@@ -133,3 +167,314 @@ async def test_what_grpc_has_compressed_is_not_taken() -> None:
         assert server.handler.ups == []
         honest.persona.knows(server.persona, server.port)
         await honest.transport.tell(server.peer, Close(MicrobatchId(honest.peer, 0), ""))
+
+
+SILENT, LYING = 10, 4
+SOON_S = 40.0
+LITTLE_PATIENCE_S = 2.0
+
+
+async def test_silent_and_lying_peers_do_not_keep_the_manifest_from_a_newcomer(scene: Siege) -> None:
+    """They are even those that the newcomer asks first."""
+    async with visit(scene.targets.link, "127.0.0.1") as session, AsyncExitStack() as stack:
+        hostile = set[PeerId]()
+        for number in range(SILENT + LYING):
+            handler = silent() if number < SILENT else lying(number, scene)
+            hostile.add(await stack.enter_async_context(beside(session, scene.targets, handler)))
+        async with asyncio.timeout(SOON_S):
+            while not hostile < {known.peer for known in session.others()}:
+                await asyncio.sleep(0.05)
+            misled = replace(session, introduced=frozenset(hostile))
+            signed = await misled.fetch_manifest(SOON_S)
+        assert signed.manifest.name == "small"
+
+
+def silent() -> Recorder:
+    return Recorder(answer_gate=asyncio.Event())
+
+
+def lying(number: int, scene: Siege) -> Recorder:
+    """Answers with another run's manifest, in good order, or with rubbish."""
+    manifest = small_run(scene.folder / "text", blocks=(0, 1))
+    other = sign_manifest(manifest, Persona().identity).text
+
+    def answer(question: Question) -> bytes:
+        return other if number % 2 else b"\xff\x00" * 100
+
+    return Recorder(answering=answer)
+
+
+@asynccontextmanager
+async def beside(session: NetworkSession, targets: Targets, handler: Recorder) -> AsyncIterator[PeerId]:
+    """A peer that links to the newcomer, and says that it serves a module."""
+    persona = targets.persona()
+    known = session.own.announcement()
+    persona.book.contacts[known.peer] = Contact(known.peer, known.addresses, known.certificate)
+    async with node(persona, handler=handler, settings=SETTINGS) as impostor:
+        await impostor.transport.tell(known.peer, Close(MicrobatchId(persona.peer, 0), ""))
+        impostor.transport.announce(targets.record(persona, ModuleId(1), addresses=(address_of(impostor),)))
+        yield persona.peer
+
+
+def address_of(impostor: Node) -> str:
+    return f"127.0.0.1:{impostor.port}"
+
+
+async def test_a_link_with_another_run_leads_nowhere(scene: Siege) -> None:
+    """Whoever tampers with a link can lead into a run of his own, which has another name; not into this one with
+    another manifest."""
+    tampered = JoinLink(RunId("0" * 64), scene.targets.link.peers)
+    with pytest.raises(Unreachable):
+        await query_status(tampered, LITTLE_PATIENCE_S)
+
+
+FORWARDS = 200
+
+
+def forbidden(targets: Targets, persona: Persona) -> dict[str, list[Frame | bytes]]:
+    message, tensor = targets.forward(persona), targets.tensor
+    another = targets.forward(targets.persona())
+    unsigned = replace(message, path=replace(message.path, route=None))
+    stolen = replace(message, path=replace(message.path, route=another.path.route))
+    half_gigabyte = TensorSpec((8192, 16384), DType.FLOAT32)
+    half_precision = TensorSpec(tensor.shape, DType.BFLOAT16)
+    piece = encode_chunk(1, 0, memoryview(bytes(4096)))
+    return {
+        "a tensor (1, 32, 32) FLOAT32 was announced": [header(message, TensorSpec((1, 32, 32), DType.FLOAT32))],
+        "a tensor (2, 32, 32) BFLOAT16 was announced": [header(message, half_precision)],
+        "a tensor (8192, 16384) FLOAT32 was announced": [header(message, half_gigabyte)],
+        "module 9.0, which the manifest does not have": [header(targets.forward(persona, module=ModuleId(9)), tensor)],
+        "sent what only": [header(another, tensor)],
+        "its data node has not signed the route": [header(unsigned, tensor)],
+        "the route's signature is not its data node's": [header(stolen, tensor)],
+        "0 was due": [header(message, tensor, chunks=2), encode_chunk(1, 1, memoryview(bytes(4096)))],
+        "1 was due": [header(message, tensor, chunks=2), piece, piece],
+        "frame": [b"\xff" * 1000],
+    }
+
+
+async def test_what_is_forbidden_is_refused_with_the_reason_and_disturbs_nobody(scene: Siege) -> None:
+    targets, before = scene.targets, scene.peak_bytes(scene.targets.victim)
+    for reason in forbidden(targets, targets.persona()):
+        persona = targets.persona()
+        async with targets.attack(persona=persona, record=targets.as_data_node(persona)) as (_, stream):
+            for frame in forbidden(targets, persona)[reason]:
+                await stream.say(frame)
+            farewell = await stream.farewell()
+            assert farewell.reason is FarewellReason.VIOLATION
+            assert reason in farewell.detail
+    await _break_off(targets)
+    await _shout_at_the_port(targets)
+    await scene.goes_on()
+    assert scene.peak_bytes(targets.victim) - before < MAY_GROW_BYTES
+
+
+async def test_a_flood_of_microbatches_leaves_room_for_others(scene: Siege) -> None:
+    """The adversary plays a data node that never takes its results back."""
+    targets, before = scene.targets, scene.peak_bytes(scene.targets.victim)
+    async with targets.peer(ModuleId(0), state=PeerState.JOINING) as intruder:
+        receipts = await _flood(targets, intruder)
+        told = Counter(receipt.status for receipt in receipts)
+        assert told == {ReceiptStatus.ACCEPTED: 12, ReceiptStatus.BUSY: FORWARDS - 12}
+        reasons = {receipt.detail for receipt in receipts} - {""}
+        assert "12 slots are taken by this data node, the rest is for others" in reasons
+        assert reasons <= {"12 slots are taken by this data node, the rest is for others", "all 16 slots are taken"}
+        await scene.goes_on(5)
+    assert scene.peak_bytes(targets.victim) - before < MAY_GROW_BYTES
+
+
+async def test_forged_news_of_others_microbatches_changes_nothing(scene: Siege) -> None:
+    """What it changes would show in the data node's account at the end of the siege."""
+    async with scene.targets.peer() as intruder:
+        data_node, victim = scene.targets.data_node.peer, scene.targets.victim.peer
+        first, started = scene.first_number(), await _started(intruder, data_node)
+        for number in range(max(0, started - 10), started + 30):
+            for lie in lies_about(MicrobatchId(data_node, first + number), intruder.peer):
+                await intruder.transport.tell(data_node, lie)
+                await intruder.transport.tell(victim, lie)
+        await scene.goes_on()
+
+
+def lies_about(microbatch: MicrobatchId, own: PeerId) -> tuple[ControlMessage, ...]:
+    path = Path(microbatch.data_node, (Hop(ModuleId(1), own), Hop(ModuleId(2), own)))
+    return (
+        Stranded(microbatch, Direction.FORWARD, 0, "a lie"),
+        Receipt(microbatch, Direction.FORWARD, 0, ReceiptStatus.PASSED_ON),
+        Receipt(microbatch, Direction.BACKWARD, -1, ReceiptStatus.ACCEPTED),
+        Receipt(microbatch, Direction.FORWARD, 0, ReceiptStatus.REFUSED, detail="a lie"),
+        Recall(microbatch, path, 0),
+        Settled(microbatch, path),
+        Unsettled(microbatch),
+        Close(microbatch, "a lie"),
+    )
+
+
+async def _started(intruder: Node, data_node: PeerId) -> int:
+    """How many microbatches have set out, as the data node tells everybody."""
+    status = json.loads(await intruder.transport.ask(data_node, Question(QuestionAbout.STATUS), LONG))
+    return int(status["counts"]["started"])
+
+
+async def _flood(targets: Targets, intruder: Node) -> list[Receipt]:
+    data = memoryview(bytearray(targets.tensor.byte_length))
+    for number in range(FORWARDS):
+        message = targets.forward(intruder.persona, number)
+        await intruder.transport.send(targets.victim.peer, message, targets.tensor, data)
+    first: dict[MicrobatchId, Receipt] = {}
+
+    def all_answered() -> bool:
+        for _, message in intruder.handler.messages:
+            if isinstance(message, Receipt):
+                first.setdefault(message.microbatch, message)
+        return len(first) == FORWARDS
+
+    await intruder.handler.until(all_answered)
+    return list(first.values())
+
+
+async def _break_off(targets: Targets) -> None:
+    persona = targets.persona()
+    async with targets.attack(persona=persona, record=targets.as_data_node(persona)) as (_, stream):
+        await stream.say(header(targets.forward(persona), targets.tensor, chunks=2))
+        await stream.say(encode_chunk(1, 0, memoryview(bytes(4096))))
+        await stream.stream.half_close()
+        while await stream.hear() is not None:
+            pass
+
+
+async def _shout_at_the_port(targets: Targets) -> None:
+    """Speaks no TLS to the victim's port, and is hung up on."""
+    host, _, port = targets.victim.addresses[0].rpartition(":")
+    for garbage in (b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\xff\xff" + bytes(70_000)):
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(garbage)
+        async with asyncio.timeout(LONG):
+            with suppress(ConnectionError):  # hung up on with what it sent unread
+                while await reader.read(4096):
+                    pass
+        writer.close()
+        with suppress(ConnectionError):
+            await writer.wait_closed()
+
+
+MODULE = ModuleId(1)
+PIECE = TensorSpec((64,), DType.FLOAT32)
+FAR = 40
+
+
+def versions(scene: Siege) -> tuple[AnchorVersion, AnchorVersion]:
+    """The victim's anchor when it was looked up, and one that nobody has."""
+    known = scene.targets.anchor(MODULE)
+    return known, AnchorVersion(known.round + FAR, known.steps + 1, 2**47, known.fragment, os.urandom(32))
+
+
+def lies(scene: Siege, own: PeerId, convener: PeerId) -> Iterator[ControlMessage]:
+    """Every word of a round, about rounds of the near future."""
+    base, made_up = versions(scene)
+    victim = scene.targets.victim.peer
+    for number in range(base.round, base.round + FAR):
+        attempt = RoundId(MODULE, number + 1, 0, convener)
+        entry = Entry(own, attempt, base, 2**40, 2**47, 1e300, (), made_up, bytes(64))
+        yield Progress(MODULE, made_up, 2**40, 2**47)
+        yield Invitation(attempt, base)
+        yield Accepting(attempt)
+        yield entry
+        yield SignedRoster(attempt, base, (replace(entry, peer=victim), entry), Codec.NONE, "")
+        yield Pulse(attempt, (victim,), (victim,))
+        yield Prepared(attempt, made_up)
+        yield Commit(attempt, made_up, tuple(dict.fromkeys((victim, own, convener))))
+        yield Declined(attempt, DeclineReason.PAST, made_up)
+        yield Dissolved(attempt, "a lie")
+
+
+async def test_a_stranger_has_no_word_in_rounds(scene: Siege) -> None:
+    """In its own name and in the victim's: who hosts nothing is not heard."""
+    before = scene.peak_bytes(scene.targets.victim)
+    async with scene.targets.peer() as intruder:
+        for convener in (intruder.peer, scene.targets.victim.peer):
+            for lie in lies(scene, intruder.peer, convener):
+                await intruder.transport.tell(scene.targets.victim.peer, lie)
+        committed = await scene.holds_a_round()
+    assert intruder.peer not in committed.members
+    assert committed.round < versions(scene)[1].round
+    assert scene.peak_bytes(scene.targets.victim) - before < MAY_GROW_BYTES
+
+
+async def test_one_replica_that_lies_about_everything_moves_nobody(scene: Siege) -> None:
+    """It claims an anchor from the future with more tokens than anybody has, and is one of three."""
+    targets, persona = scene.targets, scene.targets.persona()
+    _, made_up = versions(scene)
+    record = targets.record(persona, MODULE, anchor=made_up, state=PeerState.DRAINING)
+    async with targets.attack(persona=persona, record=record) as (own, stream):
+        for lie in lies(scene, own, own):
+            await stream.say(lie)
+        committed = await scene.holds_a_round()
+    assert committed.round < made_up.round
+    assert committed.digest != made_up.digest.hex()
+
+
+def pieces(scene: Siege, own: PeerId) -> Iterator[RoundPiece]:
+    """Of the rounds of the near future, in everybody's name who may convene them."""
+    base = scene.targets.anchor(MODULE)
+    replicas = [peer.peer for peer in scene.swarm.peers if peer.stage == MODULE.stage]
+    for number in range(base.round, base.round + 4 * FAR):
+        for convener in (*replicas, own):
+            yield Contribution(RoundId(MODULE, number + 1, 0, convener), 0, 1, bytes(64))
+            yield Reduced(RoundId(MODULE, number + 1, 0, convener), 0, 1)
+
+
+UNREAD = 32
+
+
+async def test_pieces_that_nobody_is_due_get_no_buffer(scene: Siege) -> None:
+    """Also in the moment before a round's roster is known, when pieces of its members are kept."""
+    refused = said = 0
+
+    async def listen(stream: BareStream) -> None:
+        nonlocal refused
+        with suppress(PeerError):
+            while (frame := await stream.hear()) is not None:
+                assert not isinstance(frame, Farewell), frame
+                refused += isinstance(frame, Cancel)
+
+    async with scene.targets.attack() as (own, stream):
+        listening = asyncio.create_task(listen(stream))
+        held = asyncio.create_task(scene.holds_a_round())
+        transfer = 1
+        while not held.done():
+            for piece in pieces(scene, own):
+                await stream.say(TensorFrame(piece, PIECE, transfer, 1))
+                await stream.say(encode_chunk(transfer, 0, memoryview(bytes(PIECE.byte_length))))
+                transfer, said = transfer + 2, said + 1
+                while said - refused > UNREAD and not held.done():  # a stranger's frames are read slowly
+                    await asyncio.sleep(0.01)
+                if held.done():
+                    break
+        async with asyncio.timeout(30):
+            while refused < said:
+                await asyncio.sleep(0.05)
+        listening.cancel()
+        committed = await held
+    assert own not in committed.members
+
+
+async def test_state_that_was_not_asked_for_gets_no_buffer(scene: Siege) -> None:
+    base, made_up = versions(scene)
+    async with scene.targets.attack() as (_, stream):
+        for number, version in enumerate((base, made_up)):
+            transfer = 2 * number + 1
+            await stream.say(TensorFrame(StateChunk(MODULE, version.digest, 0), PIECE, transfer, 1))
+            while (frame := await stream.hear()) != Cancel(transfer):
+                assert frame is not None
+
+
+async def test_a_flood_of_requests_for_state_holds_up_nobody(scene: Siege) -> None:
+    """Five that ask for all there is, again and again, and read nothing of it."""
+    base, _ = versions(scene)
+    before = scene.peak_bytes(scene.targets.victim)
+    for _ in range(5):
+        async with scene.targets.attack(deaf=True) as (_, stream):
+            for first in range(0, 2000, 2):
+                await stream.say(StateRequest(MODULE, base.digest, (first % 100, first % 100 + 1)))
+    await scene.holds_a_round()
+    assert scene.peak_bytes(scene.targets.victim) - before < MAY_GROW_BYTES

@@ -1,5 +1,4 @@
-"""Between two honest peers: somebody who relays what they say, with a certificate of his own or without, and who says
-again what he has heard."""
+"""Between two honest peers."""
 
 from __future__ import annotations
 

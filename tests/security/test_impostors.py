@@ -1,5 +1,4 @@
-"""Peers that say they serve a stage, are given microbatches, and do not do what they say: training goes on, and the
-account adds up."""
+"""Peers that say they serve a stage, are given microbatches, and do not do what they say."""
 
 from __future__ import annotations
 
@@ -31,17 +30,12 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 STATUS = Question(QuestionAbout.STATUS)
 STAGE = ModuleId(1)
 MOST_KEPT = 2
-"""Different microbatches that somebody gets who has never brought one back: one, and one that another hop's repair may
-bring. Believed, it had all of the four or five that are under way.
-"""
 
 Sent = tuple[Forward | Backward, TensorSpec]
 
 
 @dataclass
 class FalseHop(Recorder):
-    """Takes every microbatch and answers as it likes."""
-
     lie: Callable[[FalseHop, PeerId, Forward], None] = lambda hop, sender, message: None
     node: Node | None = None
     given: int = 0
@@ -79,24 +73,20 @@ def receipt(message: Forward, status: ReceiptStatus, retry_after_s: float = 0.0)
 
 
 def swallows(hop: FalseHop, sender: PeerId, message: Forward) -> None:
-    """Takes it, and that was that."""
     hop.say(sender, receipt(message, ReceiptStatus.ACCEPTED))
 
 
 def claims(hop: FalseHop, sender: PeerId, message: Forward) -> None:
-    """Says that it is done and passed on."""
     for to in (sender, message.path.data_node):
         hop.say(to, receipt(message, ReceiptStatus.ACCEPTED))
         hop.say(to, receipt(message, ReceiptStatus.PASSED_ON))
 
 
 def puts_off(hop: FalseHop, sender: PeerId, message: Forward) -> None:
-    """Is busy, for ten years."""
     hop.say(sender, receipt(message, ReceiptStatus.BUSY, 3e8))
 
 
 def poisons(hop: FalseHop, sender: PeerId, message: Forward) -> None:
-    """Hands on hidden states that are no numbers."""
     claims(hop, sender, message)
     onward = Forward(message.microbatch, message.path, message.position + 1, message.purpose, message.lifetime_s)
     hop.send(message.path.peer_at(message.position + 1), onward, HIDDEN, nothing_finite())
@@ -119,9 +109,7 @@ def shortens(hop: FalseHop, sender: PeerId, message: Forward) -> None:
 
 HIDDEN = hidden_tensor(small_run(Path("text"), blocks=(0, 1, 1)))
 QUICK = (puts_off, poisons, returns)
-"""Lies that come out at once."""
 SLOW = (swallows, claims, shortens)
-"""Lies that come out when a microbatch's time is over, after a minute; or with the end of the liar's link."""
 
 
 def nothing_finite() -> bytes:
@@ -199,9 +187,6 @@ async def test_training_goes_on_beside_hops_that_lie(tmp_path: Path) -> None:
             await asyncio.sleep(2.0)
             assert len(false_hop.kept) <= MOST_KEPT
         await here.goes_on()
-
-
-# ---- as a command: python -m tests.security.test_impostors -----------------------------------------------------------
 
 
 async def all_lies(minutes: float) -> None:

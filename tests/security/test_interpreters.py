@@ -1,5 +1,4 @@
-"""Only code of ours runs, and no secret of this machine's goes where it is not needed: how child processes are
-started."""
+"""Only code of ours runs, and no secret of this machine's goes where it is not needed."""
 
 from __future__ import annotations
 
@@ -20,8 +19,7 @@ from protocol.generated import dht_process_pb2
 from protocol.identity.keys import Identity
 from protocol.libp2p.child_process import child_environment, with_packages
 from tests.node.small_manifest import small_manifest
-from tests.protocol.announcements import RUN
-from tests.protocol.dht.running import Marked, needs_proc, until
+from tests.protocol.dht.running import RUN, Marked, needs_proc, until
 
 ROOT = Path(__file__).parent.parent.parent
 ISOLATING = {"-P", "-I"}

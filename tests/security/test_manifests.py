@@ -34,8 +34,6 @@ if {WATCHED!r} in os.environ:
     noted = os.open(os.environ[{NOTED!r}], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     sys.addaudithook(note)
 """
-"""A `sitecustomize`: writes down each file and folder that a process opens, where its name has what is watched in
-it."""
 
 
 class Victim:
@@ -58,13 +56,11 @@ class Victim:
         }
 
     def opened(self) -> list[str]:
-        """What was opened below `~/.ssh`."""
         return self.noted.read_text().splitlines() if self.noted.exists() else []
 
 
 @asynccontextmanager
 async def running(*command: str, **environment: Any) -> AsyncIterator[Process]:
-    """A node that is asked to leave at the end."""
     process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, stderr=PIPE, **environment)
     try:
         yield process
@@ -135,7 +131,6 @@ async def test_who_insists_on_stage_0_is_told_what_to_say(tmp_path: Path) -> Non
 
 @pytest.mark.e2e
 async def test_the_trap_itself_works(tmp_path: Path) -> None:
-    """Who names the folder himself has it read."""
     victim = Victim(tmp_path)
     manifest = small_run(Path("~/elsewhere"), blocks=(0, 1))
     text = ("--text", str(victim.home / ".ssh"))

@@ -1,5 +1,4 @@
-"""A replica that computes and contributes honestly, and sends something else than the mean of what it was sent: real
-processes."""
+"""A replica that computes and contributes honestly, and sends something else than the mean of what it was sent."""
 
 from __future__ import annotations
 

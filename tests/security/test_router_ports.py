@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.e2e.split_network import why_no_namespaces
+from tests.e2e.home_network import why_no_namespaces
 
 pytestmark = pytest.mark.e2e
 

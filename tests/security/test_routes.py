@@ -1,7 +1,4 @@
-"""Paths that no data node has made: what a peer can do by naming others in a path of its own.
-
-It knows more here than it can: the numbers of others' microbatches, which begin at random, are taken from their log.
-"""
+"""Paths that no data node has made."""
 
 from __future__ import annotations
 
@@ -18,7 +15,14 @@ from protocol.frames.frames import Farewell, FarewellReason, Ping, Pong
 from protocol.frames.tensors import TensorFrame, encode_chunk
 from swarm.pipeline.custody import STRANGER
 from swarm.vocabulary.errors import PeerError
-from swarm.vocabulary.pipeline_messages import Backward, Direction, Forward, MicrobatchTensor, Receipt, ReceiptStatus
+from swarm.vocabulary.pipeline_messages import (
+    Backward,
+    Direction,
+    Forward,
+    MicrobatchTensor,
+    Receipt,
+    ReceiptStatus,
+)
 from swarm.vocabulary.types import Hop, MicrobatchId, ModuleId, Path, PeerId, PeerState
 from tests.protocol.transport.link_peers import LONG, BareStream, Persona
 from tests.security.adversary import Targets
@@ -27,9 +31,10 @@ from tests.security.siege import BESIEGED, Siege
 pytestmark = BESIEGED
 
 STAGES = ModuleId(1), ModuleId(2)
+
 SLOTS = 16
+
 AHEAD = 60
-"""Numbers that the data node comes to while the test lasts."""
 
 
 class Stranger:
@@ -70,7 +75,6 @@ class Stranger:
 
     @property
     def told(self) -> Counter[ReceiptStatus]:
-        """The first answer to each microbatch."""
         first = {receipt.microbatch: receipt.status for receipt in reversed(self.receipts)}
         return Counter(first.values())
 
@@ -149,8 +153,6 @@ async def test_nobody_hands_a_data_node_the_result_of_what_was_not_given_to_him(
 
 
 async def test_nobody_uses_up_the_numbers_of_a_data_node(scene: Siege) -> None:
-    """Zeros under its next numbers: they are not taken, and when it comes to these numbers, they count at the stage
-    that was to have used them."""
     targets, victim = scene.targets, scene.targets.contact(STAGES[1])
     data_node, zeros = targets.data_node.peer, bytes(targets.tensor.byte_length)
     next_ = scene.first_number() + 4 * scene.swarm.progress.step + 20

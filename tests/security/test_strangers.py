@@ -1,22 +1,67 @@
-"""A flood of idle connections to a node's DHT, which any host can make: honest nodes are served beside them, and they
-do not stay."""
+"""A flood of idle connections to a node's DHT, which any host can make."""
 
 from __future__ import annotations
 
 import asyncio
+import ssl
+import tempfile
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.x509.oid import NameOID
 
 from protocol.identity.keys import Identity
-from tests.protocol.announcements import MODULE, announced
-from tests.protocol.dht.running import Marked, directory, needs_proc
-from tests.security.strangers import idle_connection
+from tests.protocol.dht.running import MODULE, Marked, announced, directory, needs_proc
+from tests.protocol.identity.minting import extension_for, new_key
+
+
+def libp2p_context() -> ssl.SSLContext:
+    """With a certificate after the libp2p TLS specification (https://github.com/libp2p/specs/blob/master/tls/tls.md)
+    for a new identity."""
+    key, now = new_key(), datetime.now(UTC)
+    name = x509.Name([x509.NameAttribute(NameOID.SERIAL_NUMBER, str(x509.random_serial_number()))])
+    builder = x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+    builder = builder.not_valid_before(now - timedelta(hours=1)).not_valid_after(now + timedelta(days=1))
+    certificate = builder.add_extension(extension_for(Identity.generate(), key), critical=False).sign(key, SHA256())
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.set_alpn_protocols(["libp2p"])
+    with tempfile.TemporaryDirectory() as folder:
+        pem = Path(folder) / "pem"
+        private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+        pem.write_bytes(private + certificate.public_bytes(Encoding.PEM))
+        context.load_cert_chain(pem)
+    return context
+
+
+async def agree(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, protocol: bytes) -> None:
+    """multistream-select: the other side says both lines back, or the protocol is not spoken."""
+    for line in (b"/multistream/1.0.0\n", protocol + b"\n"):
+        writer.write(bytes([len(line)]) + line)
+        await writer.drain()
+        echoed = await reader.readexactly((await reader.readexactly(1))[0])
+        if echoed != line:
+            raise ConnectionError(f"{protocol!r} was answered with {echoed!r}")
+
+
+async def idle_connection(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """One that is whole, and then says nothing. Ends when its reader does."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    await agree(reader, writer, b"/tls/1.0.0")
+    await writer.start_tls(libp2p_context())
+    await agree(reader, writer, b"/yamux/1.0.0")
+    return reader, writer
+
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 
 STRANGERS = 300
-"""More than p2pd's connection manager lets stay."""
 
 
 def open_files(process: int) -> int:

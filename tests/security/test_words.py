@@ -1,5 +1,4 @@
-"""What a node writes: no secret at any level of detail, nothing that a stranger could have it write; and what it makes
-from bytes: no objects."""
+"""What a node writes."""
 
 from __future__ import annotations
 
@@ -57,7 +56,6 @@ def strings_in(lines: str) -> list[str]:
 
 
 async def test_no_secret_is_in_any_log_event_or_command_line(scene: Siege) -> None:
-    """At debug level, after all kinds of trouble."""
     written = scene.logs() + scene.events() + scene.command_lines()
     assert "DEBUG node.pipeline.runner" in written, "the log is as detailed as it gets"
     scalar = authority_key(scene.targets.link.run).private_numbers().private_value

@@ -20,8 +20,7 @@ from node.context.module_context import ModuleContext
 from node.local_swarm.default_manifest import default_manifest
 from node.model.moments import Allowance
 from node.observability.events import Event, Note
-from node.start.cut_model import CutModel, first_version, module_layout
-from node.start.model_folder import ModelFolder
+from node.start.cut_model import CutModel, ModelFolder, first_version, module_layout
 from protocol.interfaces.transport import Question, QuestionAbout
 from protocol.manifest.manifest import Manifest
 from swarm.vocabulary.errors import ResourceExhausted

@@ -9,7 +9,6 @@ from node.averaging.anchor.layout import Layout, layout_of
 from node.averaging.anchor.shared_vector import SharedVector, cut_vector
 
 ELEMENTS = 20 * 4096 + 100
-"""21 chunks of parameters, the last one short; 42 in all."""
 
 
 def small_layout(elements: int = ELEMENTS, fragments: int = 1) -> Layout:
@@ -27,7 +26,6 @@ def state(round_number: int, layout: Layout | None = None) -> Anchor:
 
 
 def written(anchor: Anchor, parameters: SharedVector, momentum: SharedVector) -> Anchor:
-    """The same anchor in these arrays."""
     for source, target in ((anchor.parameters, parameters), (anchor.momentum, momentum)):
         for part, array in target.pieces():
             array[:] = source[part]

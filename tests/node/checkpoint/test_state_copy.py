@@ -2,30 +2,345 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from blake3 import blake3
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from torch import Tensor, nn
 
 from node.checkpoint import state as state_copy
-from node.checkpoint.folder import load_newest, save_state
-from node.checkpoint.saver import capture_module
-from node.checkpoint.state import ReplicaState, StateCopy
+from node.checkpoint.folder import (
+    CheckpointFolder,
+    gather_modules,
+    header_bytes,
+    load_newest,
+    parse_header,
+    read_manifest,
+    save_state,
+)
+from node.checkpoint.saver import Saver, SaveRequests, capture_module, restore_module
+from node.checkpoint.state import Agreed, Counters, ReplicaState, StateCopy
 from node.concurrency.compute_thread import ComputeThread, Priority
-from swarm.vocabulary.errors import ResourceExhausted, StateError
-from tests.node.checkpoint.saved_states import ONE, PEER, SteppedStorage, folder_at, same
-from tests.node.checkpoint.test_resume_state import Replica, at_once
+from node.model.initialization import digest_of_tensors, parameters_of
+from node.model.moments import MomentType
+from node.model.optimizer import Accumulator, InnerOptimizer, InnerState
+from node.model.optimizers.adamw import AdamW
+from node.model.parts import build_block_stack
+from node.observability.events import Event, Note
+from node.pipeline.worker import host_hop
+from node.runtime.resume import NUMBERS, RESERVED_NUMBERS, capture_hop, counts_of, find_own, first_number, restore_hop
+from swarm.pipeline.in_flight import Counts
+from swarm.vocabulary.errors import ConfigError, CorruptSnapshot, ResourceExhausted, StateError
+from swarm.vocabulary.types import AnchorVersion, MicrobatchId, ModuleId, PeerId
+from tests.kit.waiting import LONG_S, until
+from tests.node.checkpoint.saved_states import (
+    CURSOR,
+    ONE,
+    OTHER,
+    PEER,
+    Countdown,
+    SteppedStorage,
+    die,
+    folder_at,
+    same,
+    state_of,
+    version,
+)
+from tests.node.small_manifest import small_manifest
+
+CPU = torch.device("cpu")
+
+
+class Replica:
+    """A small module with its optimizer, fed with gradients that follow from a number."""
+
+    def __init__(self, seed: int = 3, moments: MomentType = MomentType.FLOAT32, *, split: bool = False) -> None:
+        wide = {} if moments is MomentType.FLOAT32 else {"model__hidden": 64, "model__feed_forward": 96}
+        part = build_block_stack(small_manifest(seed=seed, **wide), ONE)
+        if split:
+            part.split_weights()
+        self.part: nn.Module = part
+        self.total = Accumulator(self.part)
+        self.optimizer = InnerOptimizer(small_manifest().training, [self.total], moments=moments)
+
+    def add(self, number: int) -> None:
+        numbers = torch.Generator().manual_seed(number)
+        gradients: list[Tensor] = [torch.randn(p.shape, generator=numbers) for p in self.total.parameters]
+        self.total.add(MicrobatchId(PeerId("a"), number), 32, gradients)
+
+    def steps(self, first: int, count: int) -> None:
+        for number in range(first, first + count):
+            self.add(number)
+            self.optimizer.step()
+
+
+def test_it_goes_on_to_the_bit_through_a_file(tmp_path: Path) -> None:
+    one, other = Replica(), Replica(seed=8)
+    one.steps(0, 5)
+    state = capture_module((one.part,), one.optimizer, visits=5, tokens=5 * 32)
+    save_state(folder_at(tmp_path), PEER, ONE, state)
+    one.steps(5, 5)  # what was captured is a copy, or this would change it
+    other.steps(100, 2)
+    found = load_newest(folder_at(tmp_path), PEER)
+    assert found is not None
+    restore_module((other.part,), other.optimizer, found.state)
+    assert other.optimizer.steps == 5
+    other.steps(5, 5)
+    assert digest_of_tensors(parameters_of(other.part)) == digest_of_tensors(parameters_of(one.part))
+    assert found.state.counters.tokens == found.state.counters.tokens_since_anchor == 5 * 32
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_moments_in_8_bits_go_on_to_the_bit_and_either_form_is_read_as_the_other(tmp_path: Path, split: bool) -> None:
+    """What is written is float32 in any case, slice by slice, and the weights whole."""
+    one = Replica(moments=MomentType.EIGHT_BIT, split=split)
+    one.steps(0, 5)
+    with ComputeThread() as compute:
+        post = partial(compute.post, Priority.UPKEEP)
+        captured = partial(capture_module, (one.part,), one.optimizer, post, visits=5, tokens=5 * 32)
+        states = list[ReplicaState]()
+        post(lambda: states.append(captured())).result()
+        save_state(folder_at(tmp_path), PEER, ONE, states.pop())
+    found = load_newest(folder_at(tmp_path), PEER)
+    assert found is not None
+    assert {tensor.dtype for own in found.state.inner.parameters.values() for tensor in own.tensors.values()} == {
+        torch.float32
+    }
+    other = Replica(seed=8, moments=MomentType.EIGHT_BIT)
+    plain = Replica(seed=8, moments=MomentType.EIGHT_BIT)
+    plain.optimizer = InnerOptimizer(small_manifest().training, [plain.total])
+    for each in (other, plain):
+        restore_module((each.part,), each.optimizer, found.state)
+    one.steps(5, 3)
+    other.steps(5, 3)
+    assert weights_of(other) == weights_of(one)
+    assert [type(rule) for rule in plain.optimizer.rules] == [AdamW]
+    kept = plain.optimizer.export_state(parameters_of(plain.part))
+    for name, own in found.state.inner.parameters.items():
+        assert all(torch.equal(kept.parameters[name].tensors[slot], each) for slot, each in own.tensors.items())
+    plain.steps(5, 3)
+    there, here = (torch.cat([t.flatten() for t in copies_of(each).values()]) for each in (plain, one))
+    assert 0 < (there - here).norm() / here.norm() < 1e-3
+    back = Replica(moments=MomentType.EIGHT_BIT)
+    restore_module((back.part,), back.optimizer, capture_module((plain.part,), plain.optimizer, visits=8, tokens=256))
+    back.steps(8, 1)
+    assert back.optimizer.steps == 9
+    assert all(bool(t.isfinite().all()) for t in copies_of(back).values())
+
+
+def copies_of(replica: Replica) -> dict[str, Tensor]:
+    return dict(capture_module((replica.part,), replica.optimizer, visits=0, tokens=0).local)
+
+
+def weights_of(replica: Replica) -> bytes:
+    return digest_of_tensors(copies_of(replica))
+
+
+def test_an_optimizer_that_has_not_stepped_has_an_empty_state() -> None:
+    one, other = Replica(), Replica()
+    other.steps(0, 3)
+    restore_module((other.part,), other.optimizer, capture_module((one.part,), one.optimizer, visits=0, tokens=0))
+    assert digest_of_tensors(parameters_of(other.part)) == digest_of_tensors(parameters_of(one.part))
+    one.steps(0, 2)
+    other.total.start_over()
+    other.steps(10, 0)
+    fresh = [MicrobatchId(PeerId("b"), number) for number in range(2)]
+    for number, microbatch in enumerate(fresh):
+        numbers = torch.Generator().manual_seed(number)
+        other.total.add(microbatch, 32, [torch.randn(p.shape, generator=numbers) for p in other.total.parameters])
+        other.optimizer.step()
+    assert digest_of_tensors(parameters_of(other.part)) == digest_of_tensors(parameters_of(one.part))
+
+
+def test_a_state_of_another_model_changes_nothing() -> None:
+    one = Replica()
+    one.steps(0, 1)
+    before = digest_of_tensors(parameters_of(one.part))
+    with pytest.raises(StateError, match="other parameters"):
+        restore_module((one.part,), one.optimizer, state_of(1.0))
+    with pytest.raises(StateError, match="another model"):
+        one.optimizer.import_state(parameters_of(one.part), state_of(1.0).inner)
+    assert digest_of_tensors(parameters_of(one.part)) == before
+    assert one.optimizer.steps == 1
+
+
+def at_once(job: Callable[[], None]) -> Future[None]:
+    done: Future[None] = Future()
+    done.set_result(job())
+    return done
+
+
+def test_a_stage_peer_counts_what_is_applied_and_keeps_its_anchor() -> None:
+    manifest = small_manifest()
+    worker, other = (host_hop(manifest, ModuleId(1), CPU, 0) for _ in range(2))
+    worker.accumulated, worker.accumulated_tokens = 7, 200
+    anchor = state_of(1.0, anchor=version(3)).anchor
+    assert anchor is not None
+    state = capture_hop(worker, Agreed(anchor, 2, 64), at_once)
+    assert (state.counters.visits, state.counters.tokens) == (7, 200)
+    assert (state.counters.steps_since_anchor, state.counters.tokens_since_anchor) == (2, 64)
+    assert state.anchor is anchor
+    restore_hop(other, state)
+    assert (other.accumulated, other.accumulated_tokens) == (7, 200)
+    assert other.optimizer.tokens == version(3).tokens + 64, "where it stands in the schedule"
+
+
+def test_numbers_keep_away_from_those_of_the_life_before() -> None:
+    data = state_of(1.0, cursor=CURSOR).data
+    assert data is not None
+    assert first_number(None, 1000) == 1000
+    assert first_number(data, 2**40) == 2**40
+    for near in (data.next_number - 1, data.next_number, data.next_number + RESERVED_NUMBERS):
+        number = first_number(data, near)
+        assert number > data.next_number + RESERVED_NUMBERS
+    last = replace(data, next_number=NUMBERS // 2 - 5)
+    for near in (NUMBERS // 2 - RESERVED_NUMBERS, NUMBERS // 2 - 1):
+        assert abs(first_number(last, near) - last.next_number) > RESERVED_NUMBERS
+        assert 0 <= first_number(last, near) < NUMBERS // 2
+    assert counts_of(data) == Counts(started=9, completed=8, abandoned=1, duplicated=0)
+
+
+def test_what_was_damaged_is_told_and_when_all_is_damaged_the_node_begins_anew(tmp_path: Path) -> None:
+    folder = folder_at(tmp_path)
+    assert find_own(folder, PEER, None)[1] == ()
+    for value in (1.0, 2.0):
+        save_state(folder, PEER, ONE, state_of(value))
+    (folder.of(PEER) / "state-2.safetensors").write_bytes(b"")
+    resumed, notes = find_own(folder, PEER, None)
+    assert resumed.module == ONE
+    assert [note.level for note in notes] == ["warning", "info"]
+    assert "state-2.safetensors" in notes[0].message
+    (folder.of(PEER) / "state-1.json").write_bytes(b"")
+    resumed, (note,) = find_own(folder, PEER, None)
+    assert resumed.state is None
+    assert isinstance(note, Note)
+    assert note.level == "warning"
+    assert "goes on without" in note.message
+
+
+@dataclass
+class Bench:
+    """A saver at work, the replica it saves, and what it says."""
+
+    path: Path
+    steps: int = 1
+    captures: int = 0
+    events: list[Event] = field(default_factory=list)
+    disk: Callable[[str], None] = lambda step: None
+    requests: SaveRequests = field(default_factory=SaveRequests)
+
+    def emit(self, event: Event) -> None:
+        self.events.append(event)
+
+    def capture(self) -> ReplicaState:
+        assert threading.current_thread().name == "compute"
+        self.captures += 1
+        return state_of(float(self.captures), steps=self.steps)
+
+    def newest(self) -> int:
+        found = load_newest(folder_at(self.path), PEER)
+        return 0 if found is None else found.header.number
+
+    @asynccontextmanager
+    async def saver(self, every_s: float = LONG_S) -> AsyncIterator[Saver]:
+        folder = folder_at(self.path, SteppedStorage(lambda step: self.disk(step)))
+        write = partial(save_state, folder, PEER, ONE)
+        with ComputeThread() as compute, Saver(self.capture, write, compute, self.requests, self, every_s) as saver:
+            running = asyncio.create_task(saver.run())
+            try:
+                yield saver
+            finally:
+                running.cancel()
+
+
+async def test_a_request_is_followed_by_a_save(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    async with bench.saver():
+        bench.requests.request_save("round 1")
+        await until(lambda: bench.newest() == 1)
+        bench.requests.request_save("round 2")
+        await until(lambda: bench.newest() == 2)
+    assert bench.events == []
+
+
+async def test_the_interval_saves_only_what_has_changed(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    async with bench.saver(every_s=0.01):
+        await until(lambda: bench.captures > 5)
+        assert bench.newest() == 1
+        bench.steps = 2
+        await until(lambda: bench.newest() == 2)
+
+
+async def test_a_failure_is_a_warning_and_the_next_one_may_succeed(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+
+    def full(step: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    bench.disk = full
+    async with bench.saver() as saver:
+        bench.requests.request_save("round 1")
+        await until(lambda: bench.events)
+        (note,) = bench.events
+        assert isinstance(note, Note)
+        assert note.level == "warning"
+        assert "No space left" in note.message
+        with pytest.raises(ResourceExhausted):
+            await saver.save_at_the_end()
+        bench.disk = lambda step: None
+        await saver.save_at_the_end()
+    assert bench.newest() == 1
+
+
+async def test_two_writes_never_overlap_and_the_last_one_waits_for_the_one_before(tmp_path: Path) -> None:
+    bench, gate, reached = Bench(tmp_path), threading.Event(), threading.Event()
+    active, overlaps = 0, 0
+
+    def slow(step: str) -> None:
+        nonlocal active, overlaps
+        active += 1
+        overlaps += active > 1
+        if step == "rename":
+            reached.set()
+            assert gate.wait(LONG_S)
+        active -= 1
+
+    bench.disk = slow
+    async with bench.saver() as saver:
+        bench.requests.request_save("round 1")
+        await until(reached.is_set)
+        last = asyncio.create_task(saver.save_at_the_end())
+        await until(lambda: bench.captures == 2)
+        gate.set()
+        await last
+    assert overlaps == 0
+    assert bench.newest() == 2
+
 
 LONG_S = 30.0
 TENSORS = {"local/a": torch.arange(1000.0), "local/b": torch.arange(6.0).view(2, 3).T, "exp_avg/a": torch.ones(())}
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a small replica is more than there is room for."""
     monkeypatch.setattr(state_copy, "SLICE", 64)
@@ -46,10 +361,12 @@ def expected() -> Tensor:
     return torch.cat([tensor.reshape(-1) for tensor in TENSORS.values()])
 
 
+@pytest.mark.usefixtures("small_slices")
 def test_all_the_tensors_come_one_after_the_other() -> None:
     assert torch.equal(numbers(list(StateCopy(TENSORS, at_once).pieces())), expected())
 
 
+@pytest.mark.usefixtures("small_slices")
 def test_what_waits_to_be_written_is_never_more_than_there_is_room_for() -> None:
     copy = StateCopy(TENSORS, lambda job: Future(), room=600)  # the compute thread has no time: it finishes
     held = []
@@ -65,6 +382,7 @@ def test_what_waits_to_be_written_is_never_more_than_there_is_room_for() -> None
     assert torch.equal(numbers(pieces), expected())
 
 
+@pytest.mark.usefixtures("small_slices")
 def test_who_waits_for_the_disk_goes_on_when_the_writer_gives_up() -> None:
     copy = StateCopy(TENSORS, at_once)
     finishing = threading.Thread(target=copy.finish)
@@ -75,6 +393,7 @@ def test_who_waits_for_the_disk_goes_on_when_the_writer_gives_up() -> None:
     copy.finish()
 
 
+@pytest.mark.usefixtures("small_slices")
 def test_a_compute_thread_that_has_stopped_ends_the_writing(compute: ComputeThread) -> None:
     pieces = StateCopy(TENSORS, partial(compute.post, Priority.UPKEEP)).pieces()
     next(pieces)
@@ -84,8 +403,7 @@ def test_a_compute_thread_that_has_stopped_ends_the_writing(compute: ComputeThre
 
 
 def written_meanwhile(replica: Replica, compute: ComputeThread, path: Path) -> tuple[ReplicaState, ReplicaState]:
-    """The replica when a write of it began, and what was read again. After the first piece has been written, it goes on
-    and does not wait until the rest is."""
+    """The replica when a write of it began, and what was read again."""
     began, stepped = threading.Event(), threading.Event()
 
     def disk(step: str) -> None:
@@ -115,6 +433,7 @@ def written_meanwhile(replica: Replica, compute: ComputeThread, path: Path) -> t
     return as_it_was, found.state
 
 
+@pytest.mark.usefixtures("small_slices")
 def test_what_is_written_is_the_replica_at_one_moment(compute: ComputeThread, tmp_path: Path) -> None:
     replica = Replica()
     replica.steps(0, 3)
@@ -123,6 +442,7 @@ def test_what_is_written_is_the_replica_at_one_moment(compute: ComputeThread, tm
     assert replica.optimizer.steps == 5
 
 
+@pytest.mark.usefixtures("small_slices")
 def test_a_failed_write_holds_nobody_up(compute: ComputeThread, tmp_path: Path) -> None:
     replica = Replica()
     replica.steps(0, 3)
@@ -139,6 +459,7 @@ def test_a_failed_write_holds_nobody_up(compute: ComputeThread, tmp_path: Path) 
     assert replica.optimizer.steps == 4
 
 
+@pytest.mark.usefixtures("small_slices")
 def test_the_next_capture_does_not_mix_with_the_one_before(compute: ComputeThread) -> None:
     replica = Replica()
     replica.steps(0, 3)
@@ -159,3 +480,364 @@ def test_the_next_capture_does_not_mix_with_the_one_before(compute: ComputeThrea
     whole = torch.cat([tensor.reshape(-1) for tensor in expected_first.local.values()])
     assert torch.equal(numbers(writing)[: len(whole)], whole)
     assert replica.optimizer.steps == 4
+
+
+NEW, OLD = state_of(2.0, anchor=version(3), cursor=CURSOR), state_of(1.0)
+
+
+@pytest.mark.parametrize("state", [OLD, NEW, state_of(3.0, anchor=version(1)), state_of(4.0, cursor=CURSOR)])
+def test_a_state_comes_back_as_it_was(tmp_path: Path, state: ReplicaState) -> None:
+    folder = folder_at(tmp_path / "deep" / "folder")
+    save_state(folder, PEER, ONE, state)
+    found = load_newest(folder, PEER)
+    assert found is not None
+    assert same(found.state, state)
+    assert not same(found.state, state_of(5.0))
+    assert found.header.owner.module == ONE
+    assert found.problems == ()
+    assert read_manifest(folder.path).run == folder.run
+
+
+def test_the_tensors_are_a_safetensors_file_that_its_library_reads(tmp_path: Path) -> None:
+    save_state(folder_at(tmp_path), PEER, ONE, NEW)
+    read = load_file(tmp_path / PEER / "state-1.safetensors")
+    assert torch.equal(read["local/w"], NEW.local["w"])
+    assert NEW.anchor is not None
+    assert NEW.anchor.momentum is not None
+    assert torch.equal(read["momentum/norm"], NEW.anchor.momentum["norm"])
+
+
+def test_two_snapshots_are_kept_and_numbers_go_on(tmp_path: Path) -> None:
+    folder = folder_at(tmp_path)
+    for value in range(4):
+        save_state(folder, PEER, ONE, state_of(value))
+    (tmp_path / PEER / ".state-json.part").write_bytes(b"left by a crash")
+    (tmp_path / PEER / "notes.txt").write_bytes(b"not ours")
+    save_state(folder, PEER, ONE, NEW)
+    names = [f"state-{n}.{kind}" for n in (4, 5) for kind in ("json", "safetensors")]
+    assert sorted(file.name for file in (tmp_path / PEER).iterdir()) == ["notes.txt", *names]
+
+
+def test_a_damaged_one_is_not_counted_among_the_two(tmp_path: Path) -> None:
+    folder = folder_at(tmp_path)
+    save_state(folder, PEER, ONE, OLD)
+    save_state(folder, PEER, ONE, state_of(9.0))
+    flip(tmp_path / PEER / "state-2.safetensors", -1)
+    save_state(folder_at(tmp_path), PEER, ONE, NEW)  # another process: what this one has written, it believes
+    assert sorted(file.name for file in (tmp_path / PEER).glob("*.json")) == ["state-1.json", "state-3.json"]
+
+
+def flip(file: Path, at: int, by: int = 1) -> None:
+    content = bytearray(file.read_bytes())
+    content[at] ^= by
+    file.write_bytes(content)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=120, deadline=None)
+@given(st.sampled_from(["json", "safetensors"]), st.floats(0, 1, exclude_max=True), st.integers(1, 255))
+def test_any_changed_byte_is_found_and_the_one_before_is_taken(
+    tmp_path: Path, kind: str, where: float, by: int
+) -> None:
+    shutil.rmtree(tmp_path)
+    folder = folder_at(tmp_path)
+    save_state(folder, PEER, ONE, OLD)
+    save_state(folder, PEER, ONE, NEW)
+    file = tmp_path / PEER / f"state-2.{kind}"
+    flip(file, int(where * file.stat().st_size), by)
+    found = load_newest(folder, PEER)
+    assert found is not None
+    assert same(found.state, OLD)
+    (problem,) = found.problems
+    assert problem.file == file
+
+
+@pytest.mark.parametrize("kind", ["json", "safetensors"])
+@pytest.mark.parametrize("keep", [0.0, 0.01, 0.5, 0.999])
+def test_a_truncated_file_is_found(tmp_path: Path, kind: str, keep: float) -> None:
+    folder = folder_at(tmp_path)
+    save_state(folder, PEER, ONE, OLD)
+    save_state(folder, PEER, ONE, NEW)
+    file = tmp_path / PEER / f"state-2.{kind}"
+    content = file.read_bytes()
+    file.write_bytes(content[: int(keep * len(content))])
+    found = load_newest(folder, PEER)
+    assert found is not None
+    assert same(found.state, OLD)
+    assert [problem.file for problem in found.problems] == [file]
+
+
+def test_when_all_are_damaged_each_is_named(tmp_path: Path) -> None:
+    folder = folder_at(tmp_path)
+    save_state(folder, PEER, ONE, OLD)
+    save_state(folder, PEER, ONE, NEW)
+    flip(tmp_path / PEER / "state-1.safetensors", 100)
+    (tmp_path / PEER / "state-2.safetensors").unlink()
+    with pytest.raises(CorruptSnapshot, match=r"state-2\.safetensors.*state-1\.safetensors"):
+        load_newest(folder, PEER)
+
+
+def test_without_a_json_there_is_no_snapshot(tmp_path: Path) -> None:
+    folder = folder_at(tmp_path)
+    assert load_newest(folder, PEER) is None
+    save_state(folder, PEER, ONE, OLD)
+    (tmp_path / PEER / "state-1.json").unlink()
+    assert load_newest(folder, PEER) is None
+
+
+@pytest.mark.parametrize("kinds", [("json",), ("safetensors",), ("json", "safetensors")])
+@pytest.mark.parametrize("whose", ["run", "peer", "module", "number"])
+def test_files_of_another_run_peer_module_or_number_are_refused(
+    tmp_path: Path, whose: str, kinds: tuple[str, ...]
+) -> None:
+    folder, foreign = folder_at(tmp_path / "ours"), tmp_path / "foreign"
+    other = folder_at(foreign, manifest=small_manifest(seed=99) if whose == "run" else None)
+    module = ModuleId(2) if whose == "module" else ONE
+    source_peer = OTHER if whose == "peer" else PEER
+    for _ in range(1 if whose == "number" else 2):
+        save_state(other, source_peer, module, state_of(66.0))
+    save_state(folder, PEER, ONE, OLD)
+    save_state(folder, PEER, ONE, NEW)
+    number = 1 if whose == "number" else 2
+    for kind in kinds:
+        shutil.copy(foreign / source_peer / f"state-{number}.{kind}", folder.of(PEER) / f"state-2.{kind}")
+    found = load_newest(folder, PEER, ONE)
+    assert found is not None
+    assert same(found.state, OLD)
+    is_a_state_of_its_own = whose == "module" and len(kinds) == 2  # then it is only not the module asked for
+    assert len(found.problems) == (0 if is_a_state_of_its_own else 1)
+
+
+def test_an_older_state_of_another_module_is_no_damage(tmp_path: Path) -> None:
+    folder = folder_at(tmp_path)
+    save_state(folder, PEER, ModuleId(2), OLD)
+    assert load_newest(folder, PEER, ONE) is None
+    save_state(folder, PEER, ONE, NEW)
+    found = load_newest(folder, PEER, ModuleId(2))
+    assert found is not None
+    assert same(found.state, OLD)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"format": 2},
+        {"owner": None},
+        {"owner": {"run": "", "peer": "", "module": {"stage": -1, "expert": 0}}},
+        {"data": {"cursor": 3}},
+        {"anchor": {"digest": "xy"}},
+        {"counters": {}},
+        {"file": {"name": "../../key", "size": 1, "blake3": "0" * 64}},
+    ],
+)
+def test_a_json_with_the_right_hash_and_the_wrong_contents_is_refused(
+    tmp_path: Path, change: dict[str, object]
+) -> None:
+    table = json.loads(header_bytes(save_state(folder_at(tmp_path), PEER, ONE, NEW)))
+    del table["blake3"]
+    table |= change
+
+    def written(content: object) -> bytes:
+        return json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
+
+    with pytest.raises(CorruptSnapshot):
+        parse_header(written(table | {"blake3": blake3(written(table)).hexdigest()}))
+
+
+def test_a_folder_of_another_run_is_neither_read_nor_written_to(tmp_path: Path) -> None:
+    save_state(folder_at(tmp_path), PEER, ONE, OLD)
+    save_state(folder_at(tmp_path), OTHER, ONE, OLD)  # the same run, signed by somebody else
+    another = folder_at(tmp_path, manifest=small_manifest(seed=8))
+    for use in (lambda: save_state(another, PEER, ONE, OLD), lambda: load_newest(another, PEER)):
+        with pytest.raises(StateError, match="another run"):
+            use()
+    (tmp_path / "manifest.toml").write_bytes(b"protocol = ")
+    with pytest.raises(StateError, match="is damaged"):
+        load_newest(folder_at(tmp_path), PEER)
+
+
+def test_a_folder_without_a_manifest_is_no_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="not a checkpoint"):
+        read_manifest(tmp_path)
+
+
+THIRD = PeerId("12D3KooWthird")
+
+
+def save(path: Path, peer: PeerId, value: float, anchor: AnchorVersion | None, tokens: int = 256) -> None:
+    save_state(folder_at(path), peer, ONE, state_of(value, anchor=anchor, tokens=tokens))
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """Modules 0.0 and 2.0 are there; 3 stages in all. A folder that is not a peer's does not disturb."""
+    for stage in (0, 2):
+        save_state(folder_at(tmp_path), PeerId(f"peer-{stage}"), ModuleId(stage), state_of(stage))
+    (tmp_path / "identities").mkdir()
+    return tmp_path
+
+
+def test_one_replica_is_taken_as_it_is(path: Path) -> None:
+    save(path, PEER, 0.1, None)
+    found = gather_modules(path)
+    assert list(found.modules) == [ModuleId(0), ModuleId(1), ModuleId(2)]
+    assert torch.equal(found.modules[ONE]["w"], state_of(0.1).local["w"])
+    assert found.problems == ()
+
+
+def test_replicas_of_the_newest_anchor_are_averaged_by_their_tokens(path: Path) -> None:
+    save(path, PEER, 1.0, version(5), tokens=100)
+    save(path, OTHER, 2.0, version(5), tokens=300)
+    save(path, THIRD, 50.0, version(4), tokens=900)
+    torch.testing.assert_close(gather_modules(path).modules[ONE]["w"], state_of(1.75).local["w"])
+
+
+def test_replicas_right_after_a_round_weigh_the_same(path: Path) -> None:
+    save(path, PEER, 1.0, version(5), tokens=0)
+    save(path, OTHER, 2.0, version(5), tokens=0)
+    torch.testing.assert_close(gather_modules(path).modules[ONE]["w"], state_of(1.5).local["w"])
+
+
+def test_an_anchor_is_newer_than_none_and_two_of_one_round_are_never_mixed(path: Path) -> None:
+    save(path, PEER, 1.0, None)
+    save(path, OTHER, 2.0, version(1, digest=1))
+    save(path, THIRD, 3.0, version(1, digest=2))
+    assert torch.equal(gather_modules(path).modules[ONE]["w"], state_of(3.0).local["w"])
+
+
+def test_a_damaged_snapshot_is_passed_over_and_named(path: Path) -> None:
+    save(path, PEER, 1.0, None)
+    save(path, PEER, 2.0, None)
+    file = path / PEER / "state-2.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    found = gather_modules(path)
+    assert torch.equal(found.modules[ONE]["w"], state_of(1.0).local["w"])
+    assert [problem.file for problem in found.problems] == [file]
+    (path / PEER / "state-1.safetensors").unlink()
+    with pytest.raises(CorruptSnapshot, match=r"module 1\.0 is whole.*state-2"):
+        gather_modules(path)
+
+
+def test_a_module_that_nobody_saved_is_named(path: Path) -> None:
+    with pytest.raises(StateError, match=r"no snapshot of module 1\.0"):
+        gather_modules(path)
+
+
+def test_the_older_module_of_a_peer_that_has_moved_counts(path: Path) -> None:
+    save(path, PeerId("peer-2"), 9.0, None)
+    found = gather_modules(path).modules
+    assert torch.equal(found[ModuleId(2)]["w"], state_of(2.0).local["w"])
+    assert torch.equal(found[ONE]["w"], state_of(9.0).local["w"])
+
+
+ROOT = Path(__file__).parent.parent.parent.parent
+
+
+def steps_of_a_save(path: Path) -> list[str]:
+    """Of the third save in a folder, which has something to remove as well."""
+    countdown = Countdown(-1, die)
+    for value in (1.0, 2.0):
+        save_state(folder_at(path), PEER, ONE, state_of(value))
+    save_state(folder_at(path, SteppedStorage(countdown)), PEER, ONE, state_of(3.0))
+    return countdown.steps
+
+
+def child(arguments: list[str]) -> None:
+    path, at = arguments
+    save_state(folder_at(Path(path), SteppedStorage(Countdown(int(at), die))), PEER, ONE, state_of(3.0))
+
+
+def test_a_process_killed_at_any_step_of_a_save(tmp_path: Path) -> None:
+    steps = steps_of_a_save(tmp_path / "counted")
+    assert steps.count("rename") == 2
+    assert steps.count("remove") == 2
+    shutil.copytree(tmp_path / "counted", tmp_path / "before")
+    # One process forks for every step: importing torch for each would take minutes.
+    code = (
+        "import sys; from tests.node.checkpoint.test_state_copy import die_at_every_step; "
+        "die_at_every_step(sys.argv[1:])"
+    )
+    folders = [str(tmp_path / f"at-{step}") for step in range(1, len(steps) + 1)]
+    for folder in folders:
+        for value in (1.0, 2.0):
+            save_state(folder_at(Path(folder)), PEER, ONE, state_of(value))
+    subprocess.run([sys.executable, "-c", code, *folders], cwd=ROOT, timeout=100, check=True)
+    outcomes = []
+    for folder in map(Path, folders):
+        found = load_newest(folder_at(folder), PEER)
+        assert found is not None
+        assert found.problems == ()
+        assert same(found.state, state_of(2.0)) or same(found.state, state_of(3.0))
+        outcomes.append(same(found.state, state_of(3.0)))
+        save_state(folder_at(folder), PEER, ONE, state_of(4.0))  # and it goes on from there
+        again = load_newest(folder_at(folder), PEER)
+        assert again is not None
+        assert same(again.state, state_of(4.0))
+        assert len(list((folder / PEER).iterdir())) == 4, "what the crash left behind is gone"
+    assert outcomes == sorted(outcomes), "once there, a snapshot stays"
+    assert {True, False} == set(outcomes)
+
+
+def die_at_every_step(folders: list[str]) -> None:
+    """In a process of its own: a child of it dies at each step, in a folder of its own."""
+    for at, folder in enumerate(folders, start=1):
+        pid = os.fork()
+        if pid == 0:
+            child([folder, str(at)])
+            os._exit(0)
+        status = os.waitpid(pid, 0)[1]
+        if not (os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL):
+            raise AssertionError(f"the child that was to die at step {at} did not: {status}")
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
+def test_a_disk_that_fails_at_any_step(tmp_path: Path, number: int) -> None:
+    def fail() -> None:
+        raise OSError(number, os.strerror(number))
+
+    for at, step in enumerate(steps_of_a_save(tmp_path / "counted"), start=1):
+        folder = tmp_path / f"at-{at}"
+        for value in (1.0, 2.0):
+            save_state(folder_at(folder), PEER, ONE, state_of(value))
+        storage = SteppedStorage(Countdown(at, fail))
+        expected = state_of(3.0)
+        if step == "remove":  # the snapshot is whole, only an old file stays a while longer
+            save_state(folder_at(folder, storage), PEER, ONE, expected)
+        else:
+            with pytest.raises(
+                ResourceExhausted if number == errno.ENOSPC else StateError, match="could not be written"
+            ):
+                save_state(folder_at(folder, storage), PEER, ONE, expected)
+        found = load_newest(folder_at(folder), PEER)
+        assert found is not None
+        assert found.problems == ()
+        assert same(found.state, expected) or (step != "remove" and same(found.state, state_of(2.0)))
+        assert not list((folder / PEER).glob(".*")), f"a failed attempt leaves no rest (step {at}, {step})"
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A real file system of 256 KiB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mount = shutil.which("mount")
+    command = [str(mount), "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(place)]
+    if mount is None or subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("no file system can be mounted here; the test with injected errors covers the same")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+def of_size(numbers: int) -> ReplicaState:
+    return ReplicaState({"w": torch.ones(numbers)}, InnerState(1, {}), Counters(1, 1, 1, 1))
+
+
+def test_a_disk_that_is_really_full(small_disk: Path) -> None:
+    folder: CheckpointFolder = folder_at(small_disk / "checkpoint")
+    save_state(folder, PEER, ONE, of_size(20_000))
+    for _ in range(3):
+        with pytest.raises(ResourceExhausted, match="No space left"):
+            save_state(folder, PEER, ONE, of_size(60_000))
+    found = load_newest(folder, PEER)
+    assert found is not None
+    assert found.state.local["w"].numel() == 20_000
+    save_state(folder, PEER, ONE, of_size(20_001))

@@ -1,5 +1,4 @@
-"""The commands: what they write, where they write it, and how they end. Nodes are stand-ins; whole swarms are in
-tests/e2e."""
+"""The commands."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ from node.observability.typed_json import to_json
 from protocol.manifest.signing import read_signed_manifest
 from swarm.experts.routes import best_route
 from swarm.vocabulary.errors import ConfigError, IdentityError, SkipstoneError, Unreachable
-from tests.node.checkpoint.saved_model import file_of, save_checkpoint
+from tests.node.checkpoint.saved_states import file_of, save_checkpoint
 from tests.node.small_manifest import small_manifest
 from tests.node.start.tiny_models import write_folder
 
@@ -65,7 +64,6 @@ import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 """
-"""Whoever is started in the background, or by nohup, ignores these, and so would a process of ours."""
 
 
 def command(*arguments: str, code: str = "from node.__main__ import main; main()") -> subprocess.Popen[str]:

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import math
+import os
+import select
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from node.cli.join import ask_consent, description
 from node.cli.views.live import remaining_s, render
 from node.cli.views.output import plain_line
 from node.cli.views.status_view import (
@@ -26,20 +34,32 @@ from node.cli.views.status_view import (
     status_views,
 )
 from node.cli.views.text import MAX_FOREIGN_CHARACTERS, duration, harmless, sparkline
+from node.context.options import NodeOptions
+from node.data.places import ToldPlaces, places
 from node.local_swarm.swarm_progress import SwarmProgress, apply, noted, peer_exited, peer_started
+from node.model.shapes import BYTES_PER_PARAMETER, parameter_bytes, parameter_shapes
 from node.observability import events
 from node.observability.status import PeerStatus, SwarmStatus, parse_status
+from protocol.identity.keys import Identity
+from protocol.manifest.manifest import FilesSection
+from protocol.manifest.signing import SignedManifest, sign_manifest
 from swarm.compression.microbatch_codecs import NO_CHOICE
+from swarm.vocabulary.types import Reasoned
+from tests.node.small_manifest import small_manifest
 
 NOW = 10.0
 HOSTILE = "\x1b[2J\x1b]0;owned\x07[red]bold[/red]\r\n\u202egnp.exe\x9b31m\ud800"
 
 
+def printed(*views: Any, width: int = 140) -> str:
+    console = Console(record=True, width=width, force_terminal=False, file=io.StringIO())
+    for view in views:
+        console.print(view)
+    return console.export_text()
+
+
 def drawn(state: SwarmProgress, title: str = "demo") -> str:
-    console = Console(record=True, width=140, force_terminal=False, file=open("/dev/null", "w"))  # noqa: SIM115
-    with console.file:
-        console.print(render(state, title, 75.0, NOW))
-        return console.export_text()
+    return printed(render(state, title, 75.0, NOW))
 
 
 def swarm() -> SwarmProgress:
@@ -112,7 +132,6 @@ def test_status_shows_what_a_relay_has_carried() -> None:
 
 
 def peer_of(name: str, module: str, answered: Any) -> PeerStatus:
-    """A peer that gave this answer, as it is read."""
     said = None if answered is None else parse_status(json.dumps(answered).encode())
     return PeerStatus(peer=name, module=module, state="serving", answered=said)
 
@@ -123,9 +142,7 @@ def swarm_of(stages: int, *peers: PeerStatus) -> SwarmStatus:
 
 def status_of(answered: object) -> str:
     peer = replace(peer_of("12D3KooWpeer1abc", "1.0", answered), slots=4, free_slots=1, steps=5, round=3)
-    console = Console(record=True, width=140, force_terminal=False, file=io.StringIO())
-    console.print(status_table(swarm_of(2, peer)))
-    return console.export_text()
+    return printed(status_table(swarm_of(2, peer)))
 
 
 def test_status_shows_what_stages_cost_a_data_node() -> None:
@@ -138,10 +155,7 @@ def test_status_shows_what_stages_cost_a_data_node() -> None:
 
 
 def paths_of(answered: object) -> str:
-    console = Console(record=True, width=140, force_terminal=False, file=io.StringIO())
-    for table in path_tables(swarm_of(4, peer_of("12D3KooWdata1abc", "0.0", answered))):
-        console.print(table)
-    return console.export_text()
+    return printed(*path_tables(swarm_of(4, peer_of("12D3KooWdata1abc", "0.0", answered))))
 
 
 def test_the_view_names_the_stage_without_a_peer() -> None:
@@ -185,8 +199,7 @@ def test_peers_cannot_draw_on_the_terminal() -> None:
         events.LastPeer(HOSTILE, HOSTILE, HOSTILE),
         events.LastPeer(HOSTILE, HOSTILE, None),
         events.NodeSummary(
-            *(HOSTILE, HOSTILE, 1, None, 2.0, 3, 4.0, events.MicrobatchCounts(), 5),
-            events.BusySeconds(math.inf),
+            *(HOSTILE, HOSTILE, 1, None, 2.0, 3, 4.0, events.MicrobatchCounts(), 5), events.BusySeconds(math.inf)
         ),
     ],
 )
@@ -236,10 +249,7 @@ def test_rates_without_a_window_fall_back() -> None:
 
 
 def codecs_of(answered: object) -> str:
-    console = Console(record=True, width=160, force_terminal=False, file=io.StringIO())
-    for view in codec_tables(swarm_of(4, peer_of("12D3KooWhop1abcdef", "1.0", answered))):
-        console.print(view)
-    return console.export_text()
+    return printed(*codec_tables(swarm_of(4, peer_of("12D3KooWhop1abcdef", "1.0", answered))), width=160)
 
 
 CHOICE = {"activations": ["none", "int8"]}
@@ -262,10 +272,7 @@ def in_round(codec: str, why: str, seconds_ago: object = 4) -> dict[str, object]
 def test_the_codec_of_the_newest_round_of_each_module_is_shown_with_the_reason() -> None:
     said = [("1.0", "int8", 50), ("1.0", "int4", 3), ("2.0", "top_k_2", 9)]
     peers = [peer_of(f"12D3KooW{codec}", module, in_round(codec, f"{codec} fits", ago)) for module, codec, ago in said]
-    console = Console(record=True, width=160, force_terminal=False, file=io.StringIO())
-    for view in codec_tables(swarm_of(4, *peers)):
-        console.print(view)
-    rows = [line.split() for line in console.export_text().splitlines()[-2:]]
+    rows = [line.split() for line in printed(*codec_tables(swarm_of(4, *peers)), width=160).splitlines()[-2:]]
     assert rows == [["1.0", "int4", "int4", "fits"], ["2.0", "top_k_2", "top_k_2", "fits"]]
 
 
@@ -294,8 +301,6 @@ def test_of_a_run_that_compresses_nothing_no_codecs_are_shown() -> None:
         {"codecs": {"allowed": CHOICE, "links": {"a": {"bytes_per_s": 10**400, "gradients": 3}}}},
         {"codecs": {"allowed": CHOICE, "links": {str(n): {} for n in range(1000)}}},
         {"codecs": {"allowed": {"activations": [1, 2]}, "links": {HOSTILE: {"activations": choice(HOSTILE, HOSTILE)}}}},
-        {"codecs": {"allowed": {"activations": [1, 2]}, "links": {"a": {"bytes_per_s": "many", "gradients": 3}}}},
-        {"codecs": {"allowed": {"activations": [1, 2]}, "links": {str(n): {} for n in range(1000)}}},
     ],
 )
 def test_peers_cannot_draw_with_their_codecs(answered: object) -> None:
@@ -309,10 +314,7 @@ WEIGHTS = {"put_off": True, "reason": "steps wait for each other", "visits": 123
 
 
 def computing_of(answered: object) -> str:
-    console = Console(record=True, width=120, force_terminal=False, file=io.StringIO())
-    for view in compute_tables(swarm_of(2, peer_of("12D3KooWpeer1abc", "1.0", answered))):
-        console.print(view)
-    return console.export_text()
+    return printed(*compute_tables(swarm_of(2, peer_of("12D3KooWpeer1abc", "1.0", answered))), width=120)
 
 
 def test_status_shows_what_idle_time_is_filled_with_and_why() -> None:
@@ -326,10 +328,7 @@ def test_status_shows_what_idle_time_is_filled_with_and_why() -> None:
 
 def test_status_shows_who_keeps_moments_in_8_bits_and_why() -> None:
     def shown(answered: object) -> str:
-        console = Console(record=True, width=120, force_terminal=False, file=io.StringIO())
-        for view in moment_lines(swarm_of(2, peer_of("12D3KooWpeer1abc", "1.0", answered))):
-            console.print(view)
-        return console.export_text().strip()
+        return printed(*moment_lines(swarm_of(2, peer_of("12D3KooWpeer1abc", "1.0", answered))), width=120).strip()
 
     kept = {"form": "8bit", "reason": "--moments 8bit", "bytes": 10}
     assert shown({"moments": kept}) == "moments in 8bit at er1abc (--moments 8bit)"
@@ -362,15 +361,9 @@ def test_status_names_who_is_accused_and_bears_whatever_peers_say() -> None:
     assert list(accused_lines(swarm_of(2))) == []
 
 
-# ---- experts ---------------------------------------------------------------------------------------------------------
-
-
 def routes_of(answered: object) -> str:
     peers = (peer_of("12D3KooWpeer0abc", "0.0", answered), peer_of("12D3KooWpeer1abc", "1.0", None))
-    console = Console(record=True, width=140, force_terminal=False, file=io.StringIO())
-    for view in status_views(SwarmStatus.of("9f86", "demo", 2, peers, ("0.0", "1.0", "1.1"))):
-        console.print(view)
-    return console.export_text()
+    return printed(*status_views(SwarmStatus.of("9f86", "demo", 2, peers, ("0.0", "1.0", "1.1"))))
 
 
 def test_status_shows_routes_experts_and_who_is_missing() -> None:
@@ -395,3 +388,115 @@ def test_the_view_names_the_expert_without_a_peer() -> None:
         state = apply(state, index, status, 5.0).state
     rows = [line.split() for line in drawn(state).splitlines()]
     assert ["2", "2.1", "none"] in rows
+
+
+pty = pytest.importorskip("pty")
+
+AUTHOR = Identity.generate()
+FITS = Reasoned((1, 2), "there is room for stages 1, 2")
+
+
+def options(**changes: object) -> NodeOptions:
+    return NodeOptions(link=None, manifest_path=Path("run.toml"), identity_path=Path("key"), **changes)  # type: ignore[arg-type]
+
+
+def signed(**changes: object) -> SignedManifest:
+    return sign_manifest(small_manifest(**changes), AUTHOR)
+
+
+def told(run: SignedManifest, asked: NodeOptions, *, own: bool = False) -> str:
+    return "\n".join(description(run, asked, places(run.manifest.data, asked.told, own=own), FITS, own=own))
+
+
+def test_it_says_what_the_run_is_and_what_is_read_sent_and_used() -> None:
+    run = signed(data__source="path:~/.ssh", stages__experts=2, model__attention="documents")
+    said = told(run, options(text=Path("/text"), port=4002, threads=2))
+    manifest = run.manifest
+    parameters = sum(parameter_bytes(parameter_shapes(manifest, m)) for m in manifest.modules()) // BYTES_PER_PARAMETER
+    for words in ("small", run.run, AUTHOR.peer, f"{parameters:,} parameters in 3 stages of 2 experts", "/text"):
+        assert words in said
+    for words in ("hidden states back into text", "gradients", "2 CPU threads", "ports 4002 and any", "ask the router"):
+        assert words in said
+    assert "fits      there is room for stages 1, 2" in said
+    assert "(this machine)" not in said
+    assert "(this machine)" in told(run, options(), own=True)
+
+
+def test_it_says_why_no_text_is_read() -> None:
+    run = signed(data__source="path:~/.ssh")
+    assert "reads     no text: the manifest is not signed by this machine's key" in told(run, options())
+    for asked in (options(reads_text=False), options(stage="1")):
+        assert "reads     no text\n" in told(run, asked)
+    assert "this machine's Python" in told(signed(), options())
+
+
+def test_it_names_the_files_that_must_be_there() -> None:
+    files = FilesSection(count=3, bytes=12_345, sha256="0" * 64).model_dump()
+    run = signed(data__source="path:text", data__files=files)
+    assert "3 files, 12,345 bytes" in told(run, options(), own=True)
+
+
+def test_a_manifest_cannot_write_to_the_terminal() -> None:
+    run = signed(data__source="path:\x1b[2J\nauthor: me")
+    lines = description(run, options(), places(run.manifest.data, ToldPlaces(), own=False), FITS, own=False)
+    assert all(line.isprintable() for line in lines)
+
+
+@contextmanager
+def terminal() -> Iterator[int]:
+    """Standard input and output are a terminal; its other end."""
+    ours, theirs = pty.openpty()
+    with (
+        os.fdopen(ours, "rb"),
+        os.fdopen(os.dup(theirs), "r") as typed,
+        os.fdopen(theirs, "w") as shown,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setattr(sys, "stdin", typed)
+        patch.setattr(sys, "stdout", shown)
+        yield ours
+
+
+def shown_on(screen: int) -> str:
+    said = b""
+    while select.select([screen], [], [], 0)[0]:
+        said += os.read(screen, 10_000)
+    return said.decode()
+
+
+async def answer(*, yes: bool = False, as_json: bool = False, own: bool = False) -> bool:
+    run, asked = signed(), options(yes=yes, as_json=as_json)
+    asking = ask_consent(asked, run, places(run.manifest.data, asked.told, own=own), FITS, own)
+    return await asyncio.wait_for(asking, 20)
+
+
+@pytest.mark.parametrize(
+    ("typed", "joins"),
+    [(b"y\n", True), (b"Yes\n", True), (b"n\n", False), (b"\n", False), (b"\x04", False), (b"yellow\n", False)],
+)
+async def test_on_a_terminal_it_asks_and_silence_is_no(typed: bytes, joins: bool) -> None:
+    with terminal() as keyboard:
+        os.write(keyboard, typed)
+        assert await answer() is joins
+        assert "Join this run? [y/N]" in shown_on(keyboard)
+
+
+@pytest.mark.parametrize("how", [{"yes": True}, {"own": True}])
+async def test_nobody_is_asked_who_has_said_it_or_made_the_run(how: dict[str, bool]) -> None:
+    with terminal() as keyboard:
+        assert await answer(**how)
+        said = shown_on(keyboard)
+    assert "author" in said
+    assert "[y/N]" not in said
+
+
+async def test_without_a_terminal_it_says_it_and_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+    assert await answer()
+    assert "author" in capsys.readouterr().out
+
+
+async def test_standard_output_stays_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert await answer(as_json=True)
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "author" in said.err

@@ -16,7 +16,16 @@ from typer.testing import CliRunner
 
 from node.__main__ import app
 from node.cli.options import LinkFile, link_in
-from node.context.options import SETTINGS, VARIABLES, LogLevel, NodeOptions, variable, without_settings
+from node.context.options import (
+    SETTINGS,
+    VARIABLES,
+    LogLevel,
+    NodeOptions,
+    default_identity_path,
+    parse_size,
+    variable,
+    without_settings,
+)
 from node.local_swarm.setup import LocalSetup, LocalSwarmOptions
 from node.model.moments import MomentType
 from node.network.reach_status import ReachMode
@@ -63,7 +72,6 @@ OTHER_VALUES: dict[str, Any] = {
     "stop_on_eof": True,
     "log_level": LogLevel.DEBUG,
 }
-"""Of each row of the table, one that is not the default."""
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +82,6 @@ def no_settings_of_whoever_runs_this(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 
 def joined(monkeypatch: pytest.MonkeyPatch, *arguments: str, **variables: str) -> NodeOptions:
-    """What a node would run with."""
     seen: list[NodeOptions] = []
 
     async def run_node(options: NodeOptions, events: EventSink, stop: asyncio.Event, **rest: object) -> None:
@@ -300,3 +307,47 @@ class TestAddresses:
         monkeypatch.setattr(socket, "socket", Probe)
         peers = (f"/dns4/unknown.example/tcp/4001/p2p/{PEER}", f"/ip6/::1/tcp/4001/p2p/{PEER}")
         assert Whereabouts("0.0.0.0").told_host(peers) == "127.0.0.1"
+
+
+BASE = {"link": None, "manifest_path": Path("run.toml"), "identity_path": Path("key")}
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"manifest_path": None}, "neither a join link nor a manifest"),
+        ({"port": 65_536}, "port must be from 0 to 65535"),
+        ({"dht_port": -1}, "dht_port must be"),
+        ({"threads": 0}, "threads must be at least 1"),
+        ({"slots": 0}, "slots must be"),
+        ({"window": -3}, "window must be"),
+        ({"steps": 0}, "steps must be"),
+        ({"stage": "-1"}, "stage must be a stage or STAGE.EXPERT"),
+        ({"stage": "1."}, "stage must be a stage"),
+        ({"memory": "-1"}, "is not a size"),
+    ],
+)
+def test_what_cannot_work_is_refused(settings: dict[str, object], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        NodeOptions(**(BASE | settings))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("0", 0), ("1024", 1024), ("512MiB", 2**29), ("1.5 gib", 3 * 2**29), ("2GB", 2 * 10**9)]
+)
+def test_sizes(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "MiB", "-1", "1e9", "5 parsecs", "1GiB2"])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(ConfigError, match="is not a size"):
+        parse_size(text)
+
+
+def test_where_the_key_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SKIPSTONE_HOME", "/srv/skipstone")
+    assert default_identity_path() == Path("/srv/skipstone/identity.key")
+    monkeypatch.delenv("SKIPSTONE_HOME")
+    monkeypatch.setenv("XDG_DATA_HOME", "/data")
+    assert default_identity_path() == Path("/data/skipstone/identity.key")

@@ -23,26 +23,77 @@ from torch import Tensor
 from node.averaging.anchor.local_replica import LocalReplica
 from node.checkpoint.saver import capture_module, restore_module
 from node.model.initialization import floats_of, parameters_of
-from node.model.moments import Allowance, MomentType
+from node.model.moments import ORDINARY, Allowance, MomentType
 from node.pipeline.device_passes import BlockByBlock
 from node.pipeline.runner import Job, Output
-from node.pipeline.worker import DataWorker, host_stage_zero, measure_speed
-from protocol.codecs import encode
+from node.pipeline.tensor_io import tensor_of
+from node.pipeline.worker import DataWorker, HopWorker, host_hop, host_stage_zero, measure_speed
+from protocol.codecs import Encoded, encode
 from protocol.codecs.memory import buffer_for
 from protocol.manifest.manifest import Manifest
 from swarm.pipeline.custody_events import Key, Work
 from swarm.vocabulary.pipeline_messages import Purpose
-from swarm.vocabulary.types import Codec, MicrobatchId, PeerId
-from tests.node.device.hop_messages import Allocate, Hop, arrived, sent, source_of
+from swarm.vocabulary.types import Codec, MicrobatchId, ModuleId, PeerId
 from tests.node.device.pretend import DEVICE, METER, pinned, pretended
 from tests.node.network.small_swarm import text_of
 from tests.node.small_manifest import small_manifest
+
+Allocate = Callable[[int], memoryview]
+MANY_GRAPHS: Final = 2**30
+HAS_OUTLIER: Final = 3
+STANDS_OUT: Final = 5
+
+
+def sent(output: Output) -> Tensor:
+    assert output.tensor is not None
+    return tensor_of(Encoded(output.tensor.spec, memoryview(bytearray(output.tensor.data))), CPU)
+
+
+def source_of(manifest: Manifest, number: int) -> Tensor:
+    kind = torch.bfloat16 if manifest.model.dtype == "bfloat16" else torch.float32
+    source = torch.randn(manifest.hidden_shape, generator=torch.Generator().manual_seed(number))
+    if number % 100 == HAS_OUTLIER:
+        source[..., STANDS_OUT] *= 40
+    return source.to(kind)
+
+
+def arrived(encoded: Encoded, allocate: Allocate) -> Encoded:
+    buffer = allocate(encoded.data.nbytes)
+    buffer[:] = encoded.data
+    return Encoded(encoded.spec, buffer)
+
+
+class Hop:
+    def __init__(
+        self,
+        manifest: Manifest,
+        device: torch.device,
+        codec: Codec,
+        budget: int = MANY_GRAPHS,
+        allowance: Allowance = ORDINARY,
+        allocate: Allocate | None = None,
+    ) -> None:
+        self.manifest, self.codec = manifest, codec
+        self._allocate = allocate or partial(buffer_for, device=device)
+        self.worker: HopWorker = host_hop(manifest, ModuleId(1), device, budget, allowance)
+
+    def job(self, number: int, work: Work, purpose: Purpose = Purpose.TRAIN) -> Job:
+        key = Key(MicrobatchId(PeerId("data"), number), 0)
+        there = self._message(number) if work is not Work.BACKWARD else None
+        back = self._message(number + 100) if work is not Work.FORWARD else None
+        return Job(number, key, work, purpose, there, back, codec=self.codec)
+
+    def _message(self, number: int) -> Encoded:
+        return arrived(encode(source_of(self.manifest, number), self.codec), self._allocate)
+
+    def compute(self, number: int, work: Work, purpose: Purpose = Purpose.TRAIN) -> Tensor:
+        return sent(self.worker.compute(self.job(number, work, purpose)))
+
 
 CPU: Final = torch.device("cpu")
 NO_GRAPHS: Final = 0
 CODECS: Final = (Codec.NONE, Codec.BF16, Codec.INT8, Codec.INT4)
 WIDE: Final = {"vocabulary": 257, "hidden": 128, "heads": 4, "kv_heads": 2, "feed_forward": 384, "sequence": 8}
-"""Of so few tokens that activations weigh nothing beside the parameters."""
 
 
 @dataclass
@@ -68,7 +119,6 @@ def _buffers(device: torch.device) -> Allocate:
 
 
 def hop_jobs(manifest: Manifest, device: torch.device, codec: Codec, record: Record) -> None:
-    """Every kind of job of a hop."""
     hop, tag = Hop(manifest, device, codec, allocate=_buffers(device)), codec.name
     hop.compute(0, Work.FORWARD)  # the first is measured, which is another way
     hop.compute(0, Work.BACKWARD)
@@ -129,7 +179,6 @@ def upkeep_jobs(manifest: Manifest, device: torch.device, moments: MomentType, r
 
 
 def data_jobs(manifest: Manifest, device: torch.device, codec: Codec, record: Record) -> None:
-    """Every kind of job of a data node."""
     worker: DataWorker = host_stage_zero(manifest, device)
     tag = codec.name
 
@@ -172,8 +221,7 @@ def all_jobs(manifest: Manifest, device: torch.device) -> Record:
 
 
 def parameter_bytes(moments: MomentType) -> dict[str, float]:
-    """Bytes of the device for each parameter of a hop, in a bfloat16 run of next to no activations: at rest, and the
-    most during each job."""
+    """Bytes of the device for each parameter of a hop, in a bfloat16 run of next to no activations."""
     manifest = small_manifest(model={**WIDE, "dtype": "bfloat16"}, stages={"blocks": [1, 8]}, training__rows=1)
     found: dict[str, float] = {}
     gc.collect()

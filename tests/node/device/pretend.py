@@ -1,12 +1,4 @@
-"""A pretend device: it computes real numbers on the CPU, and is as strict as a GPU.
-
-Its tensors claim to be on `pretend:0`. An operator that mixes them with the CPU's raises, as does reading one with
-numpy; every wait for the device and every copy to or from it is counted with the line that asked for it; and the bytes
-that live on it are metered, with their peak. It shows where tensors are, never how fast a kernel is.
-
-What goes past dispatch modes does so here: use neither `torch.tensor(..., device=)` nor `inference_mode`. The backend
-can be registered once in a process and never unregistered, so a process of its own is the place for it.
-"""
+"""A pretend device."""
 
 from __future__ import annotations
 
@@ -29,9 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 _ROOT: Final = Path(__file__).parent.parent.parent.parent
 _COPIES: Final = frozenset({"_to_copy", "copy_"})
 _INDEXING: Final = frozenset({"index", "index_put_", "_index_put_impl_"})
-"""Take indices of the CPU, as on CUDA."""
 _WAITS: Final = frozenset({"_local_scalar_dense", "nonzero", "equal", "masked_select"})
-"""Their result is a number on the host, or has a shape that depends on the elements."""
 
 # Once in a process: the name cannot be given twice.
 backend_registration._setup_privateuseone_for_python_backend(rename="pretend")
@@ -53,17 +43,11 @@ def _is_pinned(tensor: Tensor) -> bool:
 
 
 class Meter:
-    """The meter of the one pretend device."""
-
     def __init__(self) -> None:
         self.live = 0
-        """Bytes that live on the device now."""
         self.peak = 0
-        """The most that lived at a time since `start`."""
         self.waits: Counter[str] = Counter()
-        """Waits for the device since `start`, by what was waited for and the line of the project that did."""
         self.copied = 0
-        """Bytes copied between host and device since `start`."""
         self._holders: Counter[int] = Counter()
 
     def start(self) -> None:

@@ -16,7 +16,7 @@ from protocol.codecs.memory import buffer_for
 from protocol.manifest.manifest import Manifest
 from swarm.pipeline.custody_events import Work
 from swarm.vocabulary.types import Codec
-from tests.node.device.hop_messages import Hop, arrived
+from tests.node.device.every_job import Hop, arrived
 from tests.node.small_manifest import small_manifest
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]
@@ -24,7 +24,6 @@ pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available()
 STEPS = 20
 CARD: Final = torch.device("cuda")
 ERRORS: Final = {Codec.BF16: 2e-3, Codec.INT8: 7e-3, Codec.INT4: 0.11}
-"""Relative, on normal numbers."""
 
 
 def trained(manifest: Manifest, device: torch.device) -> torch.Tensor:

@@ -1,5 +1,4 @@
-"""Every kind of job on a device that is not the CPU: nothing mixes the two, results are the CPU's, and waits and memory
-are held by numbers."""
+"""Every kind of job on a device that is not the CPU."""
 
 from __future__ import annotations
 
@@ -32,21 +31,14 @@ ALLOWED: Final = {
     "evaluate loss": 3,
     "step of stage 0": 1,
 }
-"""Waits for the device, by job, with any codec; messages are in receive buffers that it reads by itself. Each is a
-moment in which a GPU has nothing to do."""
 CODECS: Final = ("NONE", "BF16", "INT8", "INT4")
 FARTHEST: Final = {"float32": 1e-3, "bfloat16": 0.03}
-"""Of a result from the CPU's, relative to the largest: kernels that are composed of others there are one here."""
 STEP_OF_8_BITS: Final = 0.016
-"""Of a mean: what falls between two of its values is rounded this way or that."""
 STEPS: Final = {"INT4": 0.15}
-"""From a code to the next (a fourteenth and an eighth) and what bfloat16 rounds: of what is sent with these codecs."""
 MOST_BYTES: Final = {
     "float32": {"resident": 16.1, "forward": 16.2, "backward": 16.4, "step": 16.6, "recomputed backward": 16.4},
     "8bit": {"resident": 10.2, "forward": 10.2, "backward": 10.5, "step": 11.0, "recomputed backward": 10.5},
 }
-"""For each parameter, in bfloat16 with AdamW, by the form of its moments: 4 of itself, whose upper half is what
-products are made with, 8 or 2 of moments, 4 of the sum."""
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +130,7 @@ from protocol.interfaces.tensor_spec import TensorSpec
 from swarm.pipeline.custody_events import Work
 from swarm.vocabulary.errors import ProtocolViolation
 from swarm.vocabulary.types import Codec
-from tests.node.device.hop_messages import HAS_OUTLIER, Hop
+from tests.node.device.every_job import HAS_OUTLIER, Hop
 from tests.node.device.pretend import DEVICE, pretended
 from tests.node.small_manifest import small_manifest
 with pretended():

@@ -6,8 +6,7 @@ import re
 
 import pytest
 
-from node.dial.cut import FILLED, Peers, spread
-from node.dial.dial import LARGEST, SMALLEST, Wish, choose_recipe, choose_shape, forecast, turn
+from node.dial.dial import FILLED, LARGEST, SMALLEST, Peers, Wish, choose_recipe, choose_shape, forecast, spread, turn
 from node.model.memory_need import need_of
 from node.model.shapes import BYTES_PER_PARAMETER, parameter_bytes, parameter_shapes
 from protocol.identity.keys import Identity
@@ -122,8 +121,6 @@ def test_what_cannot_be_is_refused_with_what_would_help(wish: Wish, said: str) -
 
 
 def test_step_and_rate_are_those_of_the_fits() -> None:
-    """Of DeepSeek LLM 7B's setting: 2e12 tokens, about 7e9 parameters; its paper trains with 2,304 rows of 4,096 tokens
-    and a rate of 4.2e-4."""
     recipe = choose_recipe(7 * BILLION, 10**8, 4096, 10, 1, 2 * 10**12)
     assert recipe.step_tokens.value == pytest.approx(2304 * 4096, rel=0.15)
     assert recipe.learning_rate.value == pytest.approx(4.2e-4, rel=0.15)

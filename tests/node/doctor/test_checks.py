@@ -1,5 +1,4 @@
-"""The doctor's checks with machines made up: what is well, what is not, and that a check never takes the doctor
-down."""
+"""The doctor's checks with machines made up."""
 
 from __future__ import annotations
 
@@ -17,10 +16,15 @@ from typer.testing import CliRunner
 
 from node.__main__ import app
 from node.doctor.doctor import finding_text, report
-from node.doctor.finding import Finding, Level, bounded
-from node.doctor.machine import (
+from node.doctor.examination import (
     LIBRARIES,
+    Finding,
+    Level,
     WantedVersions,
+    bounded,
+    clock_finding,
+    clock_offset,
+    experts_findings,
     files_finding,
     look_at_device,
     look_at_disk,
@@ -28,12 +32,12 @@ from node.doctor.machine import (
     look_at_port,
     look_at_room,
     matmul_flops,
+    reach_finding,
     satisfies,
     versions,
     wanted_here,
     what_fits_of,
 )
-from node.doctor.network_checks import clock_finding, clock_offset, experts_findings, reach_finding
 from node.model.free_memory import GIB, available_memory
 from node.model.memory_need import CPU_BYTES, needs_of, round_bytes
 from node.model.moments import MomentType
@@ -45,9 +49,6 @@ from tests.node.network.small_swarm import ManualClock
 from tests.node.small_manifest import small_manifest
 
 HERE = "127.0.0.1"
-
-
-# ---- versions ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -99,9 +100,6 @@ def test_a_library_that_is_missing_or_old_fails_with_the_command_that_helps() ->
     }
     assert found["torch"].fix == "pip install 'torch==2.13.*'"
     assert "not installed" in found["hivemind"].found
-
-
-# ---- the machine ---------------------------------------------------------------------------------------------------
 
 
 def memory_of(folder: Path, available: int, limit: str = "max", used: int = 0) -> tuple[Path, Path]:
@@ -157,9 +155,6 @@ def test_the_limit_on_open_files(limit: int, level: Level) -> None:
     assert ("ulimit" in finding.fix) is (level is not Level.OK)
 
 
-# ---- the stages that fit -------------------------------------------------------------------------------------------
-
-
 MANIFEST = small_manifest(stages__blocks=(0, 4, 40))
 NEEDS = needs_of(MANIFEST, DEFAULT_SLOTS)
 
@@ -196,9 +191,6 @@ def test_the_stages_of_a_run_are_named(size_bytes: int, level: Level, said: str)
     assert (finding.level, finding.found[: len(said)]) == (level, said)
 
 
-# ---- device and port -----------------------------------------------------------------------------------------------
-
-
 def test_a_cpu_is_measured_and_is_well() -> None:
     flops = matmul_flops(torch.device("cpu"), 64)
     assert flops is not None
@@ -209,14 +201,14 @@ def test_a_cpu_is_measured_and_is_well() -> None:
 
 
 def test_a_device_that_multiplies_wrongly_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("node.doctor.machine.matmul_flops", lambda device, size: None)
+    monkeypatch.setattr("node.doctor.examination.matmul_flops", lambda device, size: None)
     assert look_at_device("cpu")[0].level is Level.FAIL
 
 
 def test_a_gpu_that_torch_cannot_use_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("torch can use the GPU here")
-    monkeypatch.setattr("node.doctor.machine.NVIDIA", tmp_path)
+    monkeypatch.setattr("node.doctor.examination.NVIDIA", tmp_path)
     finding = look_at_device("auto")[0]
     assert (finding.level, "CUDA" in finding.fix) == (Level.WARN, True)
 
@@ -226,7 +218,7 @@ def test_a_gpu_is_told_with_its_memory(monkeypatch: pytest.MonkeyPatch, free: in
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (free, 24 * GIB))
     monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "NVIDIA RTX 4090")
     monkeypatch.setattr("node.model.device.choose_devices", lambda wish: Reasoned((torch.device("cuda"),), "auto"))
-    monkeypatch.setattr("node.doctor.machine.matmul_flops", lambda device, size: 5e13)
+    monkeypatch.setattr("node.doctor.examination.matmul_flops", lambda device, size: 5e13)
     finding = look_at_device("auto")[0]
     assert finding.level is level
     assert finding.found.startswith(f"NVIDIA RTX 4090, {free / GIB:.1f} of 24.0 GiB free; a CUDA matrix product")
@@ -242,9 +234,6 @@ def test_a_port_that_is_taken_fails_and_a_free_one_does_not() -> None:
     assert look_at_port(HERE, port)[0].level is Level.OK
     assert look_at_port(HERE, 0)[0].level is Level.OK
     assert look_at_port("203.0.113.1", 0)[0].level is Level.FAIL, "no address of this machine"
-
-
-# ---- clock and reach -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -299,9 +288,6 @@ def test_a_node_that_nobody_can_dial_fails_and_says_what_to_do() -> None:
     }
     finding = reach_finding(Standing(ReachStep.UNREACHABLE, "because", fix="forward it"))
     assert (finding.found, finding.fix) == ("unreachable: because", "forward it")
-
-
-# ---- bounds and output ---------------------------------------------------------------------------------------------
 
 
 async def test_a_check_that_hangs_or_breaks_is_a_finding() -> None:

@@ -17,14 +17,19 @@ from node.export.writer import export, export_all
 from node.model.decoder import Continuation, Decoder, Sampling
 from node.solo.trainer import WholeModel
 from swarm.experts.routes import module_at
-from swarm.vocabulary.errors import ConfigError, CorruptSnapshot
+from swarm.vocabulary.errors import (
+    ConfigError,
+    CorruptSnapshot,
+)
 from swarm.vocabulary.types import Route
-from tests.node.checkpoint.saved_model import CPU, noisy_model, save_checkpoint
-from tests.node.experts.routed import manifest_with, some_router
+from tests.node.checkpoint.saved_states import CPU, noisy_model, save_checkpoint
+from tests.node.experts.test_router import manifest_with, some_router
+
+TOKENS = torch.randint(257, (2, 16), generator=torch.Generator().manual_seed(1))
 
 ROUTER = some_router((1, 2, 2))
+
 PATHS: Sequence[Route] = [(0, 0), (0, 1), (1, 0), (1, 1)]
-TOKENS = torch.randint(257, (2, 16), generator=torch.Generator().manual_seed(1))
 
 
 @pytest.fixture
@@ -33,7 +38,7 @@ def model() -> WholeModel:
 
 
 @pytest.fixture
-def checkpoint(tmp_path: Path, model: WholeModel) -> Path:
+def expert_checkpoint(tmp_path: Path, model: WholeModel) -> Path:
     folder = save_checkpoint(tmp_path / "checkpoint", manifest_with(ROUTER), model)
     (folder / "manifest.router").write_bytes(ROUTER.to_bytes())
     return folder
@@ -49,7 +54,7 @@ def logits_on(model: WholeModel, route: Route) -> torch.Tensor:
     return model.head.logits(hidden)
 
 
-def exported(source: Path, target: Path, route: Route | None = None, *, every: bool = False) -> Path:
+def exported_experts(source: Path, target: Path, route: Route | None = None, *, every: bool = False) -> Path:
     async def run() -> None:
         async with open_model(str(source)) as opened:
             if every:
@@ -61,7 +66,7 @@ def exported(source: Path, target: Path, route: Route | None = None, *, every: b
     return target
 
 
-def decoder_of(folder: Path, route: Route | None = None) -> Decoder:
+def expert_decoder_of(folder: Path, route: Route | None = None) -> Decoder:
     async def run() -> Decoder:
         async with open_model(str(folder)) as opened:
             return await (await routed_model(opened.source, CPU)).decoder(route)
@@ -69,48 +74,50 @@ def decoder_of(folder: Path, route: Route | None = None) -> Decoder:
     return asyncio.run(run())
 
 
-def test_each_path_is_a_llama_with_its_own_logits(tmp_path: Path, checkpoint: Path, model: WholeModel) -> None:
+def test_each_path_is_a_llama_with_its_own_logits(tmp_path: Path, expert_checkpoint: Path, model: WholeModel) -> None:
     import transformers
 
     for route in PATHS:
-        folder = exported(checkpoint, tmp_path / f"path{route[0]}{route[1]}", route)
+        folder = exported_experts(expert_checkpoint, tmp_path / f"path{route[0]}{route[1]}", route)
         theirs, report = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
         assert not any(report.values()), report
         with torch.no_grad():
             found = theirs(TOKENS).logits
         assert (found - logits_on(model, route)).abs().max().item() <= 1e-4
-        assert torch.equal(decoder_of(folder).logits(TOKENS), logits_on(model, route)), "and is read back here"
+        assert torch.equal(expert_decoder_of(folder).logits(TOKENS), logits_on(model, route)), "and is read back here"
     with pytest.raises(ConfigError, match=r"no path 1\.1,2\.1: this model has no module 1\.1"):
-        decoder_of(tmp_path / "path01", (1, 1))
+        expert_decoder_of(tmp_path / "path01", (1, 1))
 
 
-def test_one_folder_has_every_module_and_the_router(tmp_path: Path, checkpoint: Path, model: WholeModel) -> None:
-    folder = exported(checkpoint, tmp_path / "every", every=True)
+def test_one_folder_has_every_module_and_the_router(tmp_path: Path, expert_checkpoint: Path, model: WholeModel) -> None:
+    folder = exported_experts(expert_checkpoint, tmp_path / "every", every=True)
     assert not (folder / "config.json").exists(), "no Llama model has these"
     assert sorted(file.name for file in folder.glob("*.safetensors")) == [
         f"module-{module}.safetensors" for module in ("0.0", "1.0", "1.1", "2.0", "2.1")
     ]
     for route in PATHS:
-        assert torch.equal(decoder_of(folder, route).logits(TOKENS), logits_on(model, route))
-    again = exported(folder, tmp_path / "again", (1, 0))
-    assert torch.equal(decoder_of(again).logits(TOKENS), logits_on(model, (1, 0)))
+        assert torch.equal(expert_decoder_of(folder, route).logits(TOKENS), logits_on(model, route))
+    again = exported_experts(folder, tmp_path / "again", (1, 0))
+    assert torch.equal(expert_decoder_of(again).logits(TOKENS), logits_on(model, (1, 0)))
     with pytest.raises(ConfigError, match=r"stages\.experts"):
-        exported(folder, tmp_path / "which")
+        exported_experts(folder, tmp_path / "which")
     origin = json.loads((folder / "skipstone.json").read_text())
     origin["modules"]["1.0"] = origin["modules"]["1.1"]
     (folder / "skipstone.json").write_text(json.dumps(origin))
     with pytest.raises(CorruptSnapshot, match=r"module 1\.0 is not what was exported"):
-        decoder_of(folder, (0, 0))
+        expert_decoder_of(folder, (0, 0))
 
 
-def test_held_out_loss_is_of_each_texts_own_path(tmp_path: Path, checkpoint: Path, model: WholeModel) -> None:
-    whole = asyncio.run(evaluate_model(str(checkpoint), 12))
+def test_held_out_loss_is_of_each_texts_own_path(tmp_path: Path, expert_checkpoint: Path, model: WholeModel) -> None:
+    whole = asyncio.run(evaluate_model(str(expert_checkpoint), 12))
     assert sum(route["microbatches"] for route in whole["routes"].values()) == 12
-    every = exported(checkpoint, tmp_path / "every", every=True)
+    every = exported_experts(expert_checkpoint, tmp_path / "every", every=True)
     assert asyncio.run(evaluate_model(str(every), 12)) == whole
     assert len(whole["routes"]) > 1
     named = next(iter(whole["routes"]))
-    one = asyncio.run(evaluate_model(str(exported(checkpoint, tmp_path / "one", parse_path(named, 3))), 12))
+    one = asyncio.run(
+        evaluate_model(str(exported_experts(expert_checkpoint, tmp_path / "one", parse_path(named, 3))), 12)
+    )
     assert one["routes"][named] == whole["routes"][named]
     assert one["loss"] != whole["loss"], "all text was read on one path"
 
@@ -125,14 +132,14 @@ def test_a_path_is_named_by_a_module_of_each_stage() -> None:
 class TestGeneration:
     """Only the modules of the text's path are read, and when it is chosen anew the text is."""
 
-    async def model(self, checkpoint: Path) -> RoutedModel:
-        async with open_model(str(checkpoint)) as opened:
+    async def model(self, expert_checkpoint: Path) -> RoutedModel:
+        async with open_model(str(expert_checkpoint)) as opened:
             with pytest.raises(ConfigError, match=r"stages\.experts"):
                 path_modules(opened.source, None)
             return await routed_model(opened.source, CPU)
 
-    async def test_the_modules_of_one_route_are_read(self, checkpoint: Path) -> None:
-        model = await self.model(checkpoint)
+    async def test_the_modules_of_one_route_are_read(self, expert_checkpoint: Path) -> None:
+        model = await self.model(expert_checkpoint)
         route = model.route_of(list(b"The quick brown fox"))
         assert route in PATHS
         await model.decoder(route)
@@ -140,8 +147,8 @@ class TestGeneration:
         assert model.route_of([]) in PATHS, "an empty prompt has a route, too"
         assert {model.route_of(list(f"{n}-{n * n}".encode())) for n in range(200)} == set(PATHS)
 
-    async def test_another_path_reads_the_text_anew(self, checkpoint: Path) -> None:
-        model, greedy = await self.model(checkpoint), Sampling(temperature=0)
+    async def test_another_path_reads_the_text_anew(self, expert_checkpoint: Path) -> None:
+        model, greedy = await self.model(expert_checkpoint), Sampling(temperature=0)
         prompt, bytes_ = list(b"A path"), ByteTokenizer()
         first, second = await model.decoder((0, 0)), await model.decoder((1, 1))
         text = Continuation(first, bytes_, prompt, 8, greedy)
@@ -152,13 +159,3 @@ class TestGeneration:
         assert rest == list(Continuation(second, bytes_, prompt + begun, 4, greedy).take(4))
         assert text.has_ended
         assert text.tokens == prompt + begun + rest
-
-
-def router_in(folder: Path) -> bytes:
-    async def run() -> bytes:
-        async with open_model(str(folder)) as opened:
-            router = await opened.source.router()
-            assert router is not None
-            return router.to_bytes()
-
-    return asyncio.run(run())

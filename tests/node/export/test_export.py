@@ -1,5 +1,4 @@
-"""Exports: what is read back is the run's model, or it is refused; nothing else is overwritten, nothing half is
-left."""
+"""Exports."""
 
 from __future__ import annotations
 
@@ -19,6 +18,7 @@ from node.export import source as source_module
 from node.export.hugging_face import SHARD_BYTES, plan_shards
 from node.export.open_model import evaluate_model, open_model
 from node.export.source import read_decoder
+from node.export.swarm_source import state_to_take
 from node.export.writer import Export, export
 from node.model.decoder import Decoder
 from node.model.initialization import parameters_of
@@ -32,28 +32,25 @@ from swarm.vocabulary.errors import (
     ConfigError,
     CorruptSnapshot,
     ManifestError,
+    NoQuorum,
     ResourceExhausted,
     SkipstoneError,
     StateError,
+    Unreachable,
 )
-from swarm.vocabulary.types import ModuleId
-from tests.node.checkpoint.saved_model import CPU, file_of, logits_of, noisy_model, save_checkpoint
+from swarm.vocabulary.types import AnchorVersion, ModuleId, PeerId
+from tests.node.checkpoint.saved_states import CPU, file_of, logits_of, noisy_model, save_checkpoint
 from tests.node.small_manifest import small_manifest
 
 TOKENS = torch.randint(257, (2, 16), generator=torch.Generator().manual_seed(1))
 A_FEW_TENSORS = 20_000
-"""Bytes of a file that cuts the small model into several."""
 
 
 def exported(source: Path, target: Path, *, replace: bool = False, shard_bytes: int = SHARD_BYTES) -> Export:
     async def run() -> Export:
         async with open_model(str(source)) as opened:
             return await export(
-                opened.source,
-                target,
-                tokenizer_file=opened.tokenizer_file(),
-                replace=replace,
-                shard_bytes=shard_bytes,
+                opened.source, target, tokenizer_file=opened.tokenizer_file(), replace=replace, shard_bytes=shard_bytes
             )
 
     return asyncio.run(run())
@@ -338,8 +335,6 @@ class TestExportedSource:
 
 
 class OneSource:
-    """Modules that the test gives."""
-
     def __init__(self, manifest: Manifest, modules: dict[ModuleId, dict[str, torch.Tensor]]) -> None:
         self.signed = sign_manifest(manifest, Identity.generate())
         self.modules, self.given = manifest.modules(), modules
@@ -392,3 +387,37 @@ class TestAnySource:
         rows = {"training__rows": 1, "training__inner_tokens": change.get("model__sequence", 16)}
         with pytest.raises(ResourceExhausted, match="GiB of memory"):
             self.read({}, small_manifest(**change, **rows))
+
+
+MODULE = ModuleId(2)
+A, B, C = (PeerId(name) for name in "abc")
+
+
+def version(number: int, digest: int = 1) -> AnchorVersion:
+    return AnchorVersion(number, 10 * number, 100 * number, 0, bytes([digest]) * 32)
+
+
+def test_the_state_of_most_is_taken_from_those_who_stand_on_it() -> None:
+    announced = {A: version(7), B: version(8), C: version(8)}
+    assert state_to_take(MODULE, announced, 50) == (version(8), (B, C))
+
+
+def test_of_two_that_differ_the_one_with_more_work_is_taken() -> None:
+    assert state_to_take(MODULE, {A: version(7), B: version(8)}, 50) == (version(8), (B,))
+
+
+def test_a_module_that_nobody_serves_is_named() -> None:
+    with pytest.raises(Unreachable, match=r"nobody serves module 2\.0"):
+        state_to_take(MODULE, {}, 50)
+
+
+def test_replicas_that_do_not_agree_are_no_source() -> None:
+    with pytest.raises(NoQuorum, match=r"module 2\.0: 3 replicas stand on 3 states"):
+        state_to_take(MODULE, {A: version(7), B: version(8), C: version(8, 2)}, 50)
+
+
+def test_initial_weights_are_not_handed_out_as_a_model() -> None:
+    with pytest.raises(NoQuorum, match="no round yet") as caught:
+        state_to_take(MODULE, {A: version(0), B: version(0)}, 50)
+    assert "after 50 inner steps" in caught.value.hint
+    assert state_to_take(MODULE, {A: version(0), B: version(0)}, 50, is_model=True) == (version(0), (A, B))

@@ -15,7 +15,7 @@ from node.local_swarm.child_process import ChildEnd, ChildProcess
 from node.local_swarm.forked_nodes import ForkServer, may_fork
 from node.local_swarm.setup import node_command
 from protocol.libp2p.child_process import with_packages
-from tests.node.local_swarm.test_child_process import gone
+from tests.node.local_swarm.test_local_swarm import gone
 
 pytestmark = pytest.mark.skipif(not may_fork(node_command()), reason="nodes are forked on Linux only")
 
@@ -24,7 +24,6 @@ ROOT = Path(__file__).parent.parent.parent.parent
 
 @pytest.fixture
 def waiting(tmp_path: Path) -> list[str]:
-    """A command that reads what nobody writes."""
     os.mkfifo(tmp_path / "instance.json")
     return ["simulate", "--instance", str(tmp_path / "instance.json")]
 
@@ -85,7 +84,6 @@ async def test_a_server_that_is_killed_ends_its_nodes_for_whoever_follows_them(w
 
 
 def shared(pid: int) -> set[str]:
-    """The sockets and pipes that a process holds."""
     found = set()
     for name in os.listdir(f"/proc/{pid}/fd"):
         with contextlib.suppress(OSError):

@@ -1,11 +1,9 @@
-"""The processes of a local swarm: started as planned, watched, stopped in order or by force, none left behind.
-
-The nodes are stand-ins (`stand_in_node.py`): what is under test here is the handling of processes alone.
-"""
+"""The processes of a local swarm."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import signal
 import stat
@@ -16,14 +14,40 @@ from pathlib import Path
 import pytest
 
 from node.local_swarm import local_swarm
+from node.local_swarm.child_process import MAX_STDERR_LINES, ChildProcess, SpawnedProcess
 from node.local_swarm.local_swarm import LocalSwarm
 from node.local_swarm.setup import LocalSetup, LocalSwarmOptions, Place, assign_modules, match_limits
-from node.local_swarm.swarm_progress import summarize
-from node.observability.events import Event, InnerStep, Note, Step
+from node.local_swarm.swarm_progress import (
+    MAX_CURVE,
+    MAX_LAG,
+    MAX_NOTES,
+    Curve,
+    SwarmProgress,
+    apply,
+    noted,
+    peer_exited,
+    peer_started,
+    summarize,
+)
+from node.observability.events import BusySeconds as Busy
+from node.observability.events import (
+    Event,
+    InnerStep,
+    LastPeer,
+    Load,
+    MicrobatchCounts,
+    NodeStatus,
+    NodeSummary,
+    Note,
+    PeerChange,
+    Resumed,
+    Step,
+    Waiting,
+)
 from protocol.manifest.join_link import parse_link
 from protocol.manifest.manifest import Manifest, manifest_from_table
 from protocol.manifest.signing import read_signed_manifest
-from swarm.vocabulary.errors import ConfigError
+from swarm.vocabulary.errors import ConfigError, ResourceExhausted
 from swarm.vocabulary.types import ModuleId
 
 STAND_IN = (sys.executable, str(Path(__file__).parent.parent / "local_swarm" / "stand_in_node.py"))
@@ -34,14 +58,7 @@ def manifest(blocks: tuple[int, ...] = (0, 1, 1)) -> Manifest:
         {
             "protocol": 2,
             "name": "test",
-            "model": {
-                "vocabulary": 257,
-                "hidden": 16,
-                "heads": 2,
-                "kv_heads": 1,
-                "feed_forward": 32,
-                "sequence": 16,
-            },
+            "model": {"vocabulary": 257, "hidden": 16, "heads": 2, "kv_heads": 1, "feed_forward": 32, "sequence": 16},
             "stages": {"blocks": blocks},
             "training": {"rows": 1, "inner_tokens": 16},
         }
@@ -334,3 +351,311 @@ def _runs(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+SPAWNS_A_GRANDCHILD = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; print('grandchild', flush=True); time.sleep(600)"])
+print(child.pid, flush=True)
+{then}
+"""
+
+
+def python(code: str) -> ChildProcess:
+    return ChildProcess(SpawnedProcess([sys.executable, "-c", code], os.environ))
+
+
+def runs(pid: int) -> bool:
+    """Whether the process exists and is no zombie (this machine's init may be slow to reap)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+async def gone(pid: int) -> None:
+    while runs(pid):
+        await asyncio.sleep(0.01)
+
+
+async def test_it_stops_when_asked_and_its_output_is_read() -> None:
+    child = python("import sys; print('hello', flush=True); sys.stdin.read(); print('bye'); sys.exit(3)")
+    lines: list[bytes] = []
+
+    def on_line(line: bytes) -> None:
+        lines.append(line)
+        child.ask_to_stop()
+
+    end = await child.follow(on_line)
+    assert lines == [b"hello", b"bye"]
+    assert end.exit_code == 3
+    child.signal_group(signal.SIGKILL)  # too late, and harmless
+
+
+async def test_a_signal_is_counted_as_a_shell_does() -> None:
+    child = python("import time; print('up', flush=True); time.sleep(600)")
+    end = await child.follow(lambda line: child.signal_group(signal.SIGKILL))
+    assert end.exit_code == 128 + signal.SIGKILL
+
+
+async def test_a_stopped_child_can_be_killed() -> None:
+    child = python("import os, signal; os.kill(os.getpid(), signal.SIGSTOP)")
+    following = asyncio.create_task(child.follow(lambda line: None))
+    child.ask_to_stop()
+    await asyncio.to_thread(os.waitid, os.P_PID, child.pid, os.WSTOPPED | os.WNOWAIT)
+    assert not following.done()
+    child.signal_group(signal.SIGKILL)
+    assert (await following).exit_code == 137
+
+
+async def test_stderr_is_kept_bounded() -> None:
+    end = await python("import sys; [print(n, 'x' * 5000, file=sys.stderr) for n in range(500)]; 1/0").follow(print)
+    assert end.exit_code == 1
+    assert len(end.stderr) == MAX_STDERR_LINES
+    assert end.stderr[-1].startswith("ZeroDivisionError")
+    assert max(map(len, end.stderr)) <= 1000
+
+
+async def test_an_endless_line_is_dropped_and_the_next_one_read() -> None:
+    lines: list[bytes] = []
+    await python("print('x' * 1_000_000); print('after')").follow(lines.append)
+    assert lines[-1] == b"after"
+    assert max(map(len, lines)) <= 128 * 1024
+
+
+@pytest.mark.parametrize("then", ["time.sleep(600)", "sys.exit(0)"])
+async def test_what_a_child_has_started_ends_with_it(then: str) -> None:
+    child = python(SPAWNS_A_GRANDCHILD.format(then=then))
+    lines: list[bytes] = []
+
+    def on_line(line: bytes) -> None:
+        lines.append(line)
+        if len(lines) == 2 and "sleep" in then:
+            os.kill(child.pid, signal.SIGKILL)  # the child alone, not its group
+
+    await child.follow(on_line)
+    await gone(next(int(line) for line in lines if line.isdigit()))
+
+
+async def test_cancelling_kills_it() -> None:
+    child = python(SPAWNS_A_GRANDCHILD.format(then="time.sleep(600)"))
+    started = asyncio.Event()
+    lines: list[bytes] = []
+
+    def on_line(line: bytes) -> None:
+        lines.append(line)
+        started.set()
+
+    following = asyncio.create_task(child.follow(on_line))
+    await started.wait()
+    following.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await following
+    await gone(child.pid)
+
+
+async def test_its_input_ends_when_the_parent_is_killed() -> None:
+    parent = """
+import asyncio, os, sys
+from node.local_swarm.child_process import ChildProcess, SpawnedProcess
+code = "import sys; print('up', flush=True); sys.stdin.read()"
+child = ChildProcess(SpawnedProcess([sys.executable, "-c", code], os.environ))
+asyncio.run(child.follow(lambda line: print(child.pid, flush=True)))
+"""
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", parent, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    pid = int(await process.stdout.readline())
+    assert runs(pid)
+    process.kill()
+    await process.wait()
+    await gone(pid)
+
+
+async def test_a_command_that_does_not_exist() -> None:
+    with pytest.raises(ResourceExhausted, match="cannot start"):
+        SpawnedProcess(["/nonexistent/skipstone"], os.environ)
+
+
+class Swarm:
+    """Feeds events and keeps the state and what was told outward."""
+
+    def __init__(self, *stages: int, target: int | None = None) -> None:
+        self.state = SwarmProgress(stages=max(stages) + 1, target=target)
+        self.told: list[Event] = []
+        for index, stage in enumerate(stages):
+            self.state = peer_started(self.state, index, stage, f"peer-{index}")
+
+    def take(self, index: int, event: Event, now: float = 0.0) -> None:
+        progressed = apply(self.state, index, event, now)
+        self.state = progressed.state
+        self.told += progressed.events
+
+    def step(self, index: int, step: int, loss: float, tokens: int, now: float = 0.0) -> None:
+        self.take(index, Step(step, loss, tokens, 10.0, f"peer-{index}"), now)
+
+    def exits(self, index: int, code: int) -> None:
+        progressed = peer_exited(self.state, index, code)
+        self.state = progressed.state
+        self.told += progressed.events
+
+    @property
+    def steps(self) -> list[Step]:
+        return [event for event in self.told if isinstance(event, Step)]
+
+
+def test_one_data_node_is_the_swarm() -> None:
+    swarm = Swarm(0, 1)
+    swarm.step(0, 1, 5.0, 100, now=10.0)
+    swarm.step(0, 2, 4.0, 200, now=12.0)
+    assert swarm.steps == [Step(1, 5.0, 100, 10.0, "peer-0"), Step(2, 4.0, 200, 50.0, "peer-0")]
+    assert (swarm.state.loss_first, swarm.state.loss_last) == (5.0, 4.0)
+
+
+def test_a_step_is_done_when_every_data_node_has_reported_it_and_its_loss_is_weighted_by_tokens() -> None:
+    swarm = Swarm(0, 1, 0)
+    swarm.step(0, 1, 5.0, 300)
+    assert not swarm.steps
+    swarm.step(2, 1, 1.0, 100)
+    (step,) = swarm.steps
+    assert (step.step, step.loss, step.tokens, step.peer) == (1, pytest.approx(4.0), 400, "swarm")
+
+
+def test_a_data_node_that_dies_is_not_waited_for_but_its_work_counts() -> None:
+    swarm = Swarm(0, 0)
+    swarm.step(0, 1, 4.0, 100)
+    swarm.step(1, 1, 2.0, 100)
+    swarm.step(1, 2, 2.0, 200)
+    swarm.exits(0, 137)
+    assert [step.step for step in swarm.steps] == [1, 2]
+    assert swarm.state.tokens == 300
+    assert swarm.state.peers[0].state == "failed"
+    swarm.step(1, 3, 1.0, 300)
+    assert swarm.steps[-1].step == 3
+
+
+def test_a_silent_data_node_is_left_behind_after_max_lag_and_taken_up_again() -> None:
+    swarm = Swarm(0, 0)
+    for step in range(1, MAX_LAG + 3):
+        swarm.step(0, step, 3.0, 10 * step)
+    assert swarm.steps[-1].step == MAX_LAG + 2
+    swarm.step(1, 1, 9.0, 10)
+    assert swarm.state.tokens == 10 * (MAX_LAG + 2) + 10
+    swarm.step(1, MAX_LAG + 2, 9.0, 20)
+    swarm.step(0, MAX_LAG + 3, 3.0, 10 * (MAX_LAG + 3))
+    assert swarm.steps[-1].step == MAX_LAG + 2, "now it keeps up, so it is waited for"
+    swarm.step(1, MAX_LAG + 3, 1.0, 30)
+    assert (swarm.steps[-1].step, swarm.steps[-1].loss) == (MAX_LAG + 3, 2.0)
+    assert not swarm.state.pending
+
+
+def test_a_data_node_that_comes_late_holds_nobody_up() -> None:
+    swarm = Swarm(0)
+    swarm.step(0, 1, 3.0, 10)
+    swarm.state = peer_started(swarm.state, 1, 0, "late")
+    swarm.step(0, 2, 3.0, 20)
+    assert [step.step for step in swarm.steps] == [1, 2]
+
+
+def test_who_came_late_goes_on_counting_when_those_before_it_are_gone() -> None:
+    swarm = Swarm(0, 0)
+    for step in range(1, 31):
+        swarm.step(0, step, 5.0, 10 * step)
+    swarm.step(1, 1, 4.0, 10)
+    assert swarm.state.step == 30
+    swarm.exits(0, -9)
+    swarm.step(1, 2, 3.0, 20)
+    swarm.step(1, 3, 2.0, 30)
+    assert [(step.step, step.loss) for step in swarm.steps[-2:]] == [(31, 3.0), (32, 2.0)]
+    assert swarm.state.tokens == 330
+
+
+def test_the_run_is_over_at_its_target_or_without_data_nodes() -> None:
+    swarm = Swarm(0, 1, target=1)
+    assert not swarm.state.is_over
+    swarm.step(0, 1, 3.0, 10)
+    assert swarm.state.is_over
+    swarm = Swarm(0, 1)
+    swarm.exits(1, 1)
+    assert not swarm.state.is_over
+    swarm.exits(0, 1)
+    assert swarm.state.is_over
+
+
+def test_what_a_peer_says_of_itself_is_kept() -> None:
+    swarm = Swarm(0, 1)
+    swarm.take(1, NodeStatus("12D3x", "1.0", "serving", "127.0.0.1:1", "link"))
+    swarm.take(1, InnerStep("12D3x", "1.0", 7, 4, 1.0, 1e-3))
+    swarm.take(1, Load("12D3x", "1.0", 4, 3, math.nan))
+    peer = swarm.state.peers[1]
+    assert (peer.peer, peer.module, peer.state, peer.inner_steps) == ("12D3x", "1.0", "serving", 7)
+    assert (peer.slots, peer.busy_slots, peer.tokens_per_s) == (4, 3, None)
+    swarm.take(1, NodeStatus("12D3x", "2.0", "joining", "127.0.0.1:1", "link"))
+    assert swarm.state.peers[1].stage == 2, "it has moved"
+    swarm.take(1, NodeStatus("12D3x", None, "visiting", "127.0.0.1:1", "link"))
+    assert swarm.state.peers[1].stage == 2
+
+
+def test_several_data_nodes_wait_for_one_module_once() -> None:
+    swarm = Swarm(0, 0)
+    swarm.take(0, Waiting("2.0", "no peer"))
+    swarm.take(1, Waiting("2.0", "no peer"))
+    swarm.take(0, Resumed("2.0"))
+    swarm.take(1, Resumed("2.0"))
+    assert swarm.told == [Waiting("2.0", "no peer"), Resumed("2.0")]
+    assert not swarm.state.waiting
+
+
+def test_other_events_pass_through_and_notes_are_bounded() -> None:
+    swarm = Swarm(0)
+    change = PeerChange("12D3y", "down", "gone")
+    swarm.take(0, change)
+    assert swarm.told == [change]
+    for number in range(MAX_NOTES + 3):
+        swarm.state = noted(swarm.state, Note("info", str(number))).state
+    assert [note.message for note in swarm.state.notes] == [str(n) for n in range(3, MAX_NOTES + 3)]
+
+
+def test_the_curve_stays_bounded_and_spans_the_run() -> None:
+    curve = Curve()
+    for step in range(1, 5000):
+        curve = curve.with_point(step, float(step))
+    assert MAX_CURVE / 4 < len(curve.points) < MAX_CURVE
+    assert curve.points[0] < 50
+    assert curve.points[-1] > 4900
+    assert list(curve.points) == sorted(curve.points)
+    assert curve.with_point(curve.stride * 1000, math.nan) == curve
+
+
+def test_the_summary_adds_up() -> None:
+    swarm = Swarm(0, 1, 0)
+    for step in range(1, 4):
+        swarm.step(0, step, 6.0 - step, 100 * step, now=float(step))
+        swarm.step(2, step, 6.0 - step, 100 * step, now=float(step))
+    for index in (0, 2):
+        counts = MicrobatchCounts(10, 9, 1, 0)
+        swarm.take(index, NodeSummary(f"peer-{index}", "0.0", 3, 5.0, 3.0, 300, 1.0, counts, 9, Busy()))
+        swarm.exits(index, 0)
+    swarm.exits(1, 137)
+    summary = summarize(swarm.state)
+    assert (summary.steps, summary.loss_first, summary.loss_last, summary.tokens) == (3, 5.0, 3.0, 600)
+    assert summary.tokens_per_s == pytest.approx(200.0)
+    assert summary.microbatches == MicrobatchCounts(20, 18, 2, 0)
+    assert [(peer.peer, peer.accumulated, peer.exit_code) for peer in summary.peers] == [
+        ("peer-0", 9, 0),
+        ("peer-1", 0, 137),
+        ("peer-2", 9, 0),
+    ]
+
+
+def test_a_swarm_that_never_started_has_a_summary_too() -> None:
+    summary = summarize(SwarmProgress(stages=2))
+    assert (summary.steps, summary.loss_first, summary.tokens_per_s, summary.peers) == (0, None, 0.0, ())
+
+
+def test_what_is_lost_with_its_last_peers_is_counted_once_a_module() -> None:
+    swarm = Swarm(0, 1, 1)
+    swarm.take(0, LastPeer("peer-0", "0.0", "saved"))
+    swarm.take(1, LastPeer("peer-1", "1.0", None))
+    swarm.take(2, LastPeer("peer-2", "1.0", None))
+    assert swarm.state.lost == {"1.0"}
+    assert not swarm.state.notes

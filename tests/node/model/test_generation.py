@@ -15,7 +15,7 @@ from node.model.decoder import Continuation, Decoder, Sampling, choose
 from node.model.initialization import parameters_of
 from protocol.manifest.manifest import Manifest
 from swarm.vocabulary.errors import ConfigError, StateError
-from tests.node.checkpoint.saved_model import CPU, noisy_model
+from tests.node.checkpoint.saved_states import CPU, noisy_model
 from tests.node.small_manifest import small_manifest
 
 GREEDY = Sampling(temperature=0)

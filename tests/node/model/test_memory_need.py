@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from node.model.device import device_errors
+from node.model.device import MOST_DEVICES, choose_devices, device_errors
 from node.model.free_memory import GIB, available_memory
 from node.model.initialization import parameters_of
 from node.model.memory_need import (
@@ -30,7 +30,7 @@ from node.solo.trainer import WholeModel
 from protocol.manifest.manifest import Manifest
 from swarm.membership.placement import modules_that_fit
 from swarm.membership.room import Room
-from swarm.vocabulary.errors import ResourceExhausted
+from swarm.vocabulary.errors import ConfigError, ResourceExhausted
 from swarm.vocabulary.types import MicrobatchId, ModuleId, PeerId, Reasoned
 from tests.node.small_manifest import small_manifest
 
@@ -237,3 +237,32 @@ def test_limits_of_control_groups_count(tmp_path: Path, files: dict[str, object]
         (tmp_path / "groups" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "groups" / name).write_text(str(value))
     assert available_memory(tmp_path / "meminfo", tmp_path / "groups", tmp_path / "own").value == expected
+
+
+def test_processor_cores_may_be_shared() -> None:
+    assert choose_devices("cpu, cpu").value == (torch.device("cpu"), torch.device("cpu"))
+    assert choose_devices("cpu").value == (torch.device("cpu"),)
+
+
+@pytest.mark.parametrize(
+    ("wish", "said"),
+    [
+        ("cpu,", "unknown"),
+        ("cpu,quantum", "unknown"),
+        (",".join(["cpu"] * (MOST_DEVICES + 1)), "17 devices"),
+        ("cpu,cuda:99", "not there"),
+    ],
+)
+def test_what_cannot_be(wish: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        choose_devices(wish)
+
+
+def test_gpus_are_each_named_once_and_not_mixed_with_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert choose_devices("cuda:0,cuda:1").value == (torch.device("cuda:0"), torch.device("cuda:1"))
+    with pytest.raises(ConfigError, match="named twice"):
+        choose_devices("cuda,cuda:0")
+    with pytest.raises(ConfigError, match="several kinds"):
+        choose_devices("cuda:0,cpu")

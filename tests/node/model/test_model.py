@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
+import node.model.initialization as initial
 from node.data.packing import Microbatch
-from node.model.initialization import parameters_of
-from node.model.parts import HeadPart, build_block_stack, build_embedding, build_head
+from node.model import head_loss
+from node.model.document_attention import document_attention, kernel_for
+from node.model.head_loss import IGNORED, HeadSum, SummedLoss, loss_alone, loss_and_gradient
+from node.model.initialization import digest_of_tensors, near_normal, parameters_of, standard_deviation
+from node.model.parts import BlockStack, HeadPart, build_block_stack, build_embedding, build_head
+from node.model.passes import OneHead, backward, forward
 from node.solo.trainer import WholeModel
 from protocol.manifest.manifest import Manifest, document_cost, quadratic_share
 from swarm.vocabulary.types import ModuleId
@@ -195,3 +206,332 @@ def test_a_document_costs_its_products_and_the_pairs_of_its_tokens() -> None:
     pairs = 2 * (2 * 16) * 12**2 / 2
     assert document_cost(manifest.model, 12) == pytest.approx(12 + pairs / (2 * weights))
     assert quadratic_share(manifest.model) == 16 / weights
+
+
+MANIFEST = small_manifest(model__attention="documents")
+HIDDEN, LONGEST = MANIFEST.model.hidden, MANIFEST.model.sequence
+lengths = st.lists(st.integers(1, LONGEST), min_size=1, max_size=6).map(tuple)
+
+
+def masked(queries: Tensor, keys: Tensor, values: Tensor, documents: tuple[int, ...]) -> Tensor:
+    """With the whole square, and what lies outside of documents masked."""
+    of = torch.repeat_interleave(torch.arange(len(documents)), torch.tensor(documents))
+    sees = (of[:, None] == of[None, :]) & torch.ones(len(of), len(of)).tril().bool()
+    return F.scaled_dot_product_attention(queries, keys, values, attn_mask=sees, enable_gqa=True)
+
+
+def vectors(heads: int, tokens: int, seed: int) -> Tensor:
+    return torch.randn(1, heads, tokens, 8, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+
+
+def with_gradients(attention: Any, documents: tuple[int, ...]) -> list[Tensor]:
+    tokens = sum(documents)
+    inputs = [vectors(heads, tokens, heads + seed) for seed, heads in enumerate((4, 2, 2))]
+    output = attention(*inputs, documents)
+    return [output, *torch.autograd.grad(output, inputs, vectors(4, tokens, 9).detach())]
+
+
+@settings(deadline=None)
+@given(lengths)
+def test_it_is_attention_with_a_mask_between_documents(documents: tuple[int, ...]) -> None:
+    for ours, theirs in zip(
+        with_gradients(document_attention, documents), with_gradients(masked, documents), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("documents", [(), (3,), (5, 4), (9, -1), (8, 0)])
+def test_documents_that_do_not_fill_the_row(documents: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="do not fill"):
+        document_attention(vectors(4, 8, 1), vectors(2, 8, 2), vectors(2, 8, 3), documents)
+
+
+def test_several_rows_have_no_documents() -> None:
+    rows = vectors(4, 8, 1).expand(2, -1, -1, -1)
+    with pytest.raises(ValueError, match="do not fill"):
+        document_attention(rows, rows, rows, (8,))
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "head_size", "kernel"),
+    [
+        ("cpu", torch.float32, 64, "each"),
+        ("cpu", torch.bfloat16, 64, "each"),
+        ("mps", torch.float32, 64, "each"),
+        ("cuda", torch.bfloat16, 64, "variable-length"),
+        ("cuda", torch.float16, 256, "variable-length"),
+        ("cuda", torch.bfloat16, 12, "block-sparse"),
+        ("cuda", torch.bfloat16, 512, "block-sparse"),
+        ("cuda", torch.float32, 64, "block-sparse"),
+    ],
+)
+def test_the_kernel_follows_from_device_and_type(device: str, dtype: torch.dtype, head_size: int, kernel: str) -> None:
+    assert kernel_for(device, dtype, head_size).value == kernel
+
+
+def visited(stack: BlockStack, hidden: Tensor, documents: tuple[int, ...]) -> tuple[Tensor, ...]:
+    """Output, gradient of the input, gradients of the parameters."""
+    visit = forward(stack, hidden, documents)
+    found = backward(stack, visit, torch.ones_like(visit.result))
+    assert found.source is not None
+    return visit.result, found.source, *found.parameters
+
+
+@settings(deadline=None, max_examples=20)
+@given(lengths)
+def test_packed_documents_are_computed_as_each_by_itself(documents: tuple[int, ...]) -> None:
+    """Positions begin anew with each, nothing is seen of another, and gradients add up."""
+    stack = build_block_stack(MANIFEST, ModuleId(1))
+    hidden = torch.randn(1, sum(documents), HIDDEN, generator=torch.Generator().manual_seed(1))
+    output, source, *parameters = visited(stack, hidden, documents)
+    alone = [visited(stack, piece, ()) for piece in hidden.split(documents, dim=1)]
+    torch.testing.assert_close(output, torch.cat([each[0] for each in alone], dim=1), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(source, torch.cat([each[1] for each in alone], dim=1), atol=1e-5, rtol=1e-5)
+    for place, gradient in enumerate(parameters, start=2):
+        apart = torch.stack([each[place] for each in alone]).sum(dim=0)
+        torch.testing.assert_close(gradient, apart, atol=1e-5, rtol=1e-5)
+
+
+def test_the_loss_of_packed_documents_is_that_of_each_by_tokens() -> None:
+    documents = (5, 16, 2)
+    embedding, stack, head = build_embedding(MANIFEST), build_block_stack(MANIFEST, ModuleId(1)), build_head(MANIFEST)
+    drawn = torch.randint(0, 257, (1, sum(documents) + 1), generator=torch.Generator().manual_seed(2))
+    tokens, labels = drawn[:, :-1], drawn[:, 1:]
+
+    def loss(tokens: Tensor, labels: Tensor, documents: tuple[int, ...]) -> Tensor:
+        found: Tensor = head(stack(embedding(tokens, documents), documents), labels)
+        return found
+
+    pieces = zip(tokens.split(documents, dim=1), labels.split(documents, dim=1), strict=True)
+    apart = sum(loss(*piece, ()) * piece[0].numel() for piece in pieces) / sum(documents)
+    torch.testing.assert_close(loss(tokens, labels, documents), apart, atol=1e-5, rtol=1e-5)
+
+
+POSITIONS, VOCABULARY, WIDTH = 37, 300, 48
+PIECES = pytest.mark.parametrize("positions_at_once", [1, 5, 36, 37, 1000])
+
+
+class Head:
+    """Hidden states, a matrix and labels, of which some are not predicted; and what autograd says of them."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        numbers = torch.Generator().manual_seed(5)
+        self.hidden = torch.randn(POSITIONS, WIDTH, generator=numbers).to(dtype)
+        self.matrix = torch.randn(VOCABULARY, WIDTH, generator=numbers)
+        self.labels = torch.randint(0, VOCABULARY, (POSITIONS,), generator=numbers)
+        self.labels[3::7] = IGNORED
+
+    def plain(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The summed loss and its gradients for hidden states and matrix, from all logits at once."""
+        hidden, matrix = self.hidden.clone().requires_grad_(), self.matrix.clone().requires_grad_()
+        logits = F.linear(hidden, matrix.to(hidden.dtype)).float()
+        loss = F.cross_entropy(logits, self.labels, reduction="sum")
+        return loss.detach(), *torch.autograd.grad(loss, [hidden, matrix])
+
+
+def off(found: Tensor, wanted: Tensor) -> float:
+    return float((found - wanted).abs().max() / wanted.abs().max())
+
+
+@PIECES
+@pytest.mark.parametrize("sums", [torch.float32, torch.float64])
+@pytest.mark.parametrize("strip", [1, 7 * WIDTH, 2**22])
+def test_the_gradients_are_those_of_all_logits_at_once(
+    positions_at_once: int, sums: torch.dtype, strip: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(head_loss, "STRIP", strip)
+    head = Head()
+    before = torch.randn(VOCABULARY, WIDTH, generator=torch.Generator().manual_seed(6)).to(sums)
+    total = before.clone()
+    at_once = positions_at_once * VOCABULARY
+    loss, of_hidden = loss_and_gradient(head.hidden, head.matrix, head.labels, at_once, HeadSum(total, 3.0))
+    wanted, plain_of_hidden, of_matrix = head.plain()
+    assert off(loss, wanted) <= 1e-6
+    assert off(of_hidden, plain_of_hidden) <= 1e-5
+    assert off((total - before) / 3, of_matrix) <= 1e-5
+    assert off(loss_alone(head.hidden, head.matrix, head.labels, at_once), wanted) <= 1e-6
+
+
+@PIECES
+def test_autograd_gets_the_same(positions_at_once: int) -> None:
+    head = Head()
+    hidden, matrix = head.hidden.clone().requires_grad_(), head.matrix.clone().requires_grad_()
+    at_once = positions_at_once * VOCABULARY
+    loss = SummedLoss.apply(hidden, matrix, head.labels, at_once) * 0.25  # type: ignore[no-untyped-call]
+    found = torch.autograd.grad(loss, [hidden, matrix])
+    wanted, *gradients = head.plain()
+    assert off(loss.detach(), wanted * 0.25) <= 1e-6
+    assert all(off(mine, plain * 0.25) <= 1e-5 for mine, plain in zip(found, gradients, strict=True))
+
+
+def test_bfloat16_products_and_a_float32_loss() -> None:
+    head = Head(torch.bfloat16)
+    total = torch.zeros_like(head.matrix)
+    narrow = head.matrix.to(torch.bfloat16)
+    loss, of_hidden = loss_and_gradient(head.hidden, narrow, head.labels, 5 * VOCABULARY, HeadSum(total, 1.0))
+    wanted, plain_of_hidden, of_matrix = head.plain()
+    assert loss.dtype is torch.float32
+    assert of_hidden.dtype is torch.bfloat16
+    assert off(loss, wanted) <= 1e-5
+    assert off(of_hidden, plain_of_hidden) <= 0.01
+    assert off(total, of_matrix) <= 0.01
+
+
+@contextmanager
+def no_memory_at(piece: int) -> Iterator[None]:
+    """Lets the product of that piece, counted from 1, find no memory for its gradient."""
+    add, pieces = head_loss._Rooms.add, 0
+
+    def failing(self: head_loss._Rooms, of_logits: Tensor, hidden: Tensor) -> None:
+        nonlocal pieces
+        pieces += 1
+        if pieces == piece:
+            raise MemoryError
+        add(self, of_logits, hidden)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(head_loss._Rooms, "add", failing)
+        yield
+
+
+@pytest.mark.parametrize("piece", [1, 4, 8])
+def test_without_memory_nothing_counts_by_halves(piece: int) -> None:
+    head = Head()
+    before = torch.randn(VOCABULARY, WIDTH, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
+    total = before.clone()
+    with no_memory_at(piece), pytest.raises(MemoryError):
+        loss_and_gradient(head.hidden, head.matrix, head.labels, 5 * VOCABULARY, HeadSum(total, 3.0))
+    assert (total - before).abs().max() <= 1e-12
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_data_nodes_head_adds_the_mean_gradients(tied: bool) -> None:
+    manifest = small_manifest(model__tied_embeddings=tied)
+    embedding = build_embedding(manifest)
+    head = build_head(manifest, embedding)
+    hidden = torch.randn(*manifest.hidden_shape, generator=torch.Generator().manual_seed(4), requires_grad=True)
+    labels = torch.arange(hidden[..., 0].numel()).reshape(hidden.shape[:2]) % 257
+    sums = [torch.zeros_like(parameter, dtype=torch.float64) for parameter in head.parameters()]
+    found = OneHead(head).loss_into(hidden.detach(), labels, sums, 10)
+    assert found is not None
+    logits = head.logits(hidden)
+    loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    of_hidden, *of_parameters = torch.autograd.grad(loss, [hidden, *head.parameters()])
+    assert found.loss == pytest.approx(loss.item(), rel=1e-6)
+    assert off(found.source, of_hidden) <= 1e-5
+    assert all(off(mine / 10, plain) <= 1e-5 for mine, plain in zip(sums, of_parameters, strict=True))
+    untouched = [total.clone() for total in sums]
+    again = OneHead(head).loss_into(hidden.detach(), labels, (), 10)
+    assert again is not None
+    assert torch.equal(again.source, found.source)
+    assert all(torch.equal(total, before) for total, before in zip(sums, untouched, strict=True))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 3e37])
+def test_a_head_that_may_overflow_adds_nothing(value: float) -> None:
+    manifest = small_manifest()
+    head = build_head(manifest)
+    passes = OneHead(head)
+    hidden = torch.randn(*manifest.hidden_shape, generator=torch.Generator().manual_seed(4))
+    labels = torch.zeros(hidden.shape[:2], dtype=torch.int64)
+    sums = [torch.zeros_like(parameter, dtype=torch.float64) for parameter in head.parameters()]
+    with torch.no_grad():
+        head.lm_head.weight[256, 3] = value
+    assert passes.loss_into(hidden, labels, sums, 10) is None
+    assert not any(total.any() for total in sums)
+    with torch.no_grad():
+        head.lm_head.weight[256, 3] = 0.01
+    passes.parameters_changed()
+    assert passes.loss_into(hidden, labels, sums, 10) is not None
+    assert all(total.any() for total in sums)
+
+
+def test_a_bfloat16_head_follows_its_matrix() -> None:
+    manifest = small_manifest(model__dtype="bfloat16")
+    head = build_head(manifest)
+    passes = OneHead(head)
+    hidden = torch.randn(*manifest.hidden_shape, generator=torch.Generator().manual_seed(4)).to(torch.bfloat16)
+    labels = torch.zeros(hidden.shape[:2], dtype=torch.int64)
+    before = passes.loss_into(hidden, labels, (), 1)
+    for parameter in head.parameters():
+        parameter.data.mul_(1.5)  # which torch does not count, as a fused optimizer's writes
+    passes.parameters_changed()
+    after, fresh = passes.loss_into(hidden, labels, (), 1), passes.loss(hidden, labels)
+    assert before is not None
+    assert after is not None
+    assert after.loss == pytest.approx(fresh, rel=1e-6)
+    assert after.loss != pytest.approx(before.loss, rel=1e-6)
+
+
+# Of `small_manifest()`. If these change, every run that exists starts from other weights than it says: a new protocol
+# version.
+GOLDEN_STAGE_0 = "f3d5b18355d835f773f348055b6dc2ee03ec4f0110630eadac450572b7a0004d"
+GOLDEN_STAGE_1 = "357cc2cdd0338ffa68de87f61adcbfe2e122fd90a876e46ad65d33ed54d37d96"
+
+
+def test_initial_weights_are_the_same_on_every_machine() -> None:
+    manifest = small_manifest()
+    assert digest_of_tensors(parameters_of(build_embedding(manifest), build_head(manifest))).hex() == GOLDEN_STAGE_0
+    assert digest_of_tensors(parameters_of(build_block_stack(manifest, ModuleId(1)))).hex() == GOLDEN_STAGE_1
+
+
+def test_the_first_numbers_are_written_out() -> None:
+    """One number by hand: a sum of four 16-bit integers of the Philox stream, centred and scaled."""
+    values = near_normal(0, "a", (2,), 1.0)
+    assert values.tolist() == [0.17511853575706482, 0.16137546300888062]
+
+
+def test_torch_generators_and_threads_have_no_say() -> None:
+    torch.manual_seed(1)
+    before = digest_of_tensors(parameters_of(build_head(small_manifest())))
+    torch.manual_seed(2)
+    assert digest_of_tensors(parameters_of(build_head(small_manifest()))) == before
+
+
+def test_seed_and_name_each_give_other_weights_and_experts_start_alike() -> None:
+    variants = [(0, "a"), (1, "a"), (0, "b")]
+    assert len({tuple(near_normal(*variant, (3,), 1.0).tolist()) for variant in variants}) == 3
+    experts = small_manifest(stages__experts=2, model__attention="documents")
+    stacks = [build_block_stack(experts, ModuleId(1, expert)) for expert in (0, 1)]
+    assert digest_of_tensors(parameters_of(stacks[0])) == digest_of_tensors(parameters_of(stacks[1]))
+
+
+def test_the_size_of_a_chunk_has_no_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = near_normal(5, "a", (10, 7), 0.3)
+    monkeypatch.setattr(initial, "_CHUNK", 9)
+    assert torch.equal(near_normal(5, "a", (10, 7), 0.3), whole)
+
+
+def test_numbers_are_near_normal() -> None:
+    values = near_normal(5, "a", (100_000,), 0.5).double()
+    assert values.mean().item() == pytest.approx(0, abs=0.006)
+    assert values.std().item() == pytest.approx(0.5, rel=0.01)
+    assert (values.abs() < 0.5).double().mean().item() == pytest.approx(0.683, abs=0.02)
+
+
+def test_what_is_added_to_the_residual_stream_shrinks_with_depth() -> None:
+    assert standard_deviation("model.layers.0.self_attn.q_proj.weight", 64, 8) == 1 / 8
+    assert standard_deviation("model.layers.0.self_attn.o_proj.weight", 64, 8) == 1 / 8 / 4
+    assert standard_deviation("model.layers.0.mlp.down_proj.weight", 64, 32) == 1 / 8 / 8
+
+
+def test_norms_begin_at_one_and_the_first_loss_near_that_of_guessing() -> None:
+    head = build_head(small_manifest())
+    assert torch.equal(head.model["norm"].weight, torch.ones(16))
+    hidden = torch.randn(2, 16, 16, generator=torch.Generator().manual_seed(0))
+    labels = torch.zeros(2, 16, dtype=torch.int64)
+    assert head(hidden, labels).item() == pytest.approx(math.log(257), abs=0.1)
+
+
+def test_the_digest_covers_names_shapes_and_every_element() -> None:
+    tensors = {"a": torch.zeros(2, 3), "b": torch.zeros(2)}
+    changed = torch.zeros(2, 3)
+    changed[1, 2] = 1e-30
+    others = [
+        {"a": torch.zeros(2, 3), "c": torch.zeros(2)},
+        {"a": torch.zeros(3, 2), "b": torch.zeros(2)},
+        {"a": changed, "b": torch.zeros(2)},
+        {"a": torch.zeros(2, 3)},
+    ]
+    assert len({digest_of_tensors(t) for t in [tensors, *others]}) == 5
+    assert digest_of_tensors(dict(reversed(tensors.items()))) == digest_of_tensors(tensors)

@@ -19,8 +19,6 @@ from tests.node.small_manifest import small_manifest
 
 
 class TwoParameters(nn.Module):
-    """A matrix and a vector."""
-
     def __init__(self) -> None:
         super().__init__()
         self.matrix = nn.Parameter(torch.tensor([[1.0, -2.0], [3.0, 0.5]]))

@@ -19,7 +19,7 @@ from node.export.source import read_decoder
 from node.export.writer import export
 from node.model.decoder import Continuation, Sampling
 from protocol.manifest.manifest import Manifest
-from tests.node.checkpoint.saved_model import CPU, logits_of, noisy_model, save_checkpoint
+from tests.node.checkpoint.saved_states import CPU, logits_of, noisy_model, save_checkpoint
 from tests.node.small_manifest import small_manifest
 
 TEXTS = ["", "hello world", "  spaces \n\t and\r\nlines ", "Grüße, 世界! 🦊", "<|endoftext|> is text", "\x00\x7f\u2028"]

@@ -1,5 +1,4 @@
-"""Nodes of one small run in one process, as far as microbatches go: real workers and compute threads, and links that a
-test can stop, break and listen to."""
+"""Nodes of one small run in one process, as far as microbatches go."""
 
 from __future__ import annotations
 
@@ -35,33 +34,13 @@ from swarm.vocabulary.pipeline_messages import (
     ReceiptStatus,
 )
 from swarm.vocabulary.types import MAX_HOPS, Codec, Hop, MicrobatchId, ModuleId, Path, PeerId, Reasoned
+from tests.kit.waiting import LONG_S, ManualClock, until
 from tests.node.small_manifest import small_manifest
 
 CPU = torch.device("cpu")
-LONG_S = 20.0
-"""How long a test waits for what has to come; reached only when it fails."""
 LIFETIME_S = 60.0
 DATA, A, A2, B = PeerId("data"), PeerId("a"), PeerId("a2"), PeerId("b")
 MODULES = {DATA: ModuleId(0), A: ModuleId(1), A2: ModuleId(1), B: ModuleId(2)}
-
-
-@dataclass
-class ManualClock:
-    """A clock that stands until somebody turns it."""
-
-    now: float = 100.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def wall(self) -> float:
-        return 1_000_000.0 + self.now
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(LONG_S):
-        while not condition():
-            await asyncio.sleep(0.002)
 
 
 def path_by(*peers: PeerId) -> Path:
@@ -87,7 +66,6 @@ class Gate:
         self._opened.set()
 
     def wait(self) -> None:
-        """On a compute thread."""
         self.reached = True
         assert self._opened.wait(LONG_S)
 
@@ -99,13 +77,9 @@ class Gate:
 
 
 Spot = tuple[PeerId, str | Work, type[MicrobatchTensor] | None]
-"""Where a gate stands: a peer's computation (its work), its inner step (`"step"`), or its sending (`"before"` or
-`"halfway"`, and of which message)."""
 
 
 class GatedWorker:
-    """A worker whose computations can be held up."""
-
     def __init__(self, worker: HopWorker | DataWorker, gates: dict[Spot, Gate], own: PeerId) -> None:
         self.inner = worker
         self._gates = gates
@@ -198,8 +172,6 @@ class CountedVisits:
 
 @dataclass(eq=False)
 class Member:
-    """One peer of the swarm."""
-
     peer: PeerId
     worker: GatedWorker
     runner: MicrobatchRunner
@@ -245,7 +217,6 @@ class SmallSwarm:
         self.lost_messages: Callable[[PeerId, PeerId, MicrobatchControl], bool] = lambda sender, to, message: False
         self.refused: list[tuple[PeerId, Refusal]] = []
         self.sent: list[tuple[PeerId, int]] = []
-        """By whom, and how many bytes."""
         data_worker = host_stage_zero(manifest, CPU)
         self.ends = Ends(data_worker)
         self.members = {
@@ -273,8 +244,6 @@ class SmallSwarm:
         )
         return Member(own, gated, runner, compute, visits)
 
-    # ---- swarm.pipeline.custody.Replicas -----------------------------------------------------------------------------
-
     fewest_hops = MAX_HOPS
 
     def choose(self, module: ModuleId, without: frozenset[PeerId]) -> Reasoned[PeerId | None]:
@@ -296,8 +265,6 @@ class SmallSwarm:
     def has_other_expert(self, module: ModuleId) -> bool:
         return False
 
-    # ---- what a test does ----------------------------------------------------------------------------------------
-
     def close(
         self,
         peer: PeerId,
@@ -305,12 +272,10 @@ class SmallSwarm:
         message: type[MicrobatchTensor] | None = None,
         error: PeerError | None = None,
     ) -> Gate:
-        """Puts a closed gate somewhere."""
         gate = self.gates[peer, where, message] = Gate(error)
         return gate
 
     def open(self, gate: Gate) -> None:
-        """Opens a gate and takes it away."""
         for spot in [spot for spot, there in self.gates.items() if there is gate]:
             del self.gates[spot]
         gate.open()

@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 
 import pytest
 
@@ -15,7 +14,7 @@ from node.network.session import KnownPeers, MembershipSync
 from node.observability.events import Event, PeerChange
 from protocol.identity.certificates import make_credentials
 from protocol.identity.keys import Identity
-from protocol.identity.signed_records import decode_announced, encode_record
+from protocol.identity.signed_records import MAX_LIFETIME_S, RECORD_LIFETIME_S, decode_announced, encode_record
 from protocol.interfaces.tensor_spec import TensorSpec
 from protocol.interfaces.transport import LinkFigures, Question, QuestionAbout
 from protocol.transport.handshake import FORMER_LIFE_MS
@@ -32,8 +31,7 @@ GONE = Unreachable("the link broke")
 
 
 class Links:
-    """`protocol.interfaces.transport.Transport` of which only questions and announcements are used. Questions are
-    answered when a test says so."""
+    """`protocol.interfaces.transport.Transport` of which only questions and announcements are used."""
 
     def __init__(self) -> None:
         self.asked: list[PeerId] = []
@@ -87,16 +85,6 @@ class Events:
         self.seen.append(event)
 
 
-@dataclass
-class SetClock(ManualClock):
-    """Somebody sets its wall clock."""
-
-    set_by_s: float = 0.0
-
-    def wall(self) -> float:
-        return super().wall() + self.set_by_s
-
-
 class Other:
     """Another peer of the run, which signs what it says."""
 
@@ -117,7 +105,7 @@ class Place:
     """One node's neighbourhood, with everything around it in a test's hands."""
 
     def __init__(self) -> None:
-        self.clock, self.links, self.store, self.events = SetClock(), Links(), Shelf(), Events()
+        self.clock, self.links, self.store, self.events = ManualClock(), Links(), Shelf(), Events()
         self.identity = identity = Identity.generate()
         self.own = own = LocalPeer(RUN, identity.peer, make_credentials(identity, RUN).certificate_der, self.clock)
         own.addresses = ("127.0.0.1:4001",)
@@ -380,3 +368,50 @@ async def test_a_clock_that_jumps_is_told_of(caplog: pytest.LogCaptureFixture, m
         there.clock.set_by_s = -300.0
         await until(lambda: caplog.records)
         assert "set by -300 s" in caplog.text
+
+
+def state(clock: ManualClock) -> LocalPeer:
+    return LocalPeer(RunId("7" * 64), PeerId("a"), b"", clock)
+
+
+def test_every_announcement_of_one_life_names_the_same_incarnation() -> None:
+    clock = ManualClock()
+    own = state(clock)
+    began = int(clock.wall() * 1000)
+    for _ in range(3):
+        clock.now += 10.0
+        own.take(ModuleId(1))
+        assert own.announcement().incarnation == began
+
+
+def test_the_next_life_has_another_incarnation() -> None:
+    clock = ManualClock()
+    first = state(clock)
+    clock.now += 0.01
+    assert first.announcement().incarnation < state(clock).announcement().incarnation
+
+
+def test_the_sequence_rises_though_the_clock_stands() -> None:
+    own = state(ManualClock())
+    assert own.announcement().sequence < own.announcement().sequence
+
+
+@pytest.mark.parametrize("step_s", [-7200.0, -300.0, -30.0, 30.0, 300.0, 7200.0])
+def test_a_clock_that_is_set_changes_the_expiry_and_not_the_order(step_s: float) -> None:
+    clock = ManualClock()
+    own = state(clock)
+    clock.now += 10.0
+    before = own.announcement()
+    clock.set_by_s = step_s
+    clock.now += 2.0
+    after = own.announcement()
+    assert after.sequence == before.sequence + 2000
+    assert after.expires_at == clock.wall() + RECORD_LIFETIME_S
+    assert 0 < after.expires_at - clock.wall() <= MAX_LIFETIME_S
+
+
+def test_a_machine_that_thinks_it_is_1969_says_something_that_can_be_said() -> None:
+    clock = ManualClock(set_by_s=-1_000_100.0 - 86_400.0)
+    own = state(clock)
+    assert own.incarnation == 1
+    assert own.announcement().sequence >= 1

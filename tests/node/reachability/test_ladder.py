@@ -3,17 +3,69 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import socket
+import struct
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from node.network.reach_status import ReachStep
-from node.reachability.monitor import climb, joined, judge
-from node.reachability.port_mapping import Mapping, NotMapped, PortMapper, Router
-from node.reachability.reach_test import Attempt
-from protocol.nat.dial_back import DialBackOutcome, DialBackResult
-from swarm.vocabulary.types import PeerId
+from node.network.local_peer import LocalPeer
+from node.network.reach_status import ReachStep, Standing
+from node.network.session import Whereabouts
+from node.observability.events import Event, Reach
+from node.reachability.monitor import (
+    AGAIN_S,
+    CONFIRM_S,
+    FIRST_PAUSE_S,
+    HOLD_S,
+    Adoption,
+    RelayPart,
+    climb,
+    joined,
+    judge,
+    watch,
+    without_tunnels,
+)
+from node.reachability.port_mapping import (
+    Mapping,
+    NatPmp,
+    NotMapped,
+    PortMapper,
+    Router,
+    Upnp,
+    default_gateway,
+    description_of,
+    leads_to,
+    location_in,
+)
+from node.reachability.reach_test import (
+    BURST,
+    MAX_ASKED,
+    MAX_AT_ONCE,
+    REFILL_S,
+    WITNESSES,
+    Attempt,
+    Witness,
+    network_of,
+    scattered,
+    witnesses_of,
+)
+from node.reachability.reverse_calls import AVOIDED_S, CONNECT_S, MAX_TRIED, WANTED, Attachments
+from protocol.identity.keys import Identity
+from protocol.interfaces.transport import FarEnd, Question, QuestionAbout
+from protocol.nat.dial_back import DialBackOutcome, DialBackResult, decode_dial_back, encode_dial_back
+from protocol.transport.rate_limits import MAX_REMEMBERED, Allowance
+from swarm.membership.membership import Membership, relays_first
+from swarm.vocabulary.errors import Busy, Rejected, Unreachable
+from swarm.vocabulary.types import ModuleId, PeerId, PeerState, RunId
+from tests.node.network.small_swarm import LONG_S, ManualClock, until
+from tests.protocol.dht.running import MODULE, RUN, announced
+from tests.protocol.transport.link_peers import Persona, Recorder, introduce, node
 
 PORT = 4002
 OUTSIDE = "25.0.0.1"
@@ -84,9 +136,6 @@ def test_ipv6_addresses_get_their_brackets() -> None:
     assert joined("2001:db8::1", 1) == "[2001:db8::1]:1"
 
 
-# ---- climbing ------------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class MadeUp:
     """A way of mapping that does what it is told; `maps` answers in turn, the last one for ever."""
@@ -107,8 +156,6 @@ class MadeUp:
 
 @dataclass
 class Peers:
-    """Peers that reach some ports of ours."""
-
     open_ports: set[int]
     host: str = OUTSIDE
     local: str = HOME
@@ -179,9 +226,6 @@ async def test_every_way_is_tried_and_says_why_not() -> None:
     assert standing.step is ReachStep.UNREACHABLE
     assert "one: switched off" in standing.reason
     assert "two: not there" in standing.reason
-
-
-# ---- keeping -------------------------------------------------------------------------------------------------------
 
 
 class Waits:
@@ -269,3 +313,761 @@ async def test_a_router_that_hangs_is_left_alone(monkeypatch: pytest.MonkeyPatch
     let_go.set()
     assert isinstance(answer, NotMapped)
     assert "no answer" in answer.reason
+
+
+BEFORE = ("192.168.1.10:4002",)
+DIRECT = Standing(ReachStep.DIRECT, "reached", "25.0.0.1:4002")
+MAPPED = Standing(ReachStep.MAPPED, "mapped", "25.0.0.1:50000")
+UNREACHABLE = Standing(ReachStep.UNREACHABLE, "silent", fix="forward it")
+HELD = (PeerId("a"), PeerId("b"))
+UNKNOWN = Standing(ReachStep.UNKNOWN, "nobody")
+
+
+@dataclass
+class Told:
+    events: list[Event] = field(default_factory=list)
+    announced: int = 0
+
+    def emit(self, event: Event) -> None:
+        self.events.append(event)
+
+    def reaches(self) -> list[Reach]:
+        return [event for event in self.events if isinstance(event, Reach)]
+
+    def announce(self) -> None:
+        self.announced += 1
+
+
+def adoption() -> tuple[Adoption, Told]:
+    told = Told()
+    own = LocalPeer(RunId("7" * 64), PeerId("me"), b"", ManualClock(), BEFORE)
+    return Adoption(own, told, told.announce, BEFORE), told
+
+
+@dataclass
+class Holding:
+    """Whom a node would hold on to, in a test's hands; the last answer stays."""
+
+    answers: list[tuple[PeerId, ...]] = field(default_factory=lambda: [()])
+    asked: int = 0
+
+    async def __call__(self) -> tuple[PeerId, ...]:
+        self.asked += 1
+        return self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+
+
+@dataclass
+class Climbing:
+    """What the ladder says, in order; the last answer stays."""
+
+    answers: list[Standing]
+    climbs: int = 0
+
+    async def __call__(self) -> Standing:
+        self.climbs += 1
+        return self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+
+
+@asynccontextmanager
+async def watched(
+    climbing: Climbing, hold: Holding, waits: Waits, router: Router | None = None
+) -> AsyncIterator[tuple[Adoption, Told]]:
+    taken, told = adoption()
+    watching = asyncio.create_task(watch(climbing, hold, taken, router, waits))
+    try:
+        yield taken, told
+    finally:
+        watching.cancel()
+        await asyncio.wait((watching,))
+        assert watching.cancelled()
+
+
+def test_the_address_follows_from_the_step() -> None:
+    taken, told = adoption()
+    taken.adopt(UNKNOWN)
+    assert told.events == [], "that nothing is known is no news"
+    for standing, address in ((DIRECT, "25.0.0.1:4002"), (MAPPED, "25.0.0.1:50000"), (UNREACHABLE, "")):
+        taken.adopt(standing)
+        assert ", ".join(taken.own.addresses) == address
+        assert taken.own.reach is standing
+        assert told.events[-1] == Reach("me", standing.step.value, address, standing.reason, standing.fix)
+    assert told.announced == len(told.events) == 3
+
+
+def test_who_is_held_on_to_is_announced_in_place_of_addresses_until_there_are_some() -> None:
+    taken, told = adoption()
+    taken.adopt(UNREACHABLE, HELD)
+    assert (taken.own.addresses, taken.own.via) == ((), HELD)
+    assert taken.own.reach.step is ReachStep.REVERSE
+    assert taken.own.reach.fix == UNREACHABLE.fix
+    assert [(event.step, event.address) for event in told.reaches()] == [("reverse", "")]
+    taken.adopt(UNREACHABLE, HELD[:1])
+    assert taken.own.via == HELD[:1]
+    assert (told.announced, len(told.events)) == (2, 1), "others hear of it, nobody watching has to"
+    taken.adopt(UNREACHABLE, HELD[:1])
+    assert told.announced == 2
+    taken.adopt(MAPPED)
+    assert (taken.own.addresses, taken.own.via) == (("25.0.0.1:50000",), ())
+    taken.adopt(UNREACHABLE)
+    assert (taken.own.addresses, taken.own.via, taken.own.reach.step) == ((), (), ReachStep.UNREACHABLE)
+    assert [event.step for event in told.reaches()] == ["reverse", "mapped", "unreachable"]
+
+
+def test_what_stays_the_same_is_told_once() -> None:
+    taken, told = adoption()
+    for _ in range(2):
+        taken.adopt(MAPPED)
+    assert (len(told.events), told.announced) == (1, 1)
+
+
+async def test_what_cannot_be_tested_stays() -> None:
+    waits = Waits(2)
+    async with watched(Climbing([MAPPED, UNKNOWN]), Holding(), waits) as (taken, told):
+        await until(lambda: len(waits.waited) == 2 and waits.waited_for)
+        assert taken.own.reach is MAPPED
+        assert taken.own.addresses == ("25.0.0.1:50000",)
+        assert len(told.events) == 1
+        assert waits.waited == [AGAIN_S[ReachStep.MAPPED], FIRST_PAUSE_S]
+
+
+async def test_the_ladder_is_climbed_again_sooner_where_it_may_help() -> None:
+    rounds = round(AGAIN_S[ReachStep.UNREACHABLE] / HOLD_S)
+    waits, holding = Waits(2 + 1 + rounds + 1), Holding([HELD])
+    async with watched(Climbing([UNKNOWN, UNKNOWN, UNREACHABLE, UNREACHABLE, DIRECT]), holding, waits) as (taken, _):
+        await until(lambda: taken.own.reach is DIRECT)
+    assert waits.waited[:3] == [FIRST_PAUSE_S, 2 * FIRST_PAUSE_S, CONFIRM_S]
+    assert waits.waited[3 : 3 + rounds] == [HOLD_S] * rounds
+    assert waits.waited[3 + rounds :] == [AGAIN_S[ReachStep.DIRECT]]
+    assert holding.asked == rounds
+
+
+async def test_addresses_are_given_up_only_when_nobody_got_through_twice() -> None:
+    waits, holding = Waits(3), Holding([HELD])
+    async with watched(Climbing([DIRECT, UNREACHABLE, DIRECT]), holding, waits) as (taken, told):
+        await until(lambda: len(waits.waited) == 3)
+        assert waits.waited == [AGAIN_S[ReachStep.DIRECT], CONFIRM_S, AGAIN_S[ReachStep.DIRECT]]
+        assert taken.own.reach is DIRECT
+        assert (holding.asked, len(told.events)) == (0, 1)
+
+
+async def test_who_is_lost_is_replaced_and_while_nobody_can_be_asked_the_node_holds_on() -> None:
+    rounds = round(AGAIN_S[ReachStep.UNREACHABLE] / HOLD_S)
+    waits = Waits(1 + rounds)
+    holding = Holding([HELD, HELD[:1], (), (PeerId("c"),)])
+    async with watched(Climbing([UNREACHABLE, UNREACHABLE, UNKNOWN]), holding, waits) as (taken, told):
+        await until(lambda: holding.asked > rounds)
+        assert taken.own.via == (PeerId("c"),)
+        assert [event.step for event in told.reaches()] == ["reverse", "unreachable", "reverse"]
+        assert told.announced == 4
+
+
+@pytest.mark.parametrize("renewed", [NotMapped("restarted"), mapping(50_001)])
+async def test_a_lost_mapping_has_the_ladder_climbed_at_once(renewed: Mapping | NotMapped) -> None:
+    router = Waits(2).router(MadeUp([mapping(50_000), renewed]))
+    await router.open(4002)
+    climbing = Climbing([MAPPED, DIRECT])
+    async with watched(climbing, Holding(), Waits(0), router) as (taken, _):
+        await until(lambda: taken.own.reach is DIRECT)
+    assert climbing.climbs == 2
+
+
+HERE = "127.0.0.1"
+OK = 0
+
+
+@contextmanager
+def gateway(answer: Callable[[bytes], bytes | None]) -> Iterator[int]:
+    """A UDP port that answers as told; None is no answer."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as listening:
+        listening.bind((HERE, 0))
+        listening.settimeout(0.05)
+        over = threading.Event()
+
+        def serve() -> None:
+            while not over.is_set():
+                try:
+                    request, asker = listening.recvfrom(2048)
+                except TimeoutError:
+                    continue
+                reply = answer(request)
+                if reply is not None:
+                    listening.sendto(reply, asker)
+
+        serving = threading.Thread(target=serve)
+        serving.start()
+        try:
+            yield listening.getsockname()[1]
+        finally:
+            over.set()
+            serving.join()
+
+
+def rfc(request: bytes, *, result: int = OK, external: int = 0, lease: int = 600) -> bytes:
+    """What RFC 6886 has a router answer."""
+    if request == b"\x00\x00":
+        return struct.pack("!BBHI4s", 0, 128, result, 7, socket.inet_aton("25.0.0.1"))
+    _, op, _, internal, wanted, _ = struct.unpack("!BBHHHI", request)
+    return struct.pack("!BBHIHHI", 0, 128 + op, result, 7, internal, external or wanted, lease)
+
+
+def test_nat_pmp_maps_renews_and_takes_back() -> None:
+    asked: list[bytes] = []
+
+    def answer(request: bytes) -> bytes:
+        asked.append(request)
+        return rfc(request, external=50_000)
+
+    with gateway(answer) as port:
+        way = NatPmp(lambda: HERE, port)
+        mapped = way.map(PORT, PORT, 600)
+        assert mapped == Mapping("NAT-PMP", PORT, 50_000, "25.0.0.1", 600)
+        assert way.unmap(mapped) is None
+    assert asked[0] == struct.pack("!BBHHHI", 0, 2, 0, PORT, PORT, 600)
+    assert asked[-1] == struct.pack("!BBHHHI", 0, 2, 0, PORT, 0, 0), "a lifetime and a port of 0 end it"
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        (lambda request: rfc(request, result=2), "refuses"),
+        (lambda request: rfc(request, result=99), "result 99"),
+        (lambda request: b"", "another kind"),
+        (lambda request: b"\x00\x82\x00\x00", "4 bytes"),
+        (lambda request: rfc(request)[:-4], "12 bytes"),
+        (lambda request: b"\x01" + rfc(request)[1:], "another kind"),
+        (lambda request: rfc(request, lease=0), "no sense"),
+        (lambda request: rfc(struct.pack("!BBHHHI", 0, 2, 0, 9, 9, 9)), "no sense"),
+    ],
+)
+def test_nat_pmp_takes_no_other_answer(answer: Callable[[bytes], bytes], why: str) -> None:
+    with gateway(answer) as port:
+        mapped = NatPmp(lambda: HERE, port).map(PORT, PORT, 600)
+    assert isinstance(mapped, NotMapped)
+    assert why in mapped.reason
+
+
+def test_a_router_that_does_not_speak_nat_pmp(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as closed:
+        closed.bind((HERE, 0))
+        port = closed.getsockname()[1]
+    refused = NatPmp(lambda: HERE, port).map(PORT, PORT, 600)
+    assert isinstance(refused, NotMapped)
+    assert "does not speak it" in refused.reason
+    monkeypatch.setattr("node.reachability.port_mapping.WAITS_S", (0.01, 0.01))
+    asked: list[bytes] = []
+    with gateway(lambda request: asked.append(request)) as silent:
+        unanswered = NatPmp(lambda: HERE, silent).map(PORT, PORT, 600)
+        assert isinstance(unanswered, NotMapped)
+        assert "did not answer" in unanswered.reason
+    assert isinstance(NatPmp(lambda: None).map(PORT, PORT, 600), NotMapped)
+
+
+class Device:
+    """miniupnpc's device as far as it is used; `refusals` come before it agrees."""
+
+    lanaddr = "192.168.1.10"
+
+    def __init__(self, *refusals: str) -> None:
+        self.refusals = list(refusals)
+        self.added: list[tuple[Any, ...]] = []
+        self.deleted: list[tuple[int, str]] = []
+
+    def addportmapping(self, *arguments: Any) -> bool:
+        self.added.append(arguments)
+        if self.refusals:
+            raise Exception(self.refusals.pop(0))
+        return True
+
+    def deleteportmapping(self, port: int, protocol: str) -> bool:
+        self.deleted.append((port, protocol))
+        return True
+
+    def externalipaddress(self) -> str:
+        return "25.0.0.1"
+
+
+def upnp(device: Device, control: str = f"http://{HERE}:5000/ctl") -> Upnp:
+    return Upnp(lambda: HERE, lambda gateway: f"http://{gateway}:5000/root.xml", lambda location: (device, control))
+
+
+def test_upnp_maps_for_everybody_and_takes_back() -> None:
+    device = Device()
+    way = upnp(device)
+    mapped = way.map(PORT, PORT, 600)
+    assert mapped == Mapping("UPnP", PORT, PORT, "25.0.0.1", 600)
+    assert device.added == [(PORT, "TCP", Device.lanaddr, PORT, "skipstone", "", 600)]
+    assert isinstance(mapped, Mapping)
+    assert way.unmap(mapped) is None
+    assert device.deleted == [(PORT, "TCP")]
+
+
+def test_upnp_takes_another_port_or_a_mapping_without_end_when_it_has_to() -> None:
+    taken = Device("ConflictInMappingEntry")
+    mapped = upnp(taken).map(PORT, PORT, 600)
+    assert isinstance(mapped, Mapping)
+    assert mapped.external_port != PORT
+    for_ever = Device("OnlyPermanentLeasesSupported")
+    mapped = upnp(for_ever).map(PORT, PORT, 600)
+    assert isinstance(mapped, Mapping)
+    assert mapped.lease_s == float("inf")
+    assert for_ever.added[-1][-1] == 0
+
+
+def test_upnp_gives_up_with_the_routers_reason() -> None:
+    refused = upnp(Device("Action Not Authorized")).map(PORT, PORT, 600)
+    assert refused == NotMapped("the router said no: Action Not Authorized")
+    crowded = Device(*["ConflictInMappingEntry"] * 9)
+    assert isinstance(upnp(crowded).map(PORT, PORT, 600), NotMapped)
+    assert len(crowded.added) == 3
+
+
+def test_upnp_speaks_to_the_gateway_alone() -> None:
+    device = Device()
+    elsewhere = upnp(device, "http://10.0.0.66:5000/ctl").map(PORT, PORT, 600)
+    assert isinstance(elsewhere, NotMapped)
+    assert "elsewhere" in elsewhere.reason
+    assert device.added == []
+    assert not leads_to(HERE, f"http://{HERE}.evil.example/")
+    assert not leads_to(HERE, f"https://{HERE}/")
+    assert not leads_to(HERE, f"http://{HERE}@10.0.0.66/")
+    assert location_in(b"HTTP/1.1 200 OK\r\nLOCATION: http://10.0.0.66/x\r\n\r\n", HERE) is None
+    assert location_in(b"\xff\xfe", HERE) is None
+
+
+def test_without_miniupnpc_or_a_gateway_there_is_a_reason() -> None:
+    def missing(location: str) -> tuple[Any, str]:
+        raise ImportError
+
+    unable = Upnp(lambda: HERE, lambda gateway: "http://x/", missing).map(PORT, PORT, 600)
+    assert isinstance(unable, NotMapped)
+    assert "skipstone[nat]" in unable.reason
+    assert isinstance(Upnp(lambda: None).map(PORT, PORT, 600), NotMapped)
+    assert isinstance(Upnp(lambda: HERE, lambda gateway: None).map(PORT, PORT, 600), NotMapped)
+
+
+def test_the_search_takes_the_gateways_own_description(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = f"http://{HERE}:5000/root.xml"
+    with gateway(lambda request: f"HTTP/1.1 200 OK\r\nLocation: {there}\r\n\r\n".encode()) as port:
+        assert description_of(HERE, [(HERE, port)]) == there
+        monkeypatch.setattr("node.reachability.port_mapping.SEARCH_S", 0.1)
+        assert description_of("127.0.0.9", [(HERE, port)]) is None, "somebody else answers"
+
+
+def test_the_gateway_is_that_of_the_default_route_with_the_lowest_metric(tmp_path: Path) -> None:
+    routes = tmp_path / "route"
+    routes.write_text(
+        "Iface\tDestination\tGateway\tFlags\tRefCnt\tUse\tMetric\tMask\tMTU\tWindow\tIRTT\n"
+        "wlan0\t00000000\t0101A8C0\t0003\t0\t0\t600\t00000000\t0\t0\t0\n"
+        "eth0\t00000000\tFE01A8C0\t0003\t0\t0\t100\t00000000\t0\t0\t0\n"
+        "eth0\t0001A8C0\t00000000\t0001\t0\t0\t0\t00FFFFFF\t0\t0\t0\n"
+    )
+    assert default_gateway(routes) == "192.168.1.254"
+    routes.write_text("Iface\tDestination\n")
+    assert default_gateway(routes) is None
+    assert default_gateway(tmp_path / "nothing") is None
+
+
+WITNESS_PORT = Question(QuestionAbout.DIAL_BACK, port=4002)
+
+
+@dataclass
+class Dialled:
+    """Notes what is dialled, and waits until it may answer."""
+
+    gate: asyncio.Event = field(default_factory=asyncio.Event)
+    seen: list[tuple[str, int, bytes]] = field(default_factory=list)
+
+    async def __call__(self, host: str, port: int, certificate: bytes) -> DialBackResult:
+        self.seen.append((host, port, certificate))
+        await self.gate.wait()
+        return DialBackResult(host, DialBackOutcome.REACHED)
+
+
+class Bench:
+    """A witness with links to a few askers, each at an address of its own unless told otherwise."""
+
+    def __init__(self) -> None:
+        self.clock, self.dialled = ManualClock(), Dialled()
+        self.ends: dict[PeerId, FarEnd] = {}
+        self.witness = Witness(self.ends.get, self.clock, self.dialled)
+
+    def asker(self, name: str, host: str) -> PeerId:
+        self.ends[PeerId(name)] = FarEnd(host, name.encode())
+        return PeerId(name)
+
+
+async def test_what_is_dialled_is_where_the_askers_link_leads() -> None:
+    bench = Bench()
+    bench.dialled.gate.set()
+    answer = decode_dial_back(await bench.witness.answer(bench.asker("a", "25.0.0.1"), WITNESS_PORT))
+    assert answer == DialBackResult("25.0.0.1", DialBackOutcome.REACHED)
+    assert bench.dialled.seen == [("25.0.0.1", 4002, b"a")]
+    gone = decode_dial_back(await bench.witness.answer(PeerId("nobody"), WITNESS_PORT))
+    assert gone.outcome is DialBackOutcome.NOT_TRIED
+    assert len(bench.dialled.seen) == 1
+
+
+async def test_one_at_a_time_for_each_asker_and_few_for_all() -> None:
+    bench = Bench()
+    askers = [bench.asker(f"p{n}", f"25.0.0.{n}") for n in range(MAX_AT_ONCE + 1)]
+    async with asyncio.TaskGroup() as tasks:
+        for asker in askers[:MAX_AT_ONCE]:
+            tasks.create_task(bench.witness.answer(asker, WITNESS_PORT))
+        while len(bench.dialled.seen) < MAX_AT_ONCE:
+            await asyncio.sleep(0)
+        for asker in (askers[0], askers[-1]):
+            with pytest.raises(Busy):
+                await bench.witness.answer(asker, WITNESS_PORT)
+        bench.dialled.gate.set()
+    await bench.witness.answer(askers[0], WITNESS_PORT)
+    assert len(bench.dialled.seen) == MAX_AT_ONCE + 1
+
+
+async def test_an_address_cannot_be_searched_for_open_ports_by_however_many_identities() -> None:
+    bench = Bench()
+    bench.dialled.gate.set()
+    refused = 0
+    for n in range(1000):
+        try:
+            await bench.witness.answer(bench.asker(f"p{n}", "25.0.0.1"), replace(WITNESS_PORT, port=1 + n))
+        except Busy:
+            refused += 1
+    assert len(bench.dialled.seen) == BURST
+    assert refused == 1000 - BURST
+    await bench.witness.answer(bench.asker("elsewhere", "25.0.0.2"), WITNESS_PORT)
+    bench.clock.now += REFILL_S
+    await bench.witness.answer(bench.asker("p0", "25.0.0.1"), WITNESS_PORT)
+    with pytest.raises(Busy):
+        await bench.witness.answer(bench.asker("p0", "25.0.0.1"), WITNESS_PORT)
+
+
+async def test_a_dial_back_that_is_cut_short_leaves_room() -> None:
+    bench = Bench()
+    asker = bench.asker("a", "25.0.0.1")
+    for _ in range(2):
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(bench.witness.answer(asker, WITNESS_PORT), 0.01)
+
+
+def test_an_allowance_remembers_no_more_than_its_bound() -> None:
+    allowance = Allowance(1, 60.0)
+    for n in range(MAX_REMEMBERED + 1):
+        assert allowance.take(str(n), 0.0)
+    assert not allowance.take(str(MAX_REMEMBERED), 1.0)
+    assert allowance.take("0", 1.0), "the longest unseen is forgotten"
+
+
+@dataclass
+class Links:
+    """Answers of peers, by the host that they announce."""
+
+    answers: dict[PeerId, DialBackResult | Exception | bytes]
+    asked: list[PeerId] = field(default_factory=list)
+
+    async def ask(self, peer: PeerId, question: Question, timeout_s: float) -> bytes:
+        assert question == WITNESS_PORT
+        self.asked.append(peer)
+        answer = self.answers.get(peer, Unreachable("nobody is there"))
+        if isinstance(answer, Exception):
+            raise answer
+        return answer if isinstance(answer, bytes) else encode_dial_back(answer)
+
+    def far_end(self, peer: PeerId) -> FarEnd | None:
+        return FarEnd("127.0.0.1", b"") if peer in self.answers else None
+
+
+def membership_of(*hosts: str, state: PeerState = PeerState.SERVING) -> tuple[Membership, list[PeerId]]:
+    membership = Membership(RUN, Identity.generate().peer)
+    peers = []
+    for host in hosts:
+        announcement = announced(Identity.generate(), addresses=(f"{host}:4000",) if host else (), state=state)
+        if state is PeerState.VISITING:
+            announcement = replace(announcement, module=None)
+        membership.observe(announcement, now=0.0, wall=announcement.expires_at - 60)
+        peers.append(announcement.peer)
+    return membership, peers
+
+
+WITNESS_REACHED = DialBackResult("25.0.0.1", DialBackOutcome.REACHED)
+
+
+async def test_three_are_asked_and_who_does_not_answer_is_replaced() -> None:
+    membership, peers = membership_of(*(f"25.0.{n}.1" for n in range(6)))
+    by_name = lambda found: found.sort(key=lambda a: peers.index(a.peer))  # noqa: E731
+    links = Links(dict.fromkeys(peers, WITNESS_REACHED))
+    links.answers |= {peers[0]: Rejected("not now"), peers[1]: b"\xff garbage"}
+    found = await witnesses_of(membership, links, by_name)(4002)
+    assert links.asked == peers[:5]
+    assert [t.witness for t in found] == peers[2:5]
+    assert {(t.result, t.local_host) for t in found} == {(WITNESS_REACHED, "127.0.0.1")}
+    assert len(found) == WITNESSES
+
+
+async def test_not_everybody_is_asked_when_nobody_answers() -> None:
+    membership, _ = membership_of(*(f"25.0.{n}.1" for n in range(MAX_ASKED + 5)))
+    links = Links({})
+    assert await witnesses_of(membership, links)(4002) == []
+    assert len(links.asked) == MAX_ASKED
+
+
+async def test_visitors_and_peers_without_an_address_are_not_asked() -> None:
+    for membership, _ in (membership_of("25.0.0.1", state=PeerState.VISITING), membership_of("")):
+        links = Links({})
+        assert await witnesses_of(membership, links)(4002) == []
+        assert links.asked == []
+
+
+async def test_peers_that_have_to_be_called_are_asked_last() -> None:
+    membership, peers = membership_of("25.0.0.1", "25.0.0.2")
+    called = announced(Identity.generate(), addresses=(), via=(peers[0],))
+    membership.observe(called, now=0.0, wall=called.expires_at - 60)
+    links = Links(dict.fromkeys([*peers, called.peer], WITNESS_REACHED))
+    found = await witnesses_of(membership, links, list.reverse)(4002)
+    assert [t.witness for t in found][-1] == called.peer
+    assert len(found) == WITNESSES
+
+
+def test_different_networks_come_first() -> None:
+    hosts = ["25.0.0.1", "25.0.0.2", "25.0.1.1", "[2001:db8::1]", "[2001:db8::2]", "name.example"]
+    found = scattered([announced(Identity.generate(), addresses=(f"{host}:1",)) for host in hosts])
+    order = [a.addresses[0].rpartition(":")[0] for a in found]
+    assert order == ["25.0.0.1", "25.0.1.1", "[2001:db8::1]", "name.example", "25.0.0.2", "[2001:db8::2]"]
+    assert network_of("25.0.7.9:1") == "25.0.7.0/24"
+
+
+@dataclass
+class Bearing(Recorder):
+    witness: Witness | None = None
+
+    async def answer(self, sender: PeerId, question: Question) -> bytes:
+        assert self.witness is not None
+        return await self.witness.answer(sender, question)
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("dialled_by_asker", [True, False])
+async def test_peers_find_each_other_reachable_and_another_port_not(dialled_by_asker: bool) -> None:
+    asker, bearer = Persona(), Persona()
+    handler = Bearing()
+    async with node(asker) as asking, node(bearer, handler=handler) as bearing, node() as third:
+        handler.witness = Witness(bearing.transport.far_end, ManualClock())
+        introduce(asking, bearing)
+        if not dialled_by_asker:
+            await bearing.transport.ask(asking.peer, Question(QuestionAbout.STATUS), 10)
+        outcomes = []
+        for port in (asking.port, third.port, _closed()):
+            question = Question(QuestionAbout.DIAL_BACK, port=port)
+            outcomes.append(decode_dial_back(await asking.transport.ask(bearing.peer, question, 10)).outcome)
+        assert outcomes == [DialBackOutcome.REACHED, DialBackOutcome.ANOTHER, DialBackOutcome.CLOSED]
+        assert asking.handler.ups == [bearing.peer], "whoever dials back opens no link"
+
+
+def _closed() -> int:
+    import socket
+
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        return int(bound.getsockname()[1])
+
+
+@dataclass
+class HeldLinks:
+    broken: set[PeerId] = field(default_factory=set)
+    asked: list[PeerId] = field(default_factory=list)
+
+    async def connect(self, peer: PeerId) -> None:
+        self.asked.append(peer)
+        if peer in self.broken:
+            raise Unreachable("nobody is there")
+
+
+class HoldingBench:
+    def __init__(self, count: int, connect_s: float = CONNECT_S) -> None:
+        own = Identity.generate().peer
+        self.membership, self.links, self.clock = Membership(RUN, own), HeldLinks(), ManualClock()
+        state = LocalPeer(RUN, own, b"", self.clock, state=PeerState.SERVING, module=MODULE)
+        self.attachments = Attachments(state, self.membership, self.links, connect_s)
+        for _ in range(count):
+            announcement = announced(Identity.generate())
+            self.membership.observe(announcement, now=0.0, wall=announcement.expires_at - 60)
+
+
+async def test_three_are_held_and_kept() -> None:
+    bench = HoldingBench(12)
+    held = await bench.attachments.hold()
+    assert len(held) == WANTED
+    assert bench.links.asked == list(held)
+    assert await bench.attachments.hold() == held
+
+
+async def test_who_is_lost_is_replaced_and_the_others_stay() -> None:
+    bench = HoldingBench(12)
+    held = await bench.attachments.hold()
+    bench.links.broken.add(held[1])
+    now = await bench.attachments.hold()
+    assert len(now) == WANTED
+    assert {held[0], held[2]} < set(now)
+    assert held[1] not in now
+
+
+async def test_who_could_not_be_had_is_tried_last_for_a_minute() -> None:
+    bench = HoldingBench(WANTED + 2)
+    best = (await bench.attachments.hold())[0]
+    bench.links.broken = {best}
+    held = await bench.attachments.hold()
+    assert best not in held
+    bench.links.broken = {held[0]}
+    bench.links.asked.clear()
+    held = await bench.attachments.hold()
+    assert len(held) == WANTED
+    assert best not in bench.links.asked, "there was another one"
+    bench.clock.now += AVOIDED_S + 1
+    bench.links.broken = {held[-1]}
+    assert best in await bench.attachments.hold()
+
+
+async def test_who_was_given_up_is_not_tried() -> None:
+    bench = HoldingBench(12)
+    held = await bench.attachments.hold()
+    bench.membership.give_up(held[0], bench.clock.now)
+    bench.links.asked.clear()
+    assert held[0] not in await bench.attachments.hold()
+    assert held[0] not in bench.links.asked
+
+
+async def test_not_everybody_is_tried() -> None:
+    bench = HoldingBench(12)
+    bench.links.broken = {announcement.peer for announcement in bench.membership.peers()}
+    assert await bench.attachments.hold() == ()
+    assert len(bench.links.asked) == MAX_TRIED
+
+
+async def test_where_nobody_is_there_is_nobody_to_hold() -> None:
+    assert await HoldingBench(0).attachments.hold() == ()
+
+
+async def test_a_peer_that_does_not_answer_holds_nothing_up_for_ever() -> None:
+    bench = HoldingBench(1, connect_s=0.01)
+    asked = asyncio.Event()
+
+    async def hang(peer: PeerId) -> None:
+        asked.set()
+        await asyncio.Event().wait()
+
+    bench.links.connect = hang  # type: ignore[method-assign]
+    holding = asyncio.create_task(bench.attachments.hold())
+    await asked.wait()
+    async with asyncio.timeout(LONG_S):
+        assert await holding == ()
+
+
+ME, ONE, TWO, THREE = (PeerId(name) for name in ("me", "one", "two", "three"))
+RELAYS = {ONE: "/ip4/25.0.0.1/tcp/1/p2p/one", THREE: "/ip4/25.0.0.3/tcp/3/p2p/three"}
+
+
+@dataclass
+class Noted:
+    """Stands in for the DHT and the tunnels, and notes what it is told."""
+
+    serves_tunnels: bool = False
+    port: int = 4001
+    away: bool = False
+    attached: list[tuple[Sequence[str], str]] = field(default_factory=list)
+    client: list[bool] = field(default_factory=list)
+    announced: int = 0
+
+    def take_part(self, *, client: bool) -> None:
+        if not self.client or self.client[-1] is not client:
+            self.client.append(client)
+
+    async def attach(self, relays: Sequence[str], local: str) -> None:
+        self.attached.append((relays, local))
+        if self.away:
+            raise Unreachable("restarted")
+
+    def announce(self) -> None:
+        self.announced += 1
+
+
+def part(noted: Noted, step: ReachStep, *addresses: str, via: tuple[PeerId, ...] = ()) -> RelayPart:
+    own = LocalPeer(RunId("7" * 64), ME, b"", ManualClock(), addresses)
+    own.reach, own.via = Standing(step, "so it is"), via
+    return RelayPart(own, noted, noted, lambda peer: RELAYS.get(peer, ""), noted.announce, "127.0.0.1:4002")
+
+
+@pytest.mark.parametrize("away", [False, True])
+async def test_a_hidden_node_is_attached_to_the_relays_among_those_it_is_called_through(away: bool) -> None:
+    noted = Noted(away=away)
+    hidden = part(noted, ReachStep.REVERSE, via=(ONE, TWO))
+    await hidden.follow()
+    await hidden.follow()
+    assert noted.attached == [([RELAYS[ONE]], "127.0.0.1:4002")], "told once"
+    hidden.own.via = (TWO, THREE)
+    await hidden.follow()
+    hidden.own.reach, hidden.own.addresses = Standing(ReachStep.DIRECT, "opened"), ("25.0.0.9:4002",)
+    await hidden.follow()
+    assert [relays for relays, _ in noted.attached[1:]] == [[RELAYS[THREE]], []]
+    assert noted.client == [True, False]
+    assert noted.announced == 0
+
+
+@pytest.mark.parametrize(
+    ("step", "addresses", "relay"),
+    [
+        (ReachStep.DIRECT, ("25.0.0.9:4002",), "/ip4/25.0.0.9/tcp/4001/p2p/me"),
+        (ReachStep.UNKNOWN, ("[2a00::9]:4002",), "/ip6/2a00::9/tcp/4001/p2p/me"),
+        (ReachStep.MAPPED, ("25.0.0.9:4002",), ""),
+        (ReachStep.DIRECT, (f"{'a' * 100}.example:4002",), ""),
+        (ReachStep.REVERSE, (), ""),
+    ],
+)
+async def test_a_relay_is_announced_where_tunnels_can_come_in(
+    step: ReachStep, addresses: tuple[str, ...], relay: str
+) -> None:
+    noted = Noted(serves_tunnels=True)
+    offering = part(noted, step, *addresses)
+    for _ in range(2):
+        await offering.follow()
+    assert offering.own.announcement().relay == relay
+    assert noted.announced == bool(relay)
+    assert part(Noted(), step, *addresses).own.relay == ""
+
+
+async def test_who_cannot_be_dialled_dials_nobody_back_at_a_tunnels_end() -> None:
+    own = LocalPeer(RunId("7" * 64), ME, b"", ManualClock(), ())
+    witness = Witness(without_tunnels(own, lambda _: FarEnd("127.0.0.1", b"der")), ManualClock())
+    answer = decode_dial_back(await witness.answer(ONE, Question(QuestionAbout.DIAL_BACK, port=22)))
+    assert (answer.host, answer.outcome) == ("", DialBackOutcome.NOT_TRIED)
+    own.addresses = ("25.0.0.9:4002",)
+    end = without_tunnels(own, lambda _: FarEnd("25.0.0.1", b"der"))(ONE)
+    assert end == FarEnd("25.0.0.1", b"der")
+    assert without_tunnels(own, lambda _: None)(ONE) is None
+
+
+def test_two_relays_come_before_the_others() -> None:
+    order = [PeerId(name) for name in "abcdef"]
+    assert relays_first(order, {"c", "e", "f"}) == ["c", "e", "a", "b", "d", "f"]
+    assert relays_first(order, set()) == order
+
+
+class Anybody:
+    async def connect(self, peer: PeerId) -> None:
+        return
+
+
+async def test_a_node_holds_on_to_relays_even_where_others_are_nearer() -> None:
+    own = LocalPeer(RUN, ME, b"", ManualClock(), state=PeerState.SERVING, module=MODULE)
+    membership = Membership(RUN, ME)
+    relaying = Identity.generate()
+    relay = f"/ip4/25.0.0.1/tcp/4001/p2p/{relaying.peer}"
+    far = announced(relaying, module=ModuleId(4), relay=relay)
+    for announcement in (*(announced(Identity.generate()) for _ in range(5)), far):
+        membership.observe(announcement, now=0.0, wall=announcement.expires_at - 60)
+    held = await Attachments(own, membership, Anybody()).hold()
+    assert held[0] == relaying.peer
+    assert len(held) == 3
+
+
+def test_tunnels_lead_to_where_the_node_listens() -> None:
+    assert Whereabouts("0.0.0.0").local(4002) == "127.0.0.1:4002"
+    assert Whereabouts("25.0.0.9").local(4002) == "25.0.0.9:4002"

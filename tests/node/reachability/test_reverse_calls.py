@@ -28,7 +28,7 @@ from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.errors import Busy, PeerError, ProtocolViolation, Rejected, Unreachable
 from swarm.vocabulary.types import PeerId
 from tests.node.network.small_swarm import ManualClock
-from tests.protocol.announcements import OTHER_RUN, announced
+from tests.protocol.dht.running import OTHER_RUN, announced
 from tests.protocol.transport.link_peers import (
     LONG,
     RUN,
@@ -229,9 +229,6 @@ async def test_one_caller_is_dialled_now_and_then_and_few_at_once() -> None:
             with pytest.raises(Busy, match="followed already"):
                 await bench.follow(caller)
         bench.lines.gate.set()
-
-
-# ---- over real links -----------------------------------------------------------------------------------------------
 
 
 @dataclass

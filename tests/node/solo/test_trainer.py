@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from node.checkpoint.folder import CheckpointFolder, load_newest
-from node.checkpoint.gather import gather_modules
+from node.checkpoint.folder import CheckpointFolder, gather_modules, load_newest
 from node.data.feed import TrainingFeed, held_out_microbatches, open_documents
 from node.data.places import ToldPlaces
 from node.export.open_model import evaluate_model
@@ -37,7 +36,6 @@ def manifest(tmp_path: Path) -> Manifest:
 
 
 def train(manifest: Manifest, steps: int, **options: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The summary and all events, as they are printed."""
     events: list[dict[str, Any]] = []
     ticks = iter(range(10_000))
     torch.set_num_threads(1)
@@ -179,8 +177,7 @@ def steps_of(folder: CheckpointFolder) -> list[int]:
 
 
 def test_a_skipped_stage_steps_when_it_has_seen_its_tokens(manifest: Manifest, tmp_path: Path) -> None:
-    """Of two microbatches in each step of stage 0, each of the two other stages sees one: a step of its own every
-    second time."""
+    """Of two microbatches in each step of stage 0, each of the two other stages sees one."""
     skipping = small_manifest(data__source=manifest.data.source, stages__per_path=1)
     folder = folder_at(tmp_path / "checkpoint", manifest=skipping)
     summary, events = train(skipping, 7, saves=CheckpointPlan(folder))
@@ -211,7 +208,6 @@ def test_a_stage_that_is_visited_less_steps_less_often_over_as_many_tokens(manif
 
 
 def test_one_process_visits_equally_whatever_the_ratio(manifest: Manifest) -> None:
-    """It has no replicas whose speeds differ."""
     source = manifest.data.source
     runs = [small_manifest(data__source=source, stages__per_path=1, stages__visit_ratio=ratio) for ratio in (1.0, 2.0)]
     first, second = (train(run, 3)[1] for run in runs)
@@ -245,7 +241,6 @@ def test_a_path_may_go_through_its_stages_in_any_order(manifest: Manifest) -> No
 def test_modules_saved_at_different_steps_are_taken_back_to_the_last_common_one(
     manifest: Manifest, tmp_path: Path
 ) -> None:
-    """A machine that died between two modules' writes."""
     folder = folder_at(tmp_path / "checkpoint", manifest=manifest)
     train(manifest, 4, saves=CheckpointPlan(folder))
     train(manifest, 6, saves=CheckpointPlan(folder))

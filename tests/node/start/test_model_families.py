@@ -20,11 +20,10 @@ from node.model.decoder import Decoder
 from node.model.initialization import parameters_of
 from node.model.optimizer import Accumulator, Addition, inner_optimizer
 from node.solo.trainer import SOLO, WholeModel
-from node.start.cut_model import CutModel
-from node.start.model_folder import ModelFolder
+from node.start.cut_model import CutModel, ModelFolder
 from protocol.manifest.manifest import Manifest, manifest_from_table
 from swarm.vocabulary.types import MicrobatchId, ModuleId
-from tests.node.checkpoint.saved_model import CPU, logits_of, save_checkpoint
+from tests.node.checkpoint.saved_states import CPU, logits_of, save_checkpoint
 from tests.node.start.tiny_models import MODELS, write_model
 
 TOKENS = torch.randint(257, (3, 48), generator=torch.Generator().manual_seed(4))

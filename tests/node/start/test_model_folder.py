@@ -12,10 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from node.cli.manifests import starting_from
-from node.dial.cut import spread
+from node.dial.dial import spread
 from node.local_swarm.default_manifest import default_manifest
-from node.start.cut_model import CutModel, open_start
-from node.start.model_folder import INDEX, SINGLE, ModelFolder, model_table
+from node.start.cut_model import INDEX, SINGLE, CutModel, ModelFolder, model_table, open_start
 from protocol.manifest.manifest import Manifest, manifest_from_table
 from protocol.manifest.signing import run_id_of
 from swarm.vocabulary.errors import ConfigError, ManifestError

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from node.export.hugging_face import byte_tokenizer
 from node.local_swarm.default_manifest import default_manifest
 from node.model.shapes import parameter_shapes
-from node.start.model_folder import model_table
+from node.start.cut_model import model_table
 from protocol.manifest.manifest import manifest_from_table
 from swarm.vocabulary.types import ModuleId
 

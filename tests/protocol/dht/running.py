@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import os
 import sys
 import time
@@ -14,25 +15,52 @@ from pathlib import Path
 import pytest
 
 from protocol.dht.directory import DhtDirectory, DirectorySettings
+from protocol.identity.certificates import make_credentials
 from protocol.identity.keys import Identity
-from tests.protocol.announcements import RUN
+from protocol.interfaces.clock import SystemClock
+from swarm.vocabulary.announcement import Announcement
+from swarm.vocabulary.types import ModuleId, PeerState, RunId, VersionRange
+
+RUN = RunId("5c" * 32)
+OTHER_RUN = RunId("6d" * 32)
+MODULE = ModuleId(1)
+
+
+@functools.cache
+def certificate_of(identity: Identity, run: RunId) -> bytes:
+    return make_credentials(identity, run).certificate_der
+
+
+def announced(identity: Identity, *, run: RunId = RUN, **changes: object) -> Announcement:
+    now = time.time()
+    announcement = Announcement(
+        run=run,
+        peer=identity.peer,
+        state=PeerState.SERVING,
+        module=MODULE,
+        addresses=("127.0.0.1:4000",),
+        certificate=certificate_of(identity, run),
+        versions=VersionRange(2, 2),
+        tokens_per_second=10.0,
+        slots=2,
+        free_slots=1,
+        steps=3,
+        anchor=None,
+        incarnation=int(now * 1000),
+        sequence=int(now * 1000),
+        expires_at=now + 60,
+    )
+    return dataclasses.replace(announcement, **changes)
+
 
 needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 PATIENCE_S = 30.0
 
 
-class RealClock:
-    def monotonic(self) -> float:
-        return time.monotonic()
-
-    def wall(self) -> float:
-        return time.time()
-
-
 def directory(identity: Identity, *joining: DhtDirectory, **changes: object) -> DhtDirectory:
     initial_peers = tuple(multiaddr for other in joining for multiaddr in other.multiaddrs())
     settings = DirectorySettings(host="127.0.0.1", experts=(1, 2, 2, 2), initial_peers=initial_peers)
-    return DhtDirectory(dataclasses.replace(settings, **changes), identity, RUN, RealClock())
+    return DhtDirectory(dataclasses.replace(settings, **changes), identity, RUN, SystemClock())
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -69,7 +97,6 @@ class Marked:
         return {process for process, command in self.processes().items() if command.split(" ")[0].endswith("/p2pd")}
 
     def network_daemon_of(self, process: int | None) -> int:
-        """The daemon of the DHT process with this id."""
         return next(daemon for daemon in self.network_daemons() if parent_of(daemon) == process)
 
 

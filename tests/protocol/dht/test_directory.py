@@ -1,23 +1,56 @@
-"""The directory with real processes on loopback: it finds peers, survives the death of its parts, and leaves nothing
-behind."""
+"""The directory with real processes on loopback."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
+import hashlib
+import math
 import os
+import random
 import signal
 import sys
 import tempfile
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import msgpack
 import pytest
+from hivemind.dht.node import DHTNode
+from hivemind.dht.protocol import DHTProtocol
+from hivemind.dht.routing import DHTID
+from hivemind.dht.storage import DictionaryDHTValue
+from hivemind.p2p import P2P
+from hivemind.p2p.p2p_daemon_bindings.utils import P2PHandlerError
+from hivemind.proto import dht_pb2
+from hivemind.utils import MSGPackSerializer
+from hivemind.utils.timed_storage import ValueWithExpiration
 
-from protocol.dht.directory import DhtDirectory, DirectorySettings, LatestSequences
+from protocol.dht.child import running_child
+from protocol.dht.directory import DhtDirectory, DirectorySettings, LatestSequences, RelayTunnels
+from protocol.dht.guards import node_id_of
+from protocol.generated import dht_process_pb2
 from protocol.identity.keys import Identity
+from protocol.identity.signed_records import directory_key, encode_record
+from protocol.interfaces.transport import Contact
 from swarm.vocabulary.errors import ConfigError, Unreachable
 from swarm.vocabulary.types import ModuleId, PeerState
-from tests.protocol.announcements import MODULE, announced
-from tests.protocol.dht.running import Marked, directory, needs_proc, until
+from tests.protocol.dht.running import (
+    MODULE,
+    OTHER_RUN,
+    PATIENCE_S,
+    RUN,
+    Marked,
+    announced,
+    directory,
+    needs_proc,
+    until,
+)
+from tests.protocol.transport.link_peers import MIB, connected, digest_of, echo, sent, three
 
 pytestmark = pytest.mark.e2e
 
@@ -30,7 +63,6 @@ async def found(looking: DhtDirectory, *modules: ModuleId) -> dict[str, int]:
 
 
 async def published_again(publishing: DhtDirectory, identity: Identity) -> int:
-    """Publishes as a node does: again when told to."""
     while True:
         announcement = announced(identity)
         try:
@@ -231,3 +263,270 @@ def test_who_began_with_a_clock_far_ahead_and_starts_again_is_heard_when_the_old
 def test_settings_that_cannot_work_are_refused(settings: dict[str, object]) -> None:
     with pytest.raises(ConfigError):
         DirectorySettings(**settings)
+
+
+OWNER = Identity.generate()
+NEIGHBOUR = Identity.generate()
+KEY = directory_key(RUN, MODULE)
+
+
+@dataclass(frozen=True)
+class Stranger:
+    stub: Any
+
+    async def stores(
+        self, value: bytes, expires_at: float, *, subkey: bytes, key: str = KEY, in_cache: bool = False
+    ) -> bool:
+        request = dht_pb2.StoreRequest(
+            keys=[bytes(DHTID.generate(key))],
+            subkeys=[subkey],
+            values=[value],
+            expiration_time=[expires_at],
+            in_cache=[in_cache],
+        )
+        try:
+            return list((await self.stub.rpc_store(request, timeout=10)).store_ok) == [True]
+        except P2PHandlerError:
+            return False
+
+    async def replays(self, record: bytes, expires_at: float, *, owner: Identity = OWNER, **where: Any) -> bool:
+        subkey = MSGPackSerializer.dumps(str(owner.peer))
+        return await self.stores(MSGPackSerializer.dumps(record), expires_at, subkey=subkey, **where)
+
+
+@contextlib.asynccontextmanager
+async def network_to(target: DhtDirectory, folder: Path) -> AsyncIterator[P2P]:
+    key = folder / "stranger"
+    key.write_bytes(Identity.generate().libp2p_private_key())
+    p2p = await P2P.create(
+        initial_peers=target.multiaddrs(),
+        identity_path=str(key),
+        check_if_identity_free=False,
+        use_relay=False,
+        auto_nat=False,
+        nat_port_map=False,
+    )
+    try:
+        yield p2p
+    finally:
+        await p2p.shutdown()
+
+
+@contextlib.asynccontextmanager
+async def stranger_to(target: DhtDirectory, folder: Path) -> AsyncIterator[Stranger]:
+    async with network_to(target, folder) as p2p:
+        peer = (await p2p.list_peers())[0].peer_id
+        DHTProtocol._collect_rpc_handlers()
+        yield Stranger(super(DHTProtocol, DHTProtocol).get_stub(p2p, peer))
+
+
+def nested(levels: int) -> bytes:
+    packed = b"\xc0"
+    for _ in range(levels):
+        packed = msgpack.packb(msgpack.ExtType(0x40, b"\x91" + packed))
+    return packed
+
+
+async def test_only_honest_records_are_kept(tmp_path: Path) -> None:
+    async with directory(NEIGHBOUR) as target, stranger_to(target, tmp_path) as stranger:
+        announcement = announced(OWNER)
+        record, expires_at = encode_record(announcement, OWNER), announcement.expires_at
+        assert await stranger.replays(record, expires_at), "whoever brings an honest record is welcome"
+        old = announced(OWNER, sequence=announcement.sequence - 5000, expires_at=expires_at - 5)
+        foreign = announced(OWNER, run=OTHER_RUN)
+        packed = MSGPackSerializer.dumps(record)
+        for refused in (
+            stranger.replays(record, math.inf),
+            stranger.replays(record, math.nan),
+            stranger.replays(record, time.time() + 31_536_000),
+            stranger.replays(record, expires_at + 1),
+            stranger.replays(b"x" * 3000, expires_at + 1),
+            stranger.replays(record[:-1] + b"!", expires_at),
+            stranger.replays(record, expires_at, owner=NEIGHBOUR),
+            stranger.replays(encode_record(old, OWNER), old.expires_at),
+            stranger.replays(record, expires_at, key=directory_key(RUN, None)),
+            stranger.replays(record, expires_at, key="body1.0."),
+            stranger.replays(encode_record(foreign, OWNER), foreign.expires_at, key=directory_key(OTHER_RUN, MODULE)),
+            stranger.replays(record, expires_at, in_cache=True),
+            stranger.stores(packed, expires_at + 1, subkey=MSGPackSerializer.dumps(None)),
+        ):
+            assert not await refused
+        assert await target.look_up([MODULE]) == [announcement]
+        await until(lambda: target.statistics.records == 1)
+
+
+async def test_a_dictionary_of_good_and_bad_loses_the_bad_only(tmp_path: Path) -> None:
+    async with directory(NEIGHBOUR) as target, stranger_to(target, tmp_path) as stranger:
+        announcement = announced(OWNER)
+        dictionary = DictionaryDHTValue()
+        dictionary.store(
+            str(OWNER.peer), MSGPackSerializer.dumps(encode_record(announcement, OWNER)), announcement.expires_at
+        )
+        dictionary.store("junk", b"junk", math.inf)
+        await stranger.stores(MSGPackSerializer.dumps(dictionary), math.inf, subkey=b"")
+        assert await target.look_up([MODULE]) == [announcement]
+        assert not await stranger.stores(b"\xc0" * (2 * 2**20), math.inf, subkey=b"")
+
+
+async def test_nested_extensions_do_not_end_the_process(tmp_path: Path) -> None:
+    async with directory(NEIGHBOUR) as target, stranger_to(target, tmp_path) as stranger:
+        process = target.process_id
+        assert not await stranger.stores(nested(400), time.time() + 60, subkey=DHTProtocol.IS_DICTIONARY)
+        await target.publish(announced(NEIGHBOUR))
+        assert len(await target.look_up([MODULE])) == 1
+        assert (target.process_id, target.statistics.restarts) == (process, 0)
+
+
+async def test_a_lying_node_hides_nobody(tmp_path: Path) -> None:
+    honest, other = announced(OWNER), announced(NEIGHBOUR)
+    async with directory(OWNER) as keeper, directory(NEIGHBOUR, keeper) as looker, network_to(keeper, tmp_path) as p2p:
+        await keeper.publish(honest)
+        liar = await DHTNode.create(
+            p2p=p2p, node_id=node_id_of(p2p.peer_id), initial_peers=[*keeper.multiaddrs(), *looker.multiaddrs()]
+        )
+        lie = DictionaryDHTValue()
+        with lie.freeze():
+            lie.store(str(NEIGHBOUR.peer), MSGPackSerializer.dumps(encode_record(other, NEIGHBOUR)), other.expires_at)
+            lie.store("junk", b"junk", math.inf)
+        liar.protocol.storage.data[DHTID.generate(KEY)] = ValueWithExpiration(lie, math.inf)
+        await until(lambda: looker.statistics.peers == 2)
+        for _ in range(5):
+            found = {announcement.peer for announcement in await looker.look_up([MODULE])}
+            assert found == {OWNER.peer, NEIGHBOUR.peer}, "the liar's one good record, and what it wanted to hide"
+        await liar.shutdown()
+
+
+async def _some_turns(number: int) -> None:
+    for _ in range(number):
+        await asyncio.sleep(0)
+
+
+@needs_proc
+@pytest.mark.parametrize("between", [1, 3])
+async def test_who_is_cancelled_twice_while_it_starts_leaves_nothing(marked: Marked, between: int) -> None:
+    """The second one comes when a group of tasks around it ends."""
+
+    async def start() -> None:
+        async with running_child(dht_process_pb2.DhtStart(timeout_s=10.0), Identity.generate()):
+            await asyncio.sleep(3600)
+
+    for turns in range(1, 16):
+        starting = asyncio.create_task(start())
+        await _some_turns(turns)
+        starting.cancel()
+        await _some_turns(between)
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+        assert marked.processes() == {}
+    gc.collect()
+
+
+async def test_64_mib_go_both_ways_at_once_and_arrive_as_they_were() -> None:
+    there, back = random.Random(1).randbytes(64 * MIB), random.Random(2).randbytes(64 * MIB)
+    arrived: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    async def far_end(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(sent(writer, back))
+            arrived.set_result(await digest_of(reader, len(there)))
+        await reader.read()
+        writer.close()
+
+    async with three(far_end) as peers:
+        async with connected(await peers.tunnels.way_to(peers.contact)) as (reader, writer):
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(sent(writer, there))
+                assert await digest_of(reader, len(back)) == hashlib.sha256(back).hexdigest()
+            assert await arrived == hashlib.sha256(there).hexdigest()
+            await until(lambda: peers.relaying.situation.relay.carried_bytes == 128 * MIB)
+        await until(lambda: peers.relaying.situation.relay.tunnels == 0)
+        assert peers.relaying.situation.relay.opened == 1
+
+
+async def test_the_bytes_of_the_hour_end_the_tunnel_and_then_none_is_opened() -> None:
+    async with three(echo, bytes_per_hour=16 * MIB) as peers:
+        async with connected(await peers.tunnels.way_to(peers.contact)) as (reader, writer):
+            with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
+                await _exchange_for_ever(
+                    reader, writer
+                )  # a pair has a quarter, half of that at once: 2 MiB, the echo counted
+        await until(lambda: peers.relaying.situation.relay.cut_off == 1)
+        assert MIB < peers.relaying.situation.relay.carried_bytes <= 2 * MIB
+        with pytest.raises(Unreachable, match="had their share"):
+            await peers.tunnels.way_to(peers.contact)
+
+
+async def way_after_backoff(tunnels: RelayTunnels, contact: Contact) -> str:
+    """For some seconds after it has failed to dial somebody, libp2p does not try again and says so."""
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            try:
+                return await tunnels.way_to(contact)
+            except Unreachable as error:
+                if "dial backoff" not in str(error):
+                    raise
+            await asyncio.sleep(0.1)
+
+
+@needs_proc
+async def test_when_the_relay_dies_the_tunnel_ends_and_the_next_one_says_why(marked: Marked) -> None:
+    async with three(echo) as peers:
+        killed = peers.relaying.process_id
+        assert killed is not None
+        async with connected(await peers.tunnels.way_to(peers.contact)) as (reader, writer):
+            await sent(writer, b"x")
+            assert await reader.readexactly(1) == b"x"
+            os.kill(killed, signal.SIGSTOP)  # so that nobody starts it again before the assertions below
+            os.kill(marked.network_daemon_of(killed), signal.SIGKILL)
+            assert await reader.read() == b"", "the tunnel has to end, not to hang"
+        with pytest.raises(Unreachable, match="no tunnel"):
+            await peers.tunnels.way_to(peers.contact)
+        os.kill(killed, signal.SIGKILL)
+        await until(lambda: peers.relaying.process_id not in (None, killed))
+        await until(lambda: peers.relaying.situation.relay.attached == 1)
+        async with connected(await way_after_backoff(peers.tunnels, peers.contact)) as (reader, writer):
+            await sent(writer, b"y")
+            assert await reader.readexactly(1) == b"y", "the attachment has to be made again"
+    assert marked.processes() == {}
+
+
+@needs_proc
+async def test_attachments_and_what_was_given_survive_the_end_of_a_child() -> None:
+    async with three(echo) as peers:
+        async with connected(await peers.tunnels.way_to(peers.contact)) as (reader, writer):
+            await sent(writer, bytes(MIB))
+            await digest_of(reader, MIB)
+        await until(lambda: peers.relaying.situation.relay.carried_bytes == 2 * MIB)
+        left = peers.relaying.situation.relay.left_bytes
+        for each in (peers.relaying, peers.far):
+            restarts, process = each.statistics.restarts, each.process_id
+            assert process is not None
+            os.kill(process, signal.SIGKILL)
+            await until(lambda each=each, restarts=restarts: each.statistics.restarts > restarts)  # type: ignore[misc]
+        await until(lambda: peers.relaying.situation.relay.attached == 1)
+        await until(lambda: [each.standing for each in peers.far_tunnels.attachments()] == [True])
+        after = peers.relaying.situation.relay
+        assert (after.carried_bytes, after.opened) == (2 * MIB, 1)
+        assert after.left_bytes <= left + 10 * MIB, "a death must not refill the hour"
+
+
+async def test_who_is_no_relay_or_has_nobody_attached_is_said() -> None:
+    async with three(echo) as peers:
+        relay_of = {peers.contact.via[0]: peers.far.multiaddrs()[0]}.__getitem__
+        with pytest.raises(Unreachable, match="no stream to the relay"):
+            await RelayTunnels(peers.near, relay_of).way_to(peers.contact)
+        with pytest.raises(Unreachable, match="no relay that is known"):
+            await RelayTunnels(peers.near, lambda peer: "").way_to(peers.contact)
+        with pytest.raises(Unreachable, match="is not like"):
+            await RelayTunnels(peers.near, lambda peer: "/unix/tmp/x/p2p/Qm").way_to(peers.contact)
+        await peers.far_tunnels.attach([], "")
+        await until(lambda: peers.relaying.situation.relay.attached == 0)
+        with pytest.raises(Unreachable, match="not attached here"):
+            await peers.tunnels.way_to(peers.contact)
+
+
+async def _exchange_for_ever(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    while True:
+        await sent(writer, bytes(64 * 1024))
+        await digest_of(reader, 64 * 1024)

@@ -20,14 +20,17 @@ from hypothesis import strategies as st
 from protocol.dht.guards import (
     BUDGET_BURST_BYTES,
     BUDGET_BYTES_PER_S,
+    MAX_KEYS_OF_OWNER,
     MAX_PACKED_BYTES,
     GuardedProtocol,
     GuardedStorage,
+    Kept,
     RecordRules,
     RecordStore,
     SourceBudgets,
     guard_serializer,
     node_id_of,
+    owners_per_key,
     plausible,
     recomputed,
     unpack_bytes,
@@ -36,7 +39,8 @@ from protocol.identity.keys import Identity
 from protocol.identity.signed_records import directory_key, encode_record
 from swarm.vocabulary.errors import ProtocolViolation, ResourceExhausted
 from swarm.vocabulary.types import ModuleId, RunId
-from tests.protocol.announcements import MODULE, OTHER_RUN, RUN, announced
+from tests.kit.waiting import ManualClock
+from tests.protocol.dht.running import MODULE, OTHER_RUN, RUN, announced
 
 OWNER = Identity.generate()
 STRANGER = Identity.generate()
@@ -203,3 +207,74 @@ async def test_a_node_with_a_place_of_its_own_choice_is_not_remembered() -> None
     assert not protocol.routing_table.uid_to_peer_id
     await protocol.update_routing_table(node_id_of(peer), peer)
     assert protocol.routing_table.uid_to_peer_id == {node_id_of(peer): peer}
+
+
+def test_a_newer_record_replaces_and_an_older_one_changes_nothing() -> None:
+    clock = ManualClock(1000.0)
+    store = RecordStore(clock.monotonic)
+    assert store.put("key", "owner", Kept(b"new", 1090.0))
+    assert not store.put("key", "owner", Kept(b"old", 1010.0))
+    assert not store.put("key", "owner", Kept(b"same", 1090.0))
+    clock.now = 1050.0
+    store.put("other", "somebody", Kept(b"", 1051.0))
+    assert store.of_key("key") == {"owner": Kept(b"new", 1090.0)}, "a replay must not bring the end forward"
+    clock.now = 1090.0
+    assert store.of_key("key") == {}
+
+
+def test_a_full_key_refuses_newcomers_and_serves_incumbents() -> None:
+    clock = ManualClock(1000.0)
+    store = RecordStore(clock.monotonic, owners_of_key=2)
+    assert store.put("key", "a", Kept(b"", 1010.0))
+    assert store.put("key", "b", Kept(b"", 1020.0))
+    assert not store.put("key", "c", Kept(b"", 1599.0))
+    assert store.put("key", "a", Kept(b"", 1030.0))
+    assert store.put("another key", "c", Kept(b"", 1030.0))
+    clock.now = 1021.0
+    assert store.put("key", "c", Kept(b"", 1599.0)), "an expired record's room is free"
+    assert set(store.of_key("key")) == {"a", "c"}
+
+
+def test_an_owner_pushes_out_only_itself() -> None:
+    store = RecordStore(ManualClock(1000.0).now)
+    store.put(0, "honest", Kept(b"", 1001.0))
+    for key in range(MAX_KEYS_OF_OWNER + 1):
+        assert store.put(key, "greedy", Kept(b"", 1010.0 + key))
+    assert set(store.of_key(0)) == {"honest"}
+    assert len(store) == MAX_KEYS_OF_OWNER + 1
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.sampled_from("abcdefgh"), st.integers(-5, 30), st.integers(0, 3))))
+def test_it_stays_within_its_bounds(steps: list[tuple[int, str, int, int]]) -> None:
+    clock = ManualClock(1000.0)
+    store = RecordStore(clock.monotonic, owners_of_key=3, max_records=9)
+    for key, owner, life, passes in steps:
+        taken = store.put(key, owner, Kept(b"", clock.now + life))
+        assert taken == (store.of_key(key).get(owner) == Kept(b"", clock.now + life) and life > 0) or not taken
+        clock.now += passes
+        rooms = [store.of_key(key) for key in store.keys()]  # noqa: SIM118
+        assert len(store) == sum(map(len, rooms)) <= 9
+        assert all(len(room) <= 3 for room in rooms)
+        assert all(kept.expires_at > clock.now for room in rooms for kept in room.values())
+
+
+def test_room_is_shared_out_among_the_runs_keys() -> None:
+    assert owners_per_key(5) == 256
+    assert owners_per_key(1024) == 16
+    assert owners_per_key(1_000_000) == 8
+
+
+def test_what_was_kept_while_our_clock_was_ahead_does_not_stand_in_its_owners_way() -> None:
+    clock = ManualClock(1000.0)
+    clock.now += 300.0
+    store = RecordStore(clock.monotonic, longest_s=120.0)
+    assert store.put("key", "owner", Kept(b"ahead", clock.monotonic() + 60.0))
+    assert not store.put("key", "other", Kept(b"for ever", clock.monotonic() + 121.0))
+    clock.now -= 300.0
+    assert store.of_key("key") == {}
+    right = Kept(b"right", clock.monotonic() + 60.0)
+    assert store.put("key", "owner", right)
+    assert store.of_key("key") == {"owner": right}
+    clock.now -= 300.0
+    assert list(store.keys()) == []
+    assert len(store) == 0

@@ -36,7 +36,6 @@ SPECIFICATION_CERTIFICATE = bytes.fromhex(
     "35ff2ec87daf006f9b04ba076a5a5530180cd9c2e8f6399e09d0220458527178c7e77024601dbb1b256593e9b96d961b96349d1f560"
     "114f61a87595"
 )
-"""Test vector 1 (Ed25519 identity) of libp2p's TLS specification, and the peer id that it says there."""
 SPECIFICATION_PEER = "12D3KooWJRSrypvnpHgc6ZAgyCni4KcSmbV7uGRaMw5LgMKT18fq"
 
 
@@ -125,9 +124,7 @@ WRONG: dict[str, tuple[Maker, str]] = {
     ),
     "extension too long": (
         lambda me, other, key: certificate(
-            me,
-            key=key,
-            extension=x509.UnrecognizedExtension(LIBP2P_EXTENSION, extension_for(me, key).value + b"\0"),
+            me, key=key, extension=x509.UnrecognizedExtension(LIBP2P_EXTENSION, extension_for(me, key).value + b"\0")
         ),
         "not that of an Ed25519",
     ),

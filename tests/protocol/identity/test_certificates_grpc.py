@@ -1,5 +1,4 @@
-"""Our certificates in gRPC's handshakes, over real sockets: the run's authority for callers, one pinned leaf for who is
-dialled."""
+"""Our certificates in gRPC's handshakes, over real sockets."""
 
 from __future__ import annotations
 
@@ -32,7 +31,6 @@ pytestmark = pytest.mark.e2e
 DEADLINE_S = 20
 AT_ONCE = 40
 ROUNDS = 30
-"""With a server that takes new roots at each handshake, so many ended this process 7 times in 9 (grpcio 1.85)."""
 
 
 @asynccontextmanager
@@ -53,7 +51,6 @@ async def server(own: TlsCredentials) -> AsyncIterator[str]:
 
 
 async def who_am_i(address: str, own: TlsCredentials, expected: PeerId, pinned: TlsCredentials) -> PeerId:
-    """Dials, expecting a peer and its certificate."""
     stream = DialledStream(open_channel(Contact(expected, (address,), pinned.certificate_der), address, own))
     try:
         async with asyncio.timeout(DEADLINE_S):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import stat
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,12 +14,7 @@ import base58
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
-from cryptography.hazmat.primitives.serialization import (
-    BestAvailableEncryption,
-    Encoding,
-    NoEncryption,
-    PrivateFormat,
-)
+from cryptography.hazmat.primitives.serialization import BestAvailableEncryption, Encoding, NoEncryption, PrivateFormat
 from hivemind.p2p import P2P
 from hivemind.p2p.p2p_daemon_bindings.datastructures import PeerID
 from hypothesis import given
@@ -275,3 +272,16 @@ def test_repr_shows_no_key() -> None:
     identity = Identity.generate()
     assert repr(identity) == f"Identity({identity.peer})"
     assert not hasattr(identity, "__dict__")
+
+
+CHECK = """
+from protocol.libp2p import hivemind_import
+hivemind_import.install()
+import protocol.dht.dht_node, sys
+heavy = {"torch", "numpy", "grpc", "hivemind.optim", "hivemind.averaging", "hivemind.moe"} & set(sys.modules)
+assert not heavy, heavy
+"""
+
+
+def test_the_dht_comes_without_torch() -> None:
+    subprocess.run([sys.executable, "-c", CHECK], cwd=Path(__file__).parents[3], check=True)

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from protocol.generated import relay_pb2
 from protocol.nat.relay import RelayLimits, RelayService, RelayStream
 from swarm.vocabulary.types import PeerId
-from tests.protocol.announcements import RUN
+from tests.protocol.dht.running import RUN
 
 ANNA, BERT, CARL = PeerId("anna"), PeerId("bert"), PeerId("carl")
 PLENTY = 2**40

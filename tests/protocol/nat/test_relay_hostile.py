@@ -12,9 +12,9 @@ from protocol.generated import relay_pb2
 from protocol.nat import relay as ends
 from protocol.nat.relay import MAX_INCOMING, Attachment, Incoming, OpenTunnels, RelayStream, answer
 from swarm.vocabulary.errors import PeerError, ProtocolViolation, Rejected, ResourceExhausted, Unreachable
-from tests.protocol.announcements import RUN
+from tests.protocol.dht.running import RUN
 from tests.protocol.nat.relay_ends import ANNA, BERT, PING, attach, stream_pair
-from tests.protocol.transport.tunnelled import connected, echo
+from tests.protocol.transport.link_peers import connected, echo
 
 RELAY = "the relay"
 

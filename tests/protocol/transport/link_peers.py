@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import AsyncIterator, Callable
+import hashlib
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 
+from protocol.dht.directory import DhtDirectory, RelayTunnels
 from protocol.frames.frames import Farewell, Frame, Hello, decode, encode
 from protocol.identity.certificates import TlsCredentials, make_credentials
 from protocol.identity.keys import Identity
+from protocol.interfaces.clock import SystemClock
 from protocol.interfaces.tensor_spec import DType, TensorSpec
 from protocol.interfaces.transport import Contact, Question, Refusal, Topic
 from protocol.transport.dialer import Ways
@@ -20,25 +22,15 @@ from protocol.transport.settings import TransportSettings
 from swarm.vocabulary.errors import PeerError, Rejected
 from swarm.vocabulary.pipeline_messages import ControlMessage, Forward, Purpose, TensorMessage
 from swarm.vocabulary.types import PROTOCOL_VERSIONS, Hop, MicrobatchId, ModuleId, Path, PeerId, RunId
+from tests.protocol.dht.running import directory, until
 from tests.protocol.identity.minting import RUN
 
 SETTINGS = TransportSettings(chunk_bytes=16 * 1024, ping_period_s=0.1, stall_after_s=5.0)
 LONG = 20.0
-"""Seconds that a test waits for what has to come; reached only when it fails."""
-
-
-class SystemClock:
-    def monotonic(self) -> float:
-        return time.monotonic()
-
-    def wall(self) -> float:
-        return time.time()
 
 
 @dataclass
 class Book:
-    """An address book that tests write in."""
-
     contacts: dict[PeerId, Contact] = field(default_factory=dict)
 
     def contact(self, peer: PeerId) -> Contact | None:
@@ -54,7 +46,6 @@ class Recorder:
     answering: Callable[[Question], bytes] = lambda question: question.about.value.encode()
     answer_gate: asyncio.Event | None = None
     is_served: bool = True
-    """By everybody who speaks to it."""
     minded: tuple[Topic, ...] = tuple(Topic)
     admitted: list[TensorMessage] = field(default_factory=list)
     tensors: list[tuple[PeerId, TensorMessage, TensorSpec, bytes]] = field(default_factory=list)
@@ -236,7 +227,6 @@ class BareStream:
 
 
 FLOATS = TensorSpec((2, 32, 512), DType.FLOAT32)
-"""128 KiB: 8 chunks with the settings above."""
 
 
 def forward(sender: PeerId, receiver: PeerId, number: int = 0) -> Forward:
@@ -245,10 +235,85 @@ def forward(sender: PeerId, receiver: PeerId, number: int = 0) -> Forward:
 
 
 def pattern(tensor: TensorSpec, seed: int) -> bytes:
-    """Bytes in which no two chunks are alike."""
     words = tensor.byte_length // 4
     return b"".join(((seed << 24) + i).to_bytes(4, "little") for i in range(words))
 
 
 def with_settings(**changes: object) -> TransportSettings:
     return replace(SETTINGS, **changes)  # type: ignore[arg-type]
+
+
+MIB = 2**20
+PLENTY = 4 * 2**30
+
+Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+@dataclass(frozen=True)
+class Three:
+    relaying: DhtDirectory
+    far: DhtDirectory
+    near: DhtDirectory
+    relay: str
+    contact: Contact
+    tunnels: RelayTunnels
+    far_tunnels: RelayTunnels
+
+
+@asynccontextmanager
+async def three(serve: Serve, bytes_per_hour: int = PLENTY) -> AsyncIterator[Three]:
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server, three_at(server.sockets[0].getsockname()[1], bytes_per_hour) as peers:
+        yield peers
+
+
+@asynccontextmanager
+async def three_at(port: int, bytes_per_hour: int = PLENTY, far: Identity | None = None) -> AsyncIterator[Three]:
+    far_id, relay_id, near_id = far or Identity.generate(), Identity.generate(), Identity.generate()
+    async with (
+        directory(relay_id, relay_bytes_per_hour=bytes_per_hour) as relaying,
+        directory(far_id, relaying, client=True) as far_one,
+        directory(near_id, relaying, client=True) as near,
+    ):
+        relay = relaying.multiaddrs()[0]
+        contact = Contact(far_id.peer, (), b"", via=(relay_id.peer,))
+        tunnels, far_tunnels = (RelayTunnels(each, {relay_id.peer: relay}.__getitem__) for each in (near, far_one))
+        await far_tunnels.attach([relay], f"127.0.0.1:{port}")
+        await until(lambda: relaying.situation.relay.attached == 1)
+        yield Three(relaying, far_one, near, relay, contact, tunnels, far_tunnels)
+
+
+@asynccontextmanager
+async def connected(address: str) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    host, _, port = address.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    try:
+        yield reader, writer
+    finally:
+        writer.transport.abort()
+
+
+async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    try:
+        while data := await reader.read(MIB):
+            writer.write(data)
+            await writer.drain()
+    except ConnectionError:
+        pass  # cut off, as some tests want it
+    finally:
+        writer.close()
+
+
+async def digest_of(reader: asyncio.StreamReader, amount: int) -> str:
+    found = hashlib.sha256()
+    while amount:
+        data = await reader.readexactly(min(amount, MIB))
+        found.update(data)
+        amount -= len(data)
+    return found.hexdigest()
+
+
+async def sent(writer: asyncio.StreamWriter, data: bytes) -> None:
+    for start in range(0, len(data), MIB):
+        writer.write(data[start : start + MIB])
+        await writer.drain()

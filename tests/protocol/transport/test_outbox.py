@@ -6,10 +6,29 @@ import asyncio
 
 import pytest
 
-from protocol.frames.frames import Cancel, decode
+from protocol.frames import tensors as transfers
+from protocol.frames.frames import MAX_SMALL_FRAME_BYTES, Cancel, decode
 from protocol.frames.tensors import Chunk, OutgoingTransfer
+from protocol.transport.link import MOST_ON_THE_WAY, Goodput, Meter
+from protocol.transport.rate_limits import (
+    BYTES_A_FRAME,
+    COMMON_A_SECOND,
+    COMMON_A_TENSOR,
+    COMMON_SAVED,
+    FRAMES_A_SECOND,
+    FRAMES_A_TENSOR,
+    IN_ADVANCE,
+    LONGEST_PAUSE_S,
+    MOST_SAVED,
+    PAUSE_AFTER,
+    STRANGERS,
+    CommonPatience,
+    Patience,
+)
 from protocol.transport.send_queue import MAX_WAITING_BYTES, ByteBudget, Lane, Outbox
+from protocol.transport.settings import TransportSettings
 from swarm.vocabulary.errors import Stalled, Unreachable
+from tests.kit.waiting import ManualClock
 
 CHUNK = 4096
 ERROR = Unreachable("over")
@@ -30,7 +49,6 @@ class Wire:
             self.grown.notify_all()
 
     async def let(self, frames: int) -> None:
-        """Lets so many frames through."""
         wanted = len(self.frames) + frames
         for _ in range(frames):
             self.gate.release()
@@ -64,7 +82,6 @@ def sending(box: Outbox, number: int, chunks: int, lane: Lane = Lane.MICROBATCHE
 
 
 async def settled() -> None:
-    """Lets every task run until all of them wait."""
     for _ in range(20):
         await asyncio.sleep(0)
 
@@ -241,3 +258,323 @@ async def test_small_frames_are_bounded() -> None:
     await asyncio.gather(*puts)
     assert wire.frames[2:] == [b"0", b"1", b"2"]
     pump.cancel()
+
+
+def test_the_meter_smooths_round_trips_and_ignores_strange_pongs() -> None:
+    clock = ManualClock()
+    meter = Meter(clock)
+    token = meter.ping()
+    clock.now += 0.8
+    meter.pong(token + 1)
+    assert meter.figures().round_trip_s == 0
+    meter.pong(token)
+    meter.pong(token)
+    assert meter.figures().round_trip_s == pytest.approx(0.8)
+    token = meter.ping()
+    clock.now += 1.6
+    meter.pong(token)
+    assert meter.figures().round_trip_s == pytest.approx(1.2)
+
+
+def test_the_meter_knows_silence_and_forgives_our_own() -> None:
+    clock = ManualClock()
+    meter = Meter(clock)
+    meter.heard(10)
+    clock.now += 5
+    assert meter.silence_s() == 5
+    meter.forgive(4)
+    assert meter.silence_s() == 1
+    meter.forgive(40)
+    assert meter.silence_s() == 0
+
+
+def test_goodput_is_told_by_the_pongs_behind_whole_tensors() -> None:
+    clock = ManualClock()
+    meter = Meter(clock)
+    meter.wrote(1000)
+    meter.sending(1, 1000)
+    clock.now += 1.0
+    meter.pong(1)
+    assert meter.figures().goodput_bytes_per_s == 0, "nothing was asked yet"
+    token = meter.ping_after(1)
+    clock.now += 1.0
+    assert not meter.pong(token), "it is no round trip"
+    assert meter.figures().goodput_bytes_per_s == 500
+    assert meter.figures().sent_bytes == 1000
+    assert meter.figures().round_trip_s == 0
+
+
+def test_a_tensor_that_was_given_up_is_not_waited_for() -> None:
+    clock = ManualClock()
+    meter = Meter(clock)
+    meter.sending(1, 1000)
+    clock.now += 100.0
+    meter.gave_up(1)
+    meter.sending(3, 1000)
+    clock.now += 1.0
+    meter.pong(meter.ping_after(3))
+    assert meter.figures().goodput_bytes_per_s == 1000
+
+
+def test_who_answers_nothing_fills_no_memory() -> None:
+    meter = Meter(ManualClock())
+    for transfer in range(3 * MOST_ON_THE_WAY):
+        meter.sending(transfer, 1000)
+        meter.ping_after(transfer)
+    assert len(meter._behind) == MOST_ON_THE_WAY
+    assert len(meter._goodput._on_the_way) == MOST_ON_THE_WAY
+
+
+def over_a_line(
+    goodput: Goodput, sizes: list[int], rate: float, round_trip_s: float, at_once: int, now: float
+) -> float:
+    """Sends over a line that takes `rate` bytes a second, keeping `at_once` tensors under way; gives the time of the
+    last answer."""
+    free, waiting = now, list(enumerate(sizes))
+    answers: list[tuple[float, int]] = []
+    while waiting or answers:
+        while waiting and len(answers) < at_once:
+            number, size = waiting.pop(0)
+            goodput.sent(number, size, now)
+            free = max(free, now) + size / rate
+            answers.append((free + round_trip_s, number))
+        now, number = answers.pop(0)
+        goodput.accepted(number, round_trip_s, now)
+    return now
+
+
+@pytest.mark.parametrize("rate", [2.5e6, 12.5e6, 125e6])
+@pytest.mark.parametrize("round_trip_s", [0.0, 0.02, 0.2])
+@pytest.mark.parametrize("at_once", [1, 2, 8])
+def test_the_rate_of_the_line_is_found_however_long_its_round_trip(
+    rate: float, round_trip_s: float, at_once: int
+) -> None:
+    goodput = Goodput()
+    over_a_line(goodput, [2_000_000] * 40, rate, round_trip_s, at_once, now=0.0)
+    assert goodput.bytes_per_s == pytest.approx(rate, rel=0.05)
+
+
+def test_pauses_do_not_count() -> None:
+    goodput, now = Goodput(), 0.0
+    for _ in range(20):
+        now = over_a_line(goodput, [1_000_000], 1e7, 0.05, 1, now) + 10.0
+    assert goodput.bytes_per_s == pytest.approx(1e7, rel=1e-6)
+
+
+def test_a_line_that_changes_is_known_after_a_few_tensors() -> None:
+    goodput = Goodput()
+    now = over_a_line(goodput, [1_000_000] * 20, 1e8, 0.01, 1, 0.0)
+    now = over_a_line(goodput, [1_000_000] * 10, 2e6, 0.01, 1, now)
+    assert goodput.bytes_per_s == pytest.approx(2e6, rel=0.3)
+    over_a_line(goodput, [1_000_000] * 200, 1e8, 0.01, 1, now)
+    assert goodput.bytes_per_s == pytest.approx(1e8, rel=0.3)
+
+
+def test_what_was_not_sent_was_refused_or_is_answered_twice_says_nothing() -> None:
+    goodput = Goodput()
+    goodput.accepted(1, 0.0, 1.0)
+    goodput.sent(2, 1000, 1.0)
+    goodput.gave_up(2)
+    goodput.accepted(2, 0.0, 2.0)
+    assert goodput.bytes_per_s == 0.0
+    goodput.sent(3, 1000, 3.0)
+    goodput.accepted(3, 0.0, 4.0)
+    goodput.accepted(3, 0.0, 9.0)
+    assert goodput.bytes_per_s == pytest.approx(1000.0)
+
+
+def test_answers_that_come_together_after_a_delay_count_together() -> None:
+    goodput = Goodput()
+    for number in range(10):
+        goodput.sent(number, 100_000, 0.0)
+    for number in range(10):
+        goodput.accepted(number, 0.0, 1.0 + number * 1e-4)
+    assert goodput.bytes_per_s == pytest.approx(1_000_000, rel=0.05)
+
+
+def test_a_peer_that_never_answers_fills_no_memory_and_spoils_no_later_measurement() -> None:
+    goodput = Goodput()
+    for number in range(2 * MOST_ON_THE_WAY):
+        goodput.sent(number, 1_000_000, 0.001 * number)
+    goodput.accepted(0, 0.0, 3.0)
+    assert goodput.bytes_per_s == 0.0, "it was given up"
+    for number in range(2 * MOST_ON_THE_WAY):
+        goodput.gave_up(number)
+    over_a_line(goodput, [2_000_000] * 40, 12.5e6, 0.02, 2, now=10.0)
+    assert goodput.bytes_per_s == pytest.approx(12.5e6, rel=0.05)
+
+
+SHORT_PAUSE_S = PAUSE_AFTER / FRAMES_A_SECOND
+NONE_LEFT_UNTIL = 1e9
+
+
+def drained() -> CommonPatience:
+    common = CommonPatience(NONE_LEFT_UNTIL)
+    while common.take(0.0):
+        pass
+    return common
+
+
+def frames_in(patience: Patience, seconds: float, now: float = 0.0, octets: int = 0, serves: bool = True) -> int:
+    """How many are read in so long of those that are all there at once."""
+    end, frames = now + seconds, 0
+    while now <= end and frames < 100_000:
+        now += patience.heard(now, octets, serves=serves)
+        frames += 1
+    return frames
+
+
+def test_what_is_due_is_read_at_once() -> None:
+    patience = Patience(drained(), 0.0)
+    assert [patience.heard(0.0) for _ in range(int(IN_ADVANCE))] == [0.0] * int(IN_ADVANCE)
+    later = MOST_SAVED / FRAMES_A_SECOND
+    assert [patience.heard(later) for _ in range(int(MOST_SAVED))] == [0.0] * int(MOST_SAVED)
+
+
+def test_what_is_more_is_read_at_its_pace_in_short_pauses() -> None:
+    patience = Patience(drained(), 0.0)
+    assert frames_in(patience, 60.0) == pytest.approx(IN_ADVANCE + 60 * FRAMES_A_SECOND, abs=2 * PAUSE_AFTER)
+    assert max(patience.heard(60.0) for _ in range(int(PAUSE_AFTER))) <= SHORT_PAUSE_S + 1.001 / FRAMES_A_SECOND
+
+
+def test_what_all_say_beyond_their_due_is_bounded_for_all_together() -> None:
+    common = CommonPatience(0.0)
+    links = [Patience(common, 0.0) for _ in range(8)]
+    next_at, frames, seconds = [0.0] * len(links), 0, 60.0
+    while (now := min(next_at)) <= seconds:
+        link = next_at.index(now)
+        next_at[link] += links[link].heard(now) + 1e-4  # a sender that is never out of words
+        frames += 1
+    due = len(links) * (IN_ADVANCE + seconds * FRAMES_A_SECOND)
+    assert frames == pytest.approx(due + COMMON_SAVED + seconds * COMMON_A_SECOND, rel=0.01)
+
+
+def test_who_exchanges_tensors_is_read_at_once_whatever_others_say() -> None:
+    patience = Patience(drained(), 0.0)
+    for _ in range(1000):
+        patience.exchanged()
+        assert [patience.heard(0.0) for _ in range(int(FRAMES_A_TENSOR))] == [0.0] * int(FRAMES_A_TENSOR)
+
+
+def test_who_reports_of_others_tensors_is_read_at_once() -> None:
+    common = drained()
+    working, reporting = Patience(common, 0.0), Patience(common, 0.0)
+    assert [reporting.heard(0.0) for _ in range(int(IN_ADVANCE))] == [0.0] * int(IN_ADVANCE)
+    for _ in range(1000):
+        working.exchanged()
+        assert [reporting.heard(0.0) for _ in range(int(COMMON_A_TENSOR))] == [0.0] * int(COMMON_A_TENSOR)
+
+
+def test_nobody_saves_without_limit() -> None:
+    patience = Patience(CommonPatience(NONE_LEFT_UNTIL), 0.0)
+    for _ in range(int(MOST_SAVED)):
+        patience.exchanged()
+    assert frames_in(patience, 0.0, now=1e6) <= MOST_SAVED + COMMON_SAVED + PAUSE_AFTER
+
+
+LONGEST = MAX_SMALL_FRAME_BYTES
+
+
+@pytest.mark.parametrize("serves", [True, False])
+@pytest.mark.parametrize("octets", [1, 256, 4096, 30 * 1024])
+def test_a_frame_weighs_what_its_bytes_do_and_twice_as_much_from_a_stranger(octets: int, serves: bool) -> None:
+    weight = (1 + octets / BYTES_A_FRAME) * (1 if serves else STRANGERS)
+    patience = Patience(drained(), 0.0)
+    due = (IN_ADVANCE + 600 * FRAMES_A_SECOND) / weight
+    read = frames_in(patience, 600.0, octets=octets, serves=serves)
+    assert read == pytest.approx(due, abs=3 + PAUSE_AFTER / weight)
+
+
+@pytest.mark.parametrize("serves", [True, False])
+def test_after_the_longest_frame_the_link_is_not_silent_for_too_long(serves: bool) -> None:
+    patience = Patience(drained(), 0.0)
+    pauses, now = [], 0.0
+    for _ in range(20):
+        pauses.append(patience.heard(now, LONGEST, serves=serves))
+        now += pauses[-1]
+    assert pauses[-1] == LONGEST_PAUSE_S < TransportSettings().stall_after_s - TransportSettings().ping_period_s
+
+
+def test_who_serves_nothing_has_no_part_in_what_is_common() -> None:
+    common = CommonPatience(0.0)
+    strangers = [Patience(common, 0.0) for _ in range(64)]
+    for stranger in strangers:
+        assert frames_in(stranger, 0.0, serves=False) <= IN_ADVANCE / STRANGERS + PAUSE_AFTER + 1
+    member = Patience(common, 0.0)
+    assert frames_in(member, 0.0) >= IN_ADVANCE + COMMON_SAVED
+
+
+def test_what_honest_peers_say_at_once_fits_their_due() -> None:
+    for octets, times in ((70 * 1024, 3), (48 * 1024, 4), (20 * 1024, 12)):
+        patience = Patience(CommonPatience(0.0), 0.0)
+        assert [patience.heard(0.0, octets) for _ in range(times)] == [0.0] * times
+
+
+@pytest.mark.parametrize("hops", [1, 16, 256])
+def test_long_paths_do_not_make_a_busy_link_slow(hops: int) -> None:
+    """Each way a header and a few words that name the path, and some that do not; no time passes and nothing is in
+    common."""
+    patience = Patience(drained(), 0.0)
+    for _ in range(300):
+        patience.exchanged(hops)
+        patience.exchanged(hops)
+        assert patience.heard(0.0, 80 * hops) == 0.0
+        assert [patience.heard(0.0, 150) for _ in range(8)] == [0.0] * 8
+        assert patience.heard(0.0, 80 * hops) == 0.0
+
+
+DATA = memoryview(bytes(range(256)) * 100)
+AHEAD_CHUNK = 10_000
+
+
+def transfer(number: int = 1) -> OutgoingTransfer:
+    return OutgoingTransfer(number, b"header", DATA, AHEAD_CHUNK)
+
+
+def frames_of(outgoing: OutgoingTransfer, *, ahead: bool) -> list[bytes]:
+    frames = []
+    while not outgoing.finished:
+        if ahead:
+            outgoing.prepare()
+            outgoing.prepare()
+        frames.append(outgoing.next_frame())
+    return frames
+
+
+def test_frames_made_ahead_are_the_same_frames() -> None:
+    assert frames_of(transfer(), ahead=True) == frames_of(transfer(), ahead=False)
+
+
+def test_preparing_does_not_begin_a_transfer_nor_go_past_its_end() -> None:
+    outgoing = transfer()
+    outgoing.prepare()
+    assert not outgoing.begun
+    frames_of(outgoing, ahead=False)
+    outgoing.prepare()
+    assert outgoing.finished
+
+
+async def test_the_outbox_makes_a_frame_while_the_stream_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[str] = []
+    encode_chunk = transfers.encode_chunk
+
+    def noted(number: int, index: int, data: memoryview) -> bytes:
+        log.append(f"made {index}")
+        return encode_chunk(number, index, data)
+
+    async def slow_write(frame: bytes) -> None:
+        log.append("write begins")
+        for _ in range(3):
+            await asyncio.sleep(0)
+        log.append("write ends")
+
+    monkeypatch.setattr(transfers, "encode_chunk", noted)
+    outbox = Outbox({Lane.BULK: ByteBudget(2**20, 4)})
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(outbox.pump(slow_write))
+        assert await outbox.send(Lane.BULK, len(DATA), transfer)
+        outbox.finish(None, Unreachable("the test is over"))
+    made = [f"made {index}" for index in range(3)]
+    assert [entry for entry in log if entry in made] == made
+    for entry in made:
+        assert log[log.index(entry) - 1] == "write begins"

@@ -1,8 +1,4 @@
-"""Put in front of PYTHONPATH it is imported by every Python process of a swarm: keeps what the process writes to
-standard error, and notes every object that is made from a pickle.
-
-Files are FOLDER/<process id>.log, where FOLDER is $SKIPSTONE_TEST_LOGS.
-"""
+"""Put in front of PYTHONPATH it is imported by every Python process of a swarm."""
 
 from __future__ import annotations
 

@@ -1,0 +1,30 @@
+"""A clock that tests turn, and waiting for what has to come."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+# Seconds; reached only when a test fails.
+LONG_S = 20.0
+
+
+@dataclass
+class ManualClock:
+    """A clock that stands until somebody turns it, and whose wall clock somebody may set."""
+
+    now: float = 100.0
+    set_by_s: float = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def wall(self) -> float:
+        return 1_000_000.0 + self.now + self.set_by_s
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(LONG_S):
+        while not condition():
+            await asyncio.sleep(0.002)
