@@ -236,7 +236,7 @@ def test_a_full_key_refuses_newcomers_and_serves_incumbents() -> None:
 
 
 def test_an_owner_pushes_out_only_itself() -> None:
-    store = RecordStore(ManualClock(1000.0).now)
+    store = RecordStore(ManualClock(1000.0).monotonic)
     store.put(0, "honest", Kept(b"", 1001.0))
     for key in range(MAX_KEYS_OF_OWNER + 1):
         assert store.put(key, "greedy", Kept(b"", 1010.0 + key))
