@@ -27,7 +27,7 @@ from node.data.packing import Cursor
 from node.model.device import bytes_of_tensor
 from node.model.optimizer import InnerState
 from node.model.optimizers.inner_rule import ParameterState
-from node.model.packed import Floats
+from node.model.optimizers.packed import Floats
 from node.observability.failpoints import crash_point
 from protocol.manifest.manifest import MAX_MANIFEST_BYTES
 from protocol.manifest.signing import SignedManifest, read_signed_manifest

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from node.data.packing import Cursor
 from node.model.optimizer import InnerState, Tensors
-from node.model.packed import Floats
+from node.model.optimizers.packed import Floats
 from swarm.vocabulary.types import AnchorVersion, ModuleId
 
 SLICE: Final = 2**20

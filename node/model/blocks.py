@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from node.model.cut_documents import CutDocuments
 from node.model.document_attention import document_attention
-from node.model.packed import Narrow, SplitWeight
+from node.model.optimizers.packed import Narrow, SplitWeight
 from protocol.manifest.manifest import ModelSection
 
 Documents = tuple[int, ...] | CutDocuments

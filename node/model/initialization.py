@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from node.model.blocks import RMSNorm, packed_weights
-from node.model.packed import Floats
+from node.model.optimizers.packed import Floats
 from node.model.shapes import EMBEDDING, HEAD
 
 _CHUNK: Final = 2**20

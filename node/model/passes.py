@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from node.model.head_loss import HeadSum, loss_and_gradient
-from node.model.packed import NarrowCopy
+from node.model.optimizers.packed import NarrowCopy
 from node.model.parts import HeadPart
 
 FAR_FROM_OVERFLOW: Final = 1e30

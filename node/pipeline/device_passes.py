@@ -29,7 +29,7 @@ from node.model.cut_documents import CutDocuments, Exchange
 from node.model.device import device_errors
 from node.model.optimizer import Accumulator, Addition, are_finite, fold
 from node.model.optimizers.inner_rule import AtDeadline, Deferred, Submit
-from node.model.packed import NarrowCopy
+from node.model.optimizers.packed import NarrowCopy
 from node.model.parts import BlockStack, HeadPart
 from node.model.passes import Around, Gradients, HeadPasses, HeadVisit, OneDevice, OneHead, Passes, Visit
 from swarm.vocabulary.errors import ResourceExhausted

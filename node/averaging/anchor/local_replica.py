@@ -13,7 +13,7 @@ from node.averaging.anchor.anchor import Anchor, initial_anchor
 from node.averaging.anchor.layout import layout_of
 from node.averaging.anchor.shared_vector import Vector, empty_vector
 from node.model.initialization import floats_of
-from node.model.packed import Floats
+from node.model.optimizers.packed import Floats
 
 
 class Schedule(Protocol):

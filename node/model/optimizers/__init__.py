@@ -1,1 +1,1 @@
-"""The arithmetic of the inner optimizers: AdamW, SOAP and Muon, each over the parameters that it moves."""
+"""The arithmetic of the inner optimizers (AdamW, SOAP, Muon), and weights and moments packed in fewer bits."""

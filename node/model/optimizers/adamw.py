@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from node.model.optimizers.inner_rule import FLOAT_BYTES, InnerRule, ParameterState, Shape, zeros_of
-from node.model.packed import EightBit, eight_bit_bytes
+from node.model.optimizers.packed import EightBit, eight_bit_bytes
 from protocol.manifest.manifest import InnerSection
 
 

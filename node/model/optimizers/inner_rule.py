@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from node.model.packed import PackedFloats
+from node.model.optimizers.packed import PackedFloats
 from swarm.pipeline.compute_queue import IdleWork
 
 Shape = tuple[int, ...]

@@ -24,8 +24,8 @@ from node.model.optimizers import soap
 from node.model.optimizers.adamw import AdamW, EightBitAdamW
 from node.model.optimizers.inner_rule import AtDeadline, ParameterState
 from node.model.optimizers.muon import Muon, orthogonalized
+from node.model.optimizers.packed import BLOCK, PART, EightBit, SplitWeight, dynamic_map, eight_bit_bytes
 from node.model.optimizers.soap import Eigenbasis, RefreshClock, Soap, refined
-from node.model.packed import BLOCK, PART, EightBit, SplitWeight, dynamic_map, eight_bit_bytes
 from node.model.shapes import EMBEDDING, HEAD, has_eight_bits
 from protocol.manifest.manifest import InnerSection, TrainingSection
 from swarm.vocabulary.errors import ResourceExhausted
