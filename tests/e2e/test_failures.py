@@ -127,8 +127,8 @@ async def test_a_run_that_skips_stages_goes_round_one_that_has_lost_its_last_pee
     counts, report = _account(watch), _verdict(tmp_path / "logs")
     assert counts.completed == report["completed"] > 0
     assert (counts.duplicated, counts.abandoned) == (0, report.get("abandoned", 0))
-    # Two stages after 0 and the data node's own, but for those that went round stage 2.
-    assert report["visits"] < 3 * counts.completed - report.get("lost with a killed peer", 0)
+    # Two stages after 0 and the data node's own. Those in flight when stage 2 was lost may have visited one less.
+    assert 2 * counts.completed < report["visits"] <= 3 * counts.completed - report.get("lost with a killed peer", 0)
 
 
 async def test_a_stage_without_peers_is_named_waited_for_and_goes_on(tmp_path: Path) -> None:

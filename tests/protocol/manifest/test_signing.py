@@ -271,6 +271,7 @@ def test_each_key_counts() -> None:
             unchangeable.add(".".join(keys))
     assert unchangeable <= {
         "protocol",
+        "stages.reordering",
         "model.family",
         "model.rope_scaling.kind",
         "training.inner.name",
@@ -741,3 +742,8 @@ def test_any_text_ends_in_a_config_error(text: str) -> None:
 def test_a_host_as_a_multiaddr_can_stand_in_a_link(host: str, multiaddr: str) -> None:
     assert multiaddr_of(host, 4001) == multiaddr
     assert JoinLink(RUN, (f"{multiaddr}/p2p/{PEER}",)).peers == (f"{multiaddr}/p2p/{PEER}",)
+
+
+def test_a_run_whose_paths_step_back_is_refused_with_a_sentence() -> None:
+    with pytest.raises(ManifestError, match="exist no more"):
+        manifest_from_table(changed(SMALL, ("stages", "reordering"), "adjacent"))
