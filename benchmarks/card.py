@@ -216,10 +216,9 @@ def solo(manifest: Manifest, moments: str, seconds: float, device: torch.device)
 
 
 def trained(manifest: Manifest, times: list[tuple[float, int]], device: torch.device) -> Result:
-    (began, before), (ended, after) = times[0], times[-1]
     count, peak = parameters_in(manifest), peak_bytes(device)
     figures = rounded(
-        tokens_per_s=(after - before) / (ended - began),
+        tokens_per_s=rate(times),
         parameters=count,
         peak_gb=peak / 1e9 or None,
         bytes_a_parameter=peak / count or None,

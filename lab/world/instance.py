@@ -42,11 +42,6 @@ def peer_of(index: int) -> PeerId:
     return PeerId(f"{index:0{_DIGITS}d}")
 
 
-def index_of(peer: PeerId) -> int:
-    """The number of a peer of an instance."""
-    return int(peer)
-
-
 def from_json(data: Mapping[str, Any]) -> Instance:
     """Reads the JSON form.
 

@@ -68,10 +68,6 @@ class FlightRules:
         return StepRule(self.per_step * self.microbatch_tokens, self.microbatch_tokens)
 
     @property
-    def most_in_flight(self) -> int:
-        return min(self.window, self.most_by_staleness)
-
-    @property
     def most_by_staleness(self) -> int:
         """Largest number in flight with any window, if all are of the largest size."""
         return self.per_step * (1 + self.staleness)
