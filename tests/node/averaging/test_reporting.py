@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from node.averaging.module_rounds import PROGRESS_S, RoundNews
-from node.observability.events import CatchingUp, CaughtUp, Event, RoundCommitted
+from node.observability.events import CatchingUp, CaughtUp, RoundCommitted
 from node.observability.status import DownloadStatus, RoundStatus
 from swarm.vocabulary.types import ModuleId, PeerId
+from tests.kit.events import KeptEvents
 from tests.node.checkpoint.small_states import state
 from tests.node.network.small_swarm import ManualClock
 
@@ -13,16 +14,8 @@ OWN, A, B = PeerId("own"), PeerId("a"), PeerId("b")
 MODULE = ModuleId(1)
 
 
-class Kept:
-    def __init__(self) -> None:
-        self.events: list[Event] = []
-
-    def emit(self, event: Event) -> None:
-        self.events.append(event)
-
-
 def test_a_download_is_told_when_it_begins_and_once_a_second() -> None:
-    clock, kept = ManualClock(), Kept()
+    clock, kept = ManualClock(), KeptEvents()
     news = RoundNews(OWN, MODULE, clock, kept)
     wanted, known = state(3), state(2)
     with news.fetching(wanted.version):
@@ -41,7 +34,7 @@ def test_a_download_is_told_when_it_begins_and_once_a_second() -> None:
 
 
 def test_the_last_round_is_remembered() -> None:
-    clock, kept = ManualClock(), Kept()
+    clock, kept = ManualClock(), KeptEvents()
     news = RoundNews(OWN, MODULE, clock, kept)
     assert news.last_round() is None
     event = RoundCommitted(OWN, "1.0", 3, "", (OWN, A, B), (OWN, A), 100, 1, 0.5, 10, 20, "int4")

@@ -30,10 +30,11 @@ from node.local_swarm.setup import LocalSetup, LocalSwarmOptions
 from node.model.moments import MomentType
 from node.network.reach_status import ReachMode
 from node.network.session import Whereabouts
-from node.observability.events import Event, EventSink, NodeStatus
+from node.observability.events import EventSink, NodeStatus
 from node.observability.status import SwarmStatus
 from protocol.manifest.join_link import parse_link
 from swarm.vocabulary.errors import ConfigError
+from tests.kit.events import KeptEvents
 from tests.node.small_manifest import small_manifest
 
 PEER = "12D3KooWJRSrypvnpHgc6ZAgyCni4KcSmbV7uGRaMw5LgMKT18fq"
@@ -214,21 +215,13 @@ class TestLinks:
         assert (result.exit_code, asked) == (0, [LINK])
 
 
-class Heard:
-    def __init__(self) -> None:
-        self.events: list[Event] = []
-
-    def emit(self, event: Event) -> None:
-        self.events.append(event)
-
-
 def serving(link: str) -> NodeStatus:
     return NodeStatus(PEER, "0.0", "serving", "127.0.0.1:4002", link)
 
 
 class TestLinkFile:
     def test_it_has_the_newest_link(self, tmp_path: Path) -> None:
-        heard = Heard()
+        heard = KeptEvents()
         sink = LinkFile(tmp_path / "link", heard)
         for link in (LINK, OTHER_LINK):
             sink.emit(serving(link))
@@ -237,7 +230,7 @@ class TestLinkFile:
         assert [file.name for file in tmp_path.iterdir()] == ["link"]
 
     def test_the_same_link_is_not_written_again(self, tmp_path: Path) -> None:
-        sink = LinkFile(tmp_path / "link", Heard())
+        sink = LinkFile(tmp_path / "link", KeptEvents())
         sink.emit(serving(LINK))
         (tmp_path / "link").unlink()
         sink.emit(serving(LINK))
@@ -247,7 +240,7 @@ class TestLinkFile:
     def test_a_link_that_another_user_laid_there_is_not_followed(self, tmp_path: Path, trap: str) -> None:
         (tmp_path / "precious").write_text("mine")
         (tmp_path / trap).symlink_to(tmp_path / "precious")
-        LinkFile(tmp_path / "link", Heard()).emit(serving(LINK))
+        LinkFile(tmp_path / "link", KeptEvents()).emit(serving(LINK))
         assert (tmp_path / "precious").read_text() == "mine"
         assert str(link_in(str(tmp_path / "link"))) == LINK
 
@@ -257,11 +250,11 @@ class TestLinkFile:
         moved: list[str] = []
         monkeypatch.setattr("os.replace", lambda source, target: moved.append(Path(source).name))
         for _ in range(2):
-            LinkFile(tmp_path / "link", Heard()).emit(serving(LINK))
+            LinkFile(tmp_path / "link", KeptEvents()).emit(serving(LINK))
         assert len({*moved}) == 2
 
     def test_a_node_goes_on_without_it(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-        heard = Heard()
+        heard = KeptEvents()
         LinkFile(tmp_path / "nowhere" / "link", heard).emit(serving(LINK))
         assert len(heard.events) == 1
         assert "cannot be written" in caplog.text

@@ -342,15 +342,7 @@ async def test_nodes_stop_when_their_owner_is_killed(tmp_path: Path) -> None:
     owner.kill()
     await owner.wait()
     for pid in pids:
-        while _runs(pid):
-            await asyncio.sleep(0.01)
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+        await gone(pid)
 
 
 SPAWNS_A_GRANDCHILD = """

@@ -14,17 +14,10 @@ import pytest
 from node.observability.event_json import EventLog, Tee, event_from_json, open_event_log
 from node.observability.events import Abandoned, Ended, Event, Note, Started, Visit
 from swarm.vocabulary.errors import ConfigError
+from tests.kit.events import KeptEvents
 from tests.test_project import ROOT
 
 VISIT = Visit("peer", "1.0", "aaaaaa#1")
-
-
-class Kept:
-    def __init__(self) -> None:
-        self.events: list[Event] = []
-
-    def emit(self, event: Event) -> None:
-        self.events.append(event)
 
 
 def events_in(path: Path) -> list[Event | None]:
@@ -32,7 +25,7 @@ def events_in(path: Path) -> list[Event | None]:
 
 
 def test_everything_is_logged_and_what_nobody_watches_is_kept_from_the_stream(tmp_path: Path) -> None:
-    stream, note = Kept(), Note("info", "hello")
+    stream, note = KeptEvents(), Note("info", "hello")
     with open_event_log(tmp_path / "deep" / "er", "peer", lambda: 12.345) as event_log:
         both = Tee(stream, event_log)
         for event in (note, VISIT, Abandoned("aaaaaa#2", "lost"), Ended("peer", 1)):
