@@ -31,9 +31,10 @@ if TYPE_CHECKING:
 
     from node.data.packing import Microbatch
     from node.local_swarm.local_swarm import LocalSwarm
-    from node.local_swarm.setup import LocalSwarmOptions, Places
+    from node.local_swarm.setup import LocalSwarmOptions, Place, Places
     from node.model.optimizer import Accumulator, InnerOptimizer, StepFigures
     from node.observability.events import Event
+    from tests.e2e.emulated import Spec
 
 # What measured processes need not load (torch, and with `node` more than that) is imported in the functions.
 ROOT: Final = Path(__file__).resolve().parent.parent
@@ -220,6 +221,13 @@ async def all_serve(swarm: LocalSwarm, within_s: float = 240.0) -> None:
             states = ", ".join(f"{index} {peer.state}" for index, peer in sorted(swarm.progress.peers.items()))
             raise RuntimeError(f"not all nodes serve after {waited_s:.0f} s: {states}; {notes_of(swarm)}")
         await asyncio.sleep(0.2)
+
+
+def emulated(spec: Spec) -> Place:
+    """Where a node runs whose computations and links take the times of this specification."""
+    from node.local_swarm.setup import Place
+
+    return Place(command=(sys.executable, "-P", "-m", "tests.e2e.emulated", spec.to_json()))
 
 
 def notes_of(swarm: LocalSwarm) -> str:
