@@ -10,6 +10,7 @@ import os
 import platform
 import signal
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -234,6 +235,13 @@ def notes_of(swarm: LocalSwarm) -> str:
     return "the nodes say: " + ("; ".join(note.message for note in swarm.progress.notes) or "nothing")
 
 
+def verdict(logs: Path) -> dict[str, object]:
+    """Exit code and report of `skipstone check` on a folder of event logs."""
+    command = [sys.executable, "-m", "node", "check", str(logs), "--json"]
+    checked = subprocess.run(command, capture_output=True, cwd=ROOT, timeout=600)
+    return {"exit_code": checked.returncode, "report": json.loads(checked.stdout or "null")}
+
+
 # ---- a small run -----------------------------------------------------------------------------------------------------
 
 
@@ -268,6 +276,17 @@ def run_of(
             **(sections or {}),
         }
     )
+
+
+def demo_run(name: str, blocks: Sequence[int], seed: int, **training: Any) -> Manifest:
+    """The demo model in these stages on the standard library's source, with a constant learning rate and no end."""
+    from node.local_swarm.default_manifest import default_manifest
+
+    table = default_manifest(seed, name).model_dump(mode="json", exclude_none=True)
+    table["stages"]["blocks"] = list(blocks)
+    table["training"] |= training
+    table["training"]["schedule"] |= {"kind": "constant", "total_steps": 1_000_000}
+    return manifest_from_table(table)
 
 
 def source_of(text: Path | None) -> str:
