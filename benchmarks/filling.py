@@ -6,19 +6,14 @@ weights' gradients take 30 ms each; links so many ms one way, with a log-normal 
 microbatches wait for each other (staleness 0); `ratio` is the pace with weight gradients put off over that without,
 `held` the same of the most bytes held. `filling`: staleness 2, a window that leaves devices idle half of the time, and
 endless idle work; `foreground` is the pace over that without it, `wait_ms` the growth of a job's 99th percentile wait.
-
-`live`: both arms of `put_off` side by side in real swarms of emulated nodes, as tokens per second.
 """
 
 from __future__ import annotations
 
-import asyncio
 import math
 import random
 import statistics
 import sys
-import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -31,9 +26,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import kit
 from benchmarks.kit import tell
 from lab.world.world import Ledger, Peer, World
-from node.local_swarm.local_swarm import LocalSwarm
-from node.local_swarm.setup import LocalSwarmOptions, Place
-from node.observability.events import NodeSummary, Step
 from node.pipeline.runner import slot_of
 from swarm.pipeline.compute_queue import ArrivalForecast, ComputeQueue, IdleWork, Priority
 from swarm.pipeline.custody_events import Work
@@ -41,8 +33,6 @@ from swarm.pipeline.in_flight import FlightRules
 from swarm.routing.path_rules import PathRules
 from swarm.vocabulary.pipeline_messages import MicrobatchTensor, Receipt
 from swarm.vocabulary.types import ModuleId, PeerId
-from tests.e2e.emulated import Network, Spec
-from tests.e2e.small_run import small_run, write_text
 
 # ---- a pipeline in virtual time --------------------------------------------------------------------------------------
 
@@ -384,60 +374,6 @@ def filling(latencies: Sequence[int], seeds: Sequence[int], seconds: float) -> l
     return found
 
 
-# ---- real swarms -----------------------------------------------------------------------------------------------------
-
-BLOCKS: Final = (0, 1, 1, 1, 1)
-WARM_STEPS: Final = 4
-DATA_FORWARD_S: Final = 0.003
-PATIENCE_S: Final = 400.0
-
-
-async def live_arm(
-    folder: Path, text: Path, one_way_s: float, part_s: float, *, puts_off: bool, steps: int
-) -> tuple[float, float]:
-    """Runs one swarm to its end; its tokens per second, and the share of the stages' time in work that was put off."""
-    step = small_run(text).microbatch_tokens * PER_STEP
-    manifest = small_run(text, blocks=BLOCKS, inner_tokens=step, inner_steps=1_000_000, round_seconds=1e6)
-    network = folder / f"network {puts_off}.json"
-
-    def place(index: int) -> Place:
-        own = {"window": PER_STEP} if index == 0 else {}
-        forward_s = part_s if index else DATA_FORWARD_S
-        spec = Spec(forward_s, str(network), weights_factor=1.0, puts_off=puts_off, **own)
-        return Place(command=(sys.executable, "-P", "-m", "tests.e2e.emulated", spec.to_json()))
-
-    times, summaries = list[tuple[float, int]](), list[NodeSummary]()
-    options = LocalSwarmOptions(peers=len(BLOCKS), steps=steps, threads=1)
-    async with asyncio.timeout(PATIENCE_S), LocalSwarm(manifest, options, places=place) as swarm:
-        regions = {str(peer.peer): f"region {peer.index}" for peer in swarm.peers}
-        Network(regions, {one: dict.fromkeys(regions.values(), one_way_s) for one in regions.values()}).write(network)
-        async for event in swarm.events():
-            if isinstance(event, Step):
-                times.append((time.perf_counter(), event.tokens))
-            elif isinstance(event, NodeSummary) and event.module != "0.0":
-                summaries.append(event)
-            if swarm.progress.is_over:
-                swarm.request_stop()
-    (begun, before), (ended, after) = times[WARM_STEPS], times[-1]
-    spent = [each.busy_s for each in summaries]
-    shares = [one.idle_work / max(1e-9, one.compute + one.idle_work + one.wait) for one in spent]
-    return (after - before) / (ended - begun), statistics.mean(shares)
-
-
-async def live(one_way_ms: int, part_s: float, steps: int) -> dict[str, Any]:
-    """Both arms side by side, so that other load is the same for both."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        text = write_text(folder / "text")
-        runs = (
-            live_arm(folder, text, one_way_ms / 1e3, part_s, puts_off=puts_off, steps=steps)
-            for puts_off in (False, True)
-        )
-        at_once, later = await asyncio.gather(*runs)
-    tell(f"live, {one_way_ms} ms: {at_once}, {later}")
-    return {"ratio": later[0] / at_once[0], "tokens_per_s": [at_once[0], later[0]], "idle_work": [at_once[1], later[1]]}
-
-
 # ---- all -------------------------------------------------------------------------------------------------------------
 
 
@@ -448,16 +384,13 @@ def measure(options: Any) -> dict[str, Any]:
         found["put_off"] = put_off(*given, KEPT)
     if "filling" in options.parts:
         found["filling"] = filling(*given)
-    if "live" in options.parts:
-        arms = {ms: live(ms, options.part_ms / 1e3, options.steps) for ms in options.latencies}
-        found["live"] = {str(one_way_ms): asyncio.run(arm) for one_way_ms, arm in arms.items()}
     return found
 
 
 def main() -> None:
-    usual = {"latencies": [0, 20, 50, 100], "seeds": [1, 2, 3], "seconds": 60.0, "steps": 24, "part_ms": 30.0}
-    quick = {"latencies": [50], "seeds": [1], "seconds": 10.0, "steps": 8, "parts": ["put_off", "filling"]}
-    kit.run(__doc__, measure, quick, parts=("put_off", "filling", "live"), **usual)
+    usual = {"latencies": [0, 20, 50, 100], "seeds": [1, 2, 3], "seconds": 60.0}
+    quick = {"latencies": [50], "seeds": [1], "seconds": 10.0}
+    kit.run(__doc__, measure, quick, parts=("put_off", "filling"), **usual)
 
 
 if __name__ == "__main__":

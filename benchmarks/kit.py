@@ -14,14 +14,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from importlib.metadata import version
 from itertools import pairwise
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from protocol.manifest.manifest import Manifest, manifest_from_table
 from swarm.vocabulary.errors import SkipstoneError, StateError
@@ -42,6 +42,9 @@ ROOT: Final = Path(__file__).resolve().parent.parent
 RUN: Final = RunId("0" * 64)
 READER: Final = PeerId("reader")
 PATIENCE_S: Final = 120.0
+STARTS: Final = 4
+START_S: Final = 30.0
+Found = TypeVar("Found")
 
 
 # ---- options and output ----------------------------------------------------------------------------------------------
@@ -172,6 +175,21 @@ def hear(connection: Connection, patience_s: float = PATIENCE_S) -> Any:
     if not connection.poll(patience_s):
         raise TimeoutError(f"a measured process has said nothing for {patience_s:.0f} s")
     return connection.recv()
+
+
+@contextmanager
+def started(start: Callable[[ExitStack], Found]) -> Iterator[Found | None]:
+    """What `start` makes, for processes that sometimes hang at their start, as hivemind's do; None after four tries."""
+    for attempt in range(1, STARTS + 1):
+        with ExitStack() as processes:
+            try:
+                found = start(processes)
+            except (TimeoutError, EOFError):
+                tell(f"it did not start, try {attempt} of {STARTS}")
+                continue
+            yield found
+            return
+    yield None
 
 
 def threads_of_each_peer() -> int:
