@@ -27,8 +27,8 @@ import numpy as np
 import torch
 
 from benchmarks import kit
+from benchmarks.averaging import RoundPeer
 from benchmarks.kit import READER, Learner, run_of, tell
-from benchmarks.round_peer import RoundPeer
 from node.averaging.anchor.anchor import Anchor, version_of
 from node.averaging.anchor.local_replica import LocalReplica, anchor_of
 from node.averaging.anchor.outer_step import outer_rule
