@@ -455,10 +455,6 @@ def measure(options: Any) -> dict[str, Any]:
     return {"rounds": options.rounds, "results": results}
 
 
-def main() -> None:
+if __name__ == "__main__":
     quick = {"mb": [0.4], "peers": [2], "rounds": 1, "without_hivemind": True}
     kit.run(__doc__, measure, quick, mb=[4.0, 40.0, 200.0], peers=[2, 4], rounds=5, without_hivemind=False)
-
-
-if __name__ == "__main__":
-    main()

@@ -323,11 +323,7 @@ def measure(options: Any) -> dict[str, Any]:
     return {part: parts[part](options) for part in options.parts}
 
 
-def main() -> None:
+if __name__ == "__main__":
     usual = {"rounds": 7, "steps": 200, "loss_steps": 600, "seeds": [1, 2], "text": Path}
     quick = {"rounds": 1, "steps": 4, "loss_steps": 4, "seeds": [1]}
     kit.run(__doc__, measure, quick, parts=("table", "loss"), **usual)
-
-
-if __name__ == "__main__":
-    main()

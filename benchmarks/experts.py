@@ -19,7 +19,6 @@ import statistics
 import sys
 import sysconfig
 import tempfile
-import tomllib
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
@@ -34,11 +33,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from benchmarks import kit
-from benchmarks.kit import medians, run_of, tell
+from benchmarks.kit import Solo, medians, run_of, tell
 from lab.run import Run
-from lab.scenario import scenario_from_table
+from lab.scenario import Scenario, scenario_from_table
 from node.data.documents import Documents, is_held_out
-from node.data.feed import held_out_microbatches
 from node.data.sources import PIECE_BYTES
 from node.data.tokenizers import ByteTokenizer
 from node.experts.fitting import fit_router
@@ -46,7 +44,7 @@ from node.experts.router import Router, document_router, router_digest
 from node.model.device import flushed_denormals
 from node.observability.event_json import event_from_json
 from node.observability.events import Completed
-from node.solo.trainer import SoloTrainer, WholeModel, evaluate
+from node.solo.trainer import evaluate
 from protocol.manifest.manifest import Manifest
 from swarm.vocabulary.errors import ConfigError
 
@@ -193,14 +191,12 @@ def train(arm: Arm, domains: Sequence[Domain], options: Any, seed: int) -> dict[
         Documents(MixedSource(domains, share), ByteTokenizer(), seed, document_router(manifest, router))
         for share in (arm.text, 1.0)
     )
-    texts = list(held_out_microbatches(manifest, 10**6, measured, options.prefix))
     with flushed_denormals():
-        model = WholeModel(manifest, torch.device("cpu"))
-        trainer = SoloTrainer(manifest, model, documents)
-        while trainer.steps < options.steps:
-            trainer.step(lambda: False)
-        result = evaluate(model, texts)
-        report: dict[str, Any] = {"loss": round(result["loss"], 4), "tokens": trainer.tokens}
+        trained = Solo(manifest, 10**6, None, documents, measured, options.prefix)
+        for _ in range(options.steps):
+            trained.step()
+        result = evaluate(trained.model, trained.texts)
+        report: dict[str, Any] = {"loss": round(result["loss"], 4), "tokens": trained.trainer.tokens}
         for name, of in result.get("routes", {}).items():
             report.setdefault("routes", {})[name] = [round(of["loss"], 4), of["tokens"]]
     return report
@@ -223,77 +219,53 @@ def measure_loss(options: Any) -> dict[str, Any]:
 
 # ---- swarm -----------------------------------------------------------------------------------------------------------
 
-SWARM_ARMS: Final = {"dense": ("", ""), "experts": ('route_from = "python-stdlib"', "experts = 2")}
-"""What the scenario and its stages say."""
+SWARM_ARMS: Final[dict[str, dict[str, Any]]] = {
+    "dense": {},
+    "experts": {"route_from": "python-stdlib", "stages": {"experts": 2}},
+}
 SWARM_BARS: Final = {"tokens_per_s": 0.9, "bytes_a_token": 1.02, "unevenness": 1.25}
-"""Of experts over dense: at least, at most; of a module's visits over the mean: at most."""
+"""Experts over dense: at least, at most; visits of a module over the mean: at most."""
 WINDOW: Final = 32
-SCENARIO: Final = """
-name = "{arm}"
-seed = {seed}
-duration = {seconds}
-held_out = 0
-{routing}
 
-[manifest.model]
-hidden = 64
-heads = 4
-kv_heads = 4
-feed_forward = 128
-sequence = 128
 
-[manifest.stages]
-blocks = [0, 1, 1]
-{experts}
-
-[manifest.training]
-rows = 4
-inner_tokens = 4096
-inner_steps = 16
-staleness = 1
-
-[[group]]
-name = "peers"
-peers = 5
-profile = "none"
-latency_ms = 20
-"""
+def scenario(arm: str, seed: int, seconds: int) -> Scenario:
+    own = dict(SWARM_ARMS[arm])
+    manifest = {
+        "model": {"hidden": 64, "heads": 4, "kv_heads": 4, "feed_forward": 128, "sequence": 128},
+        "stages": {"blocks": [0, 1, 1], **own.pop("stages", {})},
+        "training": {"rows": 4, "inner_tokens": 4096, "inner_steps": 16, "staleness": 1},
+    }
+    group = {"name": "peers", "peers": 5, "profile": "none", "latency_ms": 20}
+    table = {"name": arm, "seed": seed, "duration": seconds, "held_out": 0, "manifest": manifest, "group": [group]}
+    return scenario_from_table(table | own)
 
 
 def measured(arm: str, seed: int, seconds: int) -> dict[str, float]:
-    """One run of one arm."""
+    """Runs one arm once."""
     with tempfile.TemporaryDirectory(prefix="experts-") as path:
-        routing, experts = SWARM_ARMS[arm]
-        table = tomllib.loads(SCENARIO.format(arm=arm, seed=seed, seconds=seconds, routing=routing, experts=experts))
-        run = Run(scenario_from_table(table), Path(path), lambda line: None, asyncio.Event())
+        run = Run(scenario(arm, seed, seconds), Path(path), lambda line: None, asyncio.Event())
         outcome = asyncio.run(run.to_the_end())
         if outcome.objections:
             raise SystemExit(f"{arm}: {outcome.objections}")
+        lines = (line for log in sorted(run.logs.glob("*.jsonl")) for line in log.read_bytes().splitlines())
+        completed = [event for event in map(event_from_json, lines) if isinstance(event, Completed)]
         return {
             "tokens_per_s": round(outcome.tokens_per_s, 1),
             "bytes_a_token": round(sum(outcome.traffic("up").values()) / outcome.tokens, 2),
-            "unevenness": round(unevenness(modules_of(run.logs)), 3),
+            "unevenness": round(unevenness([[hop.partition("@")[0] for hop in one.hops] for one in completed]), 3),
         }
 
 
-def modules_of(logs: Path) -> list[tuple[str, ...]]:
-    """The modules that each completed microbatch has visited, in the order of completion."""
-    events = (event_from_json(line) for path in sorted(logs.glob("*.jsonl")) for line in path.read_bytes().splitlines())
-    return [tuple(hop.partition("@")[0] for hop in event.hops) for event in events if isinstance(event, Completed)]
-
-
-def unevenness(visited: Sequence[tuple[str, ...]]) -> float:
-    """Over all stages and all WINDOW microbatches in a row, the largest of the most visits of a module over the mean of
-    its stage's modules. 1 where each stage has one module, or there were too few microbatches."""
-    every = sorted({module for modules in visited for module in modules})
-    stages = {module.partition(".")[0] for module in every}
-    ratios = []
+def unevenness(visited: Sequence[Sequence[str]]) -> float:
+    """Largest ratio, over stages and runs of WINDOW microbatches, of a module's visits over the mean of its stage."""
+    modules = sorted({module for path in visited for module in path})
+    ratios = [1.0]
     for start in range(len(visited) - WINDOW + 1):
-        counts = Counter(module for modules in visited[start : start + WINDOW] for module in modules)
-        for stage in stages:
-            of_stage = [counts[module] for module in every if module.partition(".")[0] == stage]
+        counts = Counter(module for path in visited[start : start + WINDOW] for module in path)
+        for stage in {module.partition(".")[0] for module in modules}:
+            of_stage = [counts[module] for module in modules if module.partition(".")[0] == stage]
             ratios.append(max(of_stage) * len(of_stage) / max(1, sum(of_stage)))
-    return max(ratios, default=1.0)
+    return max(ratios)
 
 
 def measure_swarm(options: Any) -> dict[str, Any]:
@@ -316,21 +288,9 @@ def measure(options: Any) -> dict[str, Any]:
     return {part: parts[part](options) for part in options.parts}
 
 
-def main() -> None:
+if __name__ == "__main__":
     usual = {"hidden": 16, "steps": 1500, "seeds": [1, 2, 3], "prefix": 256, "restarts": 8, "rounds": 3, "seconds": 20}
-    quick = {
-        "hidden": 8,
-        "steps": 2,
-        "seeds": [1],
-        "restarts": 1,
-        "domain_bytes": 2**16,
-        "rounds": 1,
-        "seconds": 10,
-        "parts": ["loss"],
-    }
+    quick = {"hidden": 8, "steps": 2, "seeds": [1], "restarts": 1, "domain_bytes": 2**16, "parts": ["loss"]}
+    quick |= {"rounds": 1, "seconds": 10}
     own = {"parts": ("loss", "swarm"), "domains": [Path], "domain_bytes": DOMAIN_BYTES, "all": False}
     kit.run(__doc__, measure, quick, **own, **usual)
-
-
-if __name__ == "__main__":
-    main()

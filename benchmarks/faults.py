@@ -193,13 +193,9 @@ async def measure(options: Any) -> dict[str, object]:
     return found
 
 
-def main() -> None:
+if __name__ == "__main__":
     quick = {"parts": ["blows"], "roles": ["member"], "percents": [50], "replicas": 3, "blocks": 1}
     quick |= {"kinds": ["million"], "kilotokens": 20}
     blow = {"roles": ROLES, "percents": [10, 50, 90], "replicas": 4, "blocks": 3}
     lie = {"kinds": tuple(LIES), "repeats": 1, "kilotokens": 800}
     kit.run(__doc__, measure, quick, parts=("blows", "partitions", "liars"), keep=Path, **blow, **lie)
-
-
-if __name__ == "__main__":
-    main()

@@ -387,11 +387,7 @@ def measure(options: Any) -> dict[str, Any]:
     return found
 
 
-def main() -> None:
+if __name__ == "__main__":
     usual = {"latencies": [0, 20, 50, 100], "seeds": [1, 2, 3], "seconds": 60.0}
     quick = {"latencies": [50], "seeds": [1], "seconds": 10.0}
     kit.run(__doc__, measure, quick, parts=("put_off", "filling"), **usual)
-
-
-if __name__ == "__main__":
-    main()

@@ -388,9 +388,5 @@ def summary(samples: list[Sample]) -> dict[str, float]:
     }
 
 
-def main() -> None:
-    kit.run(__doc__, measure, {"rounds": 1}, rounds=8, codec="NONE", without_hivemind=False)
-
-
 if __name__ == "__main__":
-    main()
+    kit.run(__doc__, measure, {"rounds": 1}, rounds=8, codec="NONE", without_hivemind=False)

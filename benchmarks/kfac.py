@@ -336,13 +336,9 @@ def measure(options: Any) -> dict[str, Any]:
     return found
 
 
-def main() -> None:
+if __name__ == "__main__":
     usual = {"depths": [4, 8, 16], "multiples": [1, 2], "schedule_steps": 12, "steps": 120, "hidden": 64}
     more = {"seeds": [1, 2, 3], "rates": [6e-3], "periods": [1, 5, 10, 20], "text": Path}
     quick = {"depths": [4], "multiples": [1], "schedule_steps": 3, "steps": 6, "hidden": 16, "seeds": [1]}
     quick |= {"periods": [2]}
     kit.run(__doc__, measure, quick, parts=("schedule", "training"), **usual, **more)
-
-
-if __name__ == "__main__":
-    main()

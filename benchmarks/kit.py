@@ -30,11 +30,13 @@ from swarm.vocabulary.types import MicrobatchId, PeerId, RunId
 if TYPE_CHECKING:
     from torch import nn
 
+    from node.data.documents import Documents
     from node.data.packing import Microbatch
     from node.local_swarm.local_swarm import LocalSwarm
     from node.local_swarm.setup import LocalSwarmOptions, Place, Places
     from node.model.optimizer import Accumulator, InnerOptimizer, StepFigures
     from node.observability.events import Event
+    from node.solo.trainer import ChooseStages
     from tests.e2e.emulated import Spec
 
 # What measured processes need not load (torch, and with `node` more than that) is imported in the functions.
@@ -132,6 +134,18 @@ def reached(curve: Sequence[Sequence[float]], column: int, loss: float, of: floa
             part = 0.0 if before[-1] <= loss else (before[-1] - loss) / (before[-1] - at[-1])
             return (before[column] + part * (at[column] - before[column])) / of
     return None
+
+
+def curve_of(steps: int, points: int, step: Callable[[], object], look: Callable[[int], Found]) -> list[Found]:
+    """Trains for these steps; what `look(steps done)` finds before them and at `points` equal distances."""
+    wanted = {round(steps * point / points) for point in range(points + 1)}
+    found = list[Found]()
+    for number in range(steps + 1):
+        if number:
+            step()
+        if number in wanted:
+            found.append(look(number))
+    return found
 
 
 def rounded(value: float | None, digits: int = 3) -> float | None:
@@ -310,6 +324,46 @@ def demo_run(name: str, blocks: Sequence[int], seed: int, **training: Any) -> Ma
 def source_of(text: Path | None) -> str:
     """The manifest's `data.source`: a file or folder, else the standard library's modules."""
     return "python-stdlib" if text is None else f"path:{text.resolve()}"
+
+
+def size_of(task: Any) -> dict[str, int]:
+    """A task's sizes, as `run_of` takes them."""
+    return {key: getattr(task, key) for key in ("hidden", "heads", "feed_forward", "sequence", "rows", "microbatches")}
+
+
+class Solo:
+    """A run in training by the product's own loop in one process, and its held-out text.
+
+    Args:
+        held_out: microbatches of held-out text, from the documents of `measured` if they are others.
+        unscored: first tokens of each held-out document that are no labels.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        held_out: int,
+        choose: ChooseStages | None = None,
+        documents: Documents | None = None,
+        measured: Documents | None = None,
+        unscored: int | None = None,
+    ) -> None:
+        import torch
+
+        from node.data.feed import held_out_microbatches, open_documents
+        from node.solo.trainer import SoloTrainer, WholeModel
+
+        documents = documents or open_documents(manifest)
+        self.texts = list(held_out_microbatches(manifest, held_out, measured or documents, unscored))
+        self.model = WholeModel(manifest, torch.device("cpu"))
+        self.trainer = SoloTrainer(manifest, self.model, documents, choose)
+
+    def step(self) -> None:
+        self.trainer.step(lambda: False)
+
+    def loss(self, paths: Iterable[Sequence[int] | None] = (None,)) -> float:
+        """Held-out loss in nats per token, the mean over the paths."""
+        return statistics.fmean(self.model.loss(text, path) for path in paths for text in self.texts)
 
 
 class Learner:

@@ -126,11 +126,7 @@ def measure(options: Any) -> dict[str, Any]:
     return found
 
 
-def main() -> None:
+if __name__ == "__main__":
     usual = {"vocabulary": 131072, "hidden": 1024, "tokens": 1024, "rounds": 3}
     quick = {"vocabulary": 4096, "hidden": 64, "tokens": 256, "rounds": 1, "parts": ["head"]}
     kit.run(__doc__, measure, quick, parts=("stage", "head"), **usual)
-
-
-if __name__ == "__main__":
-    main()

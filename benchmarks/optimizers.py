@@ -13,6 +13,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -23,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from benchmarks import kit
-from benchmarks.kit import READER, Learner, reached, run_of, source_of, tell
+from benchmarks.kit import READER, Learner, curve_of, reached, run_of, size_of, source_of, tell
 from node.data.feed import TrainingFeed, held_out_microbatches, open_documents
 from node.model.device import flush_denormals
 from node.model.moments import MomentType
@@ -72,11 +73,10 @@ ARMS: Final = {
 
 
 def manifest_of(task: Task, arm: Arm, seed: int, rate: float) -> Manifest:
-    size = {key: getattr(task, key) for key in ("hidden", "heads", "feed_forward", "sequence", "rows", "microbatches")}
     schedule = {"kind": "cosine", "warmup_steps": task.steps // 20, "total_steps": task.steps}
     inner = {"name": arm.name, "learning_rate": rate}
     data = {"source": task.source, "held_out": 0.1}
-    return run_of("optimizers", [0, task.blocks], seed=seed, data=data, inner=inner, schedule=schedule, **size)
+    return run_of("optimizers", [0, task.blocks], seed=seed, data=data, inner=inner, schedule=schedule, **size_of(task))
 
 
 class IdleTime:
@@ -135,18 +135,15 @@ def measure(task: Task, name: str, seed: int, rate: float) -> dict[str, Any]:
 
 def trained(task: Task, manifest: Manifest, trainer: Trainer) -> dict[str, Any]:
     texts = list(held_out_microbatches(manifest, task.held_out_microbatches, open_documents(manifest)))
-    measured_at = {round(task.steps * point / POINTS) for point in range(POINTS + 1)}
-    curve, diverged = [], False
-    for step in range(task.steps + 1):
-        try:
-            if step and not diverged:
-                trainer.next_step()
-        except StateError:
-            diverged = True
-        if step in measured_at and not diverged:
-            curve.append([step, round(trainer.foreground_s, 3), evaluate(trainer.model, texts)["loss"]])
+
+    def look(step: int) -> list[float]:
+        return [step, round(trainer.foreground_s, 3), evaluate(trainer.model, texts)["loss"]]
+
+    curve = []
+    with suppress(StateError):  # it has diverged
+        curve = curve_of(task.steps, POINTS, trainer.next_step, look)
     return {
-        "loss": None if diverged else curve[-1][2],
+        "loss": curve[-1][2] if curve else None,
         "foreground_s": trainer.foreground_s,
         "idle_s": trainer.idle.seconds,
         "curve": curve,
@@ -191,11 +188,7 @@ def measure_all(options: Any) -> dict[str, Any]:
     return {"task": asdict(task), "summary": summary(best), "best": best, "runs": runs}
 
 
-def main() -> None:
+if __name__ == "__main__":
     usual = {"seeds": [1, 2, 3], "rates": [1.5e-3, 3e-3, 6e-3], "arms": tuple(ARMS), "steps": 300, "hidden": 128}
     quick = {"seeds": [1], "rates": [3e-3], "steps": 6, "hidden": 16}
     kit.run(__doc__, measure_all, quick, text=Path, **usual)
-
-
-if __name__ == "__main__":
-    main()

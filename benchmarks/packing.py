@@ -34,7 +34,7 @@ from typing import Any, Final
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import kit
-from benchmarks.kit import median, median_ratio, run_of, swarm_to_its_end, tell
+from benchmarks.kit import Solo, median, median_ratio, run_of, swarm_to_its_end, tell
 from node.data.packing import BLOCK_MICROBATCHES, MOST_DOCUMENTS, tokens_of_block, tokens_of_last
 from node.local_swarm.setup import LocalSwarmOptions, Place
 from protocol.manifest.manifest import Manifest, quadratic_share
@@ -270,19 +270,15 @@ def loss_run(options: Any, attention: str, seed: int) -> Manifest:
 
 
 def held_out_loss(options: Any, attention: str, seed: int) -> float:
-    import torch
+    from node.data.feed import held_out_microbatches
+    from node.solo.trainer import evaluate
 
-    from node.data.feed import held_out_microbatches, open_documents
-    from node.solo.trainer import SoloTrainer, WholeModel, evaluate
-
-    torch.set_num_threads(1)
     manifest = loss_run(options, attention, seed)
-    model = WholeModel(manifest, torch.device("cpu"))
-    trainer = SoloTrainer(manifest, model, open_documents(manifest))
-    while trainer.tokens < options.loss_steps * manifest.training.inner_tokens:
-        trainer.step(lambda: False)
+    trained = Solo(manifest, 1)
+    while trained.trainer.tokens < options.loss_steps * manifest.training.inner_tokens:
+        trained.step()
     texts = held_out_microbatches(loss_run(options, "documents", seed), 2 if options.quick else 40)
-    return float(evaluate(model, texts)["loss"])
+    return float(evaluate(trained.model, texts)["loss"])
 
 
 def measure_loss(options: Any) -> dict[str, Any]:
@@ -369,15 +365,11 @@ def measure(options: Any) -> dict[str, Any]:
     return found
 
 
-def main() -> None:
+if __name__ == "__main__":
     if sys.argv[1:2] == ["node"]:
         del sys.argv[1]
         run_concatenating_node()
-        return
+        sys.exit()
     usual = {"hidden": 256, "microbatches": 512, "seeds": [1, 2, 3], "loss_steps": 300, "steps": 4, "rounds": 3}
     quick = {"microbatches": 64, "seeds": [1], "loss_steps": 3, "steps": 2, "rounds": 1}
     kit.run(__doc__, measure, quick, parts=["balance"], **usual)
-
-
-if __name__ == "__main__":
-    main()

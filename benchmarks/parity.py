@@ -419,11 +419,7 @@ def measure(options: Any) -> dict[str, Any]:
     return {"task": dataclasses.asdict(task), "tokens": task.tokens, "summary": summary, "seeds": seeds}
 
 
-def main() -> None:
+if __name__ == "__main__":
     usual = {"seeds": [1, 2, 3], "inner_steps": tuple(RULES), "steps": TASK.steps}
     quick = {"seeds": [1], "difference": True, "difference_rounds": 2}
     kit.run(__doc__, measure, quick, difference=False, difference_rounds=DIFFERENCE_ROUNDS, **usual)
-
-
-if __name__ == "__main__":
-    main()

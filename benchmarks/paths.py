@@ -380,12 +380,8 @@ def measure(options: Any) -> dict[str, Any]:
     return found | ({"live": asyncio.run(measure_live(options))} if "live" in options.parts else {})
 
 
-def main() -> None:
+if __name__ == "__main__":
     virtual = {"problems": 22, "instances": [Path], "seeds": 1, "seconds": 300.0, "arms": RULES, "kill": 0.0}
     live = {"cells": tuple(CELLS), "live_seconds": 30.0, "warm": [20.0, 45.0]}
     quick = {"problems": 1, "seconds": 20.0, "cells": ["E"], "live_seconds": 10.0, "warm": [2.0, 10.0]}
     kit.run(__doc__, measure, quick, parts=["virtual"], **virtual, **live)
-
-
-if __name__ == "__main__":
-    main()

@@ -320,13 +320,9 @@ def measure(options: Any) -> dict[str, Any]:
     return {"rounds": options.rounds, "steps": results}
 
 
-def main() -> None:
+if __name__ == "__main__":
     if sys.argv[1:2] == ["peer"]:
         uvloop.run(be_a_peer(peer_arguments()))
-        return
+        sys.exit()
     quick = {"rounds": 1, "training_steps": 3, "steps": ["direct"]}
     kit.run(__doc__, measure, quick, steps=tuple(way.step for way in WAYS), rounds=3, training_steps=40)
-
-
-if __name__ == "__main__":
-    main()

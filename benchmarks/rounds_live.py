@@ -198,11 +198,7 @@ def measure(options: Any) -> dict[str, Any]:
     return {"live": {**asdict(setting), **compare(seen, setting)}}
 
 
-def main() -> None:
+if __name__ == "__main__":
     usual = {"seconds": 150.0, "inner_steps": 6, "codec": "int8", "forward_ms": 200.0, "peers": 4}
     quick = {"seconds": 12.0, "inner_steps": 8, "forward_ms": 20.0, "peers": 2, "parameters": 40_000}
     kit.run(__doc__, measure, quick, **usual, parameters=10_000_000, starting_s=600.0)
-
-
-if __name__ == "__main__":
-    main()

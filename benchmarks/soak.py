@@ -226,10 +226,6 @@ async def measure(options: Any) -> dict[str, Any]:
     }
 
 
-def main() -> None:
+if __name__ == "__main__":
     quick = {"minutes": 0.4, "peers": 5, "every": 8.0}
     kit.run(__doc__, measure, quick, minutes=20.0, peers=8, every=20.0, seed=1, keep=Path)
-
-
-if __name__ == "__main__":
-    main()

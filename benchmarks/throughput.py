@@ -86,9 +86,5 @@ def measure(options: Any) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    kit.run(__doc__, measure, {"steps": 2, "rounds": 1, "hidden": 64}, steps=8, rounds=3, hidden=512)
-
-
 if __name__ == "__main__":
-    main()
+    kit.run(__doc__, measure, {"steps": 2, "rounds": 1, "hidden": 64}, steps=8, rounds=3, hidden=512)

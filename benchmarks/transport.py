@@ -308,10 +308,6 @@ def measure(options: Any) -> dict[str, Any]:
     return {"chunks": chunks, "best_mb_per_s": round(statistics.median(raw), 1), "skipstone": skipstone}
 
 
-def main() -> None:
+if __name__ == "__main__":
     quick = {"rounds": 1, "batch_mib": 16, "chunk_sizes": [2**19]}
     kit.run(__doc__, measure, quick, rounds=5, batch_mib=256, chunk_sizes=list(CHUNK_SIZES))
-
-
-if __name__ == "__main__":
-    main()

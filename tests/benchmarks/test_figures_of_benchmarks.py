@@ -165,7 +165,7 @@ def test_curvature_takes_effect_after_the_lag_in_steps_as_long_as_adamws(small: 
 def test_every_stage_is_visited_equally_often(name: str) -> None:
     task = skipping.Task(steps=40, microbatches=11, warmup_steps=1)
     visited, chosen = skipping.ARMS[name]
-    choose = chosen(skipping.manifest_of(task, 1, visited), task)
+    choose = chosen(skipping.manifest_of(task, 1, visited))
     visits = Counter(stage for number in range(task.paths) for stage in choose(number))
     assert len(visits) == skipping.STAGES - 1
     assert len(set(visits.values())) == 1
