@@ -10,6 +10,7 @@ run with the node's allocator settings and half of the cores for each process's 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 import statistics
 import sys
@@ -29,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import kit
 from benchmarks.kit import RUN, hear, introduce, process, run_of, started, tell, threads_of_each_peer
-from benchmarks.transport import bare_stream, plain_rates
+from benchmarks.transport import bare_stream
 from node.concurrency.compute_thread import ComputeThread
 from node.model.optimizer import Accumulator, InnerOptimizer, StepFigures
 from node.network.dispatcher import Dispatcher
@@ -339,46 +340,41 @@ def visit(expert: Any, hidden: torch.Tensor, gradient: torch.Tensor) -> Sample |
 
 def measure(options: Any) -> dict[str, Any]:
     samples: dict[str, list[Sample]] = {"skipstone": [], "hivemind": []}
-    raw: dict[int, list[float]] = {size: [] for size in CHUNK_SIZES}
+    streams: dict[bool, dict[int, list[float]]] = {plain: {size: [] for size in CHUNK_SIZES} for plain in (False, True)}
     with ExitStack() as stack:
         contenders = {"skipstone": stack.enter_context(skipstone())}
         if not options.without_hivemind:
             contenders["hivemind"] = stack.enter_context(hivemind(options.codec))
-        raw_rate = stack.enter_context(bare_stream(STREAM_BATCH_BYTES))
+        rate_of = {plain: stack.enter_context(bare_stream(STREAM_BATCH_BYTES, plain)) for plain in streams}
         for number in range(-WARM_UP_ROUNDS, options.rounds):
             found = {name: hold() for name, hold in contenders.items()}
-            rates = {size: raw_rate(size) for size in CHUNK_SIZES}
+            rates = {plain: {size: rate_of[plain](size) for size in CHUNK_SIZES} for plain in streams}
             if number < 0:
                 continue
             for name, of in found.items():
                 samples[name] += of
-            for size, rate in rates.items():
-                raw[size].append(rate)
+            for plain, size in itertools.product(streams, CHUNK_SIZES):
+                streams[plain][size].append(rates[plain][size])
             times = {name: [round(1e3 * one.forward_backward_s, 1) for one in of] for name, of in found.items()}
-            tell(f"round {number + 1} of {options.rounds}: {times} ms, raw MB/s {rates}")
-    return figures(samples, raw, options)
-
-
-def figures(samples: dict[str, list[Sample]], raw: dict[int, list[float]], options: Any) -> dict[str, Any]:
-    streams = {size: statistics.median(rates) for size, rates in raw.items()}
-    best = max(streams, key=streams.__getitem__)
-    plain = max(plain_rates(list(CHUNK_SIZES), repeats=2 if options.quick else 5))
+            tell(f"round {number + 1} of {options.rounds}: {times} ms, raw MB/s {rates[False]}")
+    raw, plain_rates = ({size: statistics.median(of) for size, of in streams[plain].items()} for plain in streams)
+    best, plain_best = max(raw, key=raw.__getitem__), max(plain_rates.values())
     ours = summary(samples["skipstone"])
     mb_per_s = MOVED_BYTES / 1e3 / ours["forward_backward_ms"]
-    found: dict[str, Any] = {
+    figures: dict[str, Any] = {
         "tensor_bytes": TENSOR_BYTES,
         "rounds": options.rounds,
         "skipstone": {**ours, "mb_per_s": round(mb_per_s, 1)},
-        "transport": {"mb_per_s": round(streams[best], 1), "chunk_bytes": best},
-        "share_of_transport": round(mb_per_s / streams[best], 3),
-        "plain_transport_mb_per_s": round(plain, 1),
-        "share_of_plain_transport": round(mb_per_s / plain, 3),
+        "transport": {"mb_per_s": round(raw[best], 1), "chunk_bytes": best},
+        "share_of_transport": round(mb_per_s / raw[best], 3),
+        "plain_transport_mb_per_s": round(plain_best, 1),
+        "share_of_plain_transport": round(mb_per_s / plain_best, 3),
     }
     if samples["hivemind"]:
         theirs = summary(samples["hivemind"])
-        found["hivemind"] = {"codec": options.codec, **theirs}
-        found["speedup_over_hivemind"] = round(theirs["forward_backward_ms"] / ours["forward_backward_ms"], 2)
-    return found
+        figures["hivemind"] = {"codec": options.codec, **theirs}
+        figures["speedup_over_hivemind"] = round(theirs["forward_backward_ms"] / ours["forward_backward_ms"], 2)
+    return figures
 
 
 def summary(samples: list[Sample]) -> dict[str, float]:
