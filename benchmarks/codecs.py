@@ -19,7 +19,7 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 os.environ["QUANTIZATION_THREADS"] = "1"  # hivemind's quantiles, which otherwise take up to 128 threads
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -47,21 +47,12 @@ from swarm.vocabulary.types import Codec
 # ---- contenders ------------------------------------------------------------------------------------------------------
 
 Sent = tuple[bytes | bytearray, TensorSpec | None]
-"""What the other side gets: the data, and what our header of some 30 bytes says."""
-
-
-class Contender(Protocol):
-    """One codec; `received` is what the library's own transport gives to `decode`."""
-
-    name: str
-
-    def encode(self, values: Tensor) -> Any: ...
-    def to_bytes(self, encoded: Any) -> Sent: ...
-    def received(self, sent: Sent) -> Sent: ...
-    def decode(self, sent: Sent, out: Tensor) -> Tensor: ...
+"""Data, and the contents of our header of some 30 bytes."""
 
 
 class Ours:
+    """One of our codecs; `received` is what the transport gives to `decode`."""
+
     def __init__(self, codec: Codec) -> None:
         self.codec, self.name = codec, f"skipstone.{codec.name}"
 
@@ -95,6 +86,9 @@ class Theirs:
 
     def decode(self, sent: Sent, out: Tensor) -> Tensor:
         return deserialize_torch_tensor(runtime_pb2.Tensor.FromString(sent[0]))
+
+
+Contender = Ours | Theirs
 
 
 class _NumPyAsBefore(types.ModuleType):
@@ -317,13 +311,8 @@ def measure_loss(options: Any) -> dict[str, Any]:
     return found
 
 
-def measure(options: Any) -> dict[str, Any]:
-    torch.set_num_threads(1)
-    parts = {"table": measure_table, "loss": measure_loss}
-    return {part: parts[part](options) for part in options.parts}
-
-
 if __name__ == "__main__":
     usual = {"rounds": 7, "steps": 200, "loss_steps": 600, "seeds": [1, 2], "text": Path}
     quick = {"rounds": 1, "steps": 4, "loss_steps": 4, "seeds": [1]}
-    kit.run(__doc__, measure, quick, parts=("table", "loss"), **usual)
+    torch.set_num_threads(1)
+    kit.run(__doc__, {"table": measure_table, "loss": measure_loss}, quick, **usual)

@@ -280,17 +280,9 @@ def measure_swarm(options: Any) -> dict[str, Any]:
     return {"figures": ratios, "bars": SWARM_BARS, "arms": arms}
 
 
-# ---- all -------------------------------------------------------------------------------------------------------------
-
-
-def measure(options: Any) -> dict[str, Any]:
-    parts = {"loss": measure_loss, "swarm": measure_swarm}
-    return {part: parts[part](options) for part in options.parts}
-
-
 if __name__ == "__main__":
     usual = {"hidden": 16, "steps": 1500, "seeds": [1, 2, 3], "prefix": 256, "restarts": 8, "rounds": 3, "seconds": 20}
     quick = {"hidden": 8, "steps": 2, "seeds": [1], "restarts": 1, "domain_bytes": 2**16, "parts": ["loss"]}
     quick |= {"rounds": 1, "seconds": 10}
-    own = {"parts": ("loss", "swarm"), "domains": [Path], "domain_bytes": DOMAIN_BYTES, "all": False}
-    kit.run(__doc__, measure, quick, **own, **usual)
+    own = {"domains": [Path], "domain_bytes": DOMAIN_BYTES, "all": False}
+    kit.run(__doc__, {"loss": measure_loss, "swarm": measure_swarm}, quick, **own, **usual)

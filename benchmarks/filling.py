@@ -320,7 +320,7 @@ class Seen:
 
 
 def run(setting: Setting, seconds: float, kept: float) -> Seen:
-    """Runs one arm for so many virtual seconds after a warm-up."""
+    """Runs one arm for some virtual seconds after a warm-up."""
     world = FillingWorld(setting, kept)
     world.run(WARM_S)
     before = len(world.ledger.completed)
@@ -336,14 +336,12 @@ def run(setting: Setting, seconds: float, kept: float) -> Seen:
     )
 
 
-def put_off(latencies: Sequence[int], seeds: Sequence[int], seconds: float, kept: float) -> dict[str, Any]:
+def put_off(options: Any) -> dict[str, Any]:
     """Both arms at staleness 0; medians over the seeds."""
     found = {}
-    for one_way_ms in latencies:
-        pairs = [
-            [run(Setting(one_way_ms / 1e3, seed, puts_off=arm), seconds, kept) for arm in (False, True)]
-            for seed in seeds
-        ]
+    for one_way_ms in options.latencies:
+        plain = [Setting(one_way_ms / 1e3, seed) for seed in options.seeds]
+        pairs = [[run(replace(one, puts_off=arm), options.seconds, KEPT) for arm in (False, True)] for one in plain]
         found[str(one_way_ms)] = {
             "ratio": statistics.median(later.pace / at_once.pace for at_once, later in pairs),
             "bar": BARS.get(str(one_way_ms)),
@@ -355,15 +353,15 @@ def put_off(latencies: Sequence[int], seeds: Sequence[int], seconds: float, kept
     return found
 
 
-def filling(latencies: Sequence[int], seeds: Sequence[int], seconds: float) -> list[dict[str, Any]]:
-    """With work for idle time against without, on the same grounds."""
+def filling(options: Any) -> list[dict[str, Any]]:
+    """With work for idle time against without, in the same environments."""
     found = []
-    for one_way_ms, window, body_s in product(latencies, (2, 3, 4, 6), BODIES_S):
-        plain = [Setting(one_way_ms / 1e3, seed, 2, window, body_s=body_s) for seed in seeds]
-        bare = [run(setting, seconds, 1.0) for setting in plain]
+    for one_way_ms, window, body_s in product(options.latencies, (2, 3, 4, 6), BODIES_S):
+        plain = [Setting(one_way_ms / 1e3, seed, 2, window, body_s=body_s) for seed in options.seeds]
+        bare = [run(setting, options.seconds, 1.0) for setting in plain]
         if not 0.35 <= statistics.median(each.busy for each in bare) <= 0.65:
             continue
-        filled = [run(replace(setting, fills=True), seconds, 1.0) for setting in plain]
+        filled = [run(replace(setting, fills=True), options.seconds, 1.0) for setting in plain]
         pairs = list(zip(filled, bare, strict=True))
         row = {"one_way_ms": one_way_ms, "window": window, "body_ms": round(1e3 * body_s)}
         row["foreground"] = statistics.median(each.pace / without.pace for each, without in pairs)
@@ -374,20 +372,7 @@ def filling(latencies: Sequence[int], seeds: Sequence[int], seconds: float) -> l
     return found
 
 
-# ---- all -------------------------------------------------------------------------------------------------------------
-
-
-def measure(options: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    given = options.latencies, options.seeds, options.seconds
-    if "put_off" in options.parts:
-        found["put_off"] = put_off(*given, KEPT)
-    if "filling" in options.parts:
-        found["filling"] = filling(*given)
-    return found
-
-
 if __name__ == "__main__":
     usual = {"latencies": [0, 20, 50, 100], "seeds": [1, 2, 3], "seconds": 60.0}
     quick = {"latencies": [50], "seeds": [1], "seconds": 10.0}
-    kit.run(__doc__, measure, quick, parts=("put_off", "filling"), **usual)
+    kit.run(__doc__, {"put_off": put_off, "filling": filling}, quick, **usual)

@@ -191,16 +191,21 @@ def row_of(setting: Setting, profile: Profile, steps: int) -> dict[str, Any]:
     }
 
 
-def schedules(options: Any, task: Task) -> dict[str, list[dict[str, Any]]]:
-    steps, found = options.schedule_steps, dict[str, list[dict[str, Any]]]()
-    profiles = PROFILES | {"measured": measured_profile(task)}
+def task_of(options: Any) -> Task:
+    size = {"hidden": options.hidden, "feed_forward": 176, "sequence": 64, "rows": 8, "held_out_microbatches": 6}
+    return Task(options.steps, source=source_of(options.text), **size)
+
+
+def schedules(options: Any) -> dict[str, list[dict[str, Any]]]:
+    steps, found = options.schedule_steps, list[dict[str, Any]]()
+    profiles = PROFILES | {"measured": measured_profile(task_of(options))}
     for (name, profile), stages, multiple in itertools.product(profiles.items(), options.depths, options.multiples):
         count = stages * multiple
         row = {"profile": name, "stages": stages, "microbatches": count}
         row["work_over_bubble"] = profile.work_over_bubble(stages, count)
-        found.setdefault("pipelines", []).append(row | row_of(pipeline(profile, stages, count), profile, steps))
-        tell(found["pipelines"][-1])
-    return found
+        found.append(row | row_of(pipeline(profile, stages, count), profile, steps))
+        tell(found[-1])
+    return {"pipelines": found}
 
 
 # ---- training --------------------------------------------------------------------------------------------------------
@@ -315,25 +320,13 @@ def measured_profile(task: Task, repeats: int = 20) -> Profile:
     )
 
 
-# ---- all -------------------------------------------------------------------------------------------------------------
-
-
-def measure(options: Any) -> dict[str, Any]:
-    torch.set_num_threads(1)
-    flush_denormals()
-    size = {"hidden": options.hidden, "feed_forward": 176, "sequence": 64, "rows": 8, "held_out_microbatches": 6}
-    task = Task(options.steps, source=source_of(options.text), **size)
-    found: dict[str, Any] = {}
-    if "schedule" in options.parts:
-        found["schedule"] = schedules(options, task)
-    if "training" in options.parts:
-        runs, arms = list[dict[str, Any]](), (ADAMW, AT_ONCE, *map(str, options.periods))
-        for seed, arm, rate in itertools.product(options.seeds, arms, options.rates):
-            runs.append(train(task, arm, seed, rate))
-            tell({key: runs[-1][key] for key in ("arm", "seed", "rate", "loss")})
-        best = best_of(runs)
-        found["training"] = {"summary": summary(best), "best": best, "runs": runs}
-    return found
+def trainings(options: Any) -> dict[str, Any]:
+    runs, arms = list[dict[str, Any]](), (ADAMW, AT_ONCE, *map(str, options.periods))
+    for seed, arm, rate in itertools.product(options.seeds, arms, options.rates):
+        runs.append(train(task_of(options), arm, seed, rate))
+        tell({key: runs[-1][key] for key in ("arm", "seed", "rate", "loss")})
+    best = best_of(runs)
+    return {"summary": summary(best), "best": best, "runs": runs}
 
 
 if __name__ == "__main__":
@@ -341,4 +334,6 @@ if __name__ == "__main__":
     more = {"seeds": [1, 2, 3], "rates": [6e-3], "periods": [1, 5, 10, 20], "text": Path}
     quick = {"depths": [4], "multiples": [1], "schedule_steps": 3, "steps": 6, "hidden": 16, "seeds": [1]}
     quick |= {"periods": [2]}
-    kit.run(__doc__, measure, quick, parts=("schedule", "training"), **usual, **more)
+    torch.set_num_threads(1)
+    flush_denormals()
+    kit.run(__doc__, {"schedule": schedules, "training": trainings}, quick, **usual, **more)

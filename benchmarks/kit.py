@@ -52,18 +52,24 @@ Found = TypeVar("Found")
 # ---- options and output ----------------------------------------------------------------------------------------------
 
 
-def run(doc: str | None, measure: Callable[[Any], Any], quick: Mapping[str, Any], **defaults: Any) -> None:
+Measure = Callable[[Any], Any]
+"""Takes the options and returns figures; may be a coroutine function."""
+
+
+def run(doc: str | None, measure: Measure | Mapping[str, Measure], quick: Mapping[str, Any], **defaults: Any) -> None:
     """Parses options (by their defaults), measures and prints one JSON object.
 
     Args:
-        measure: takes the options, returns the figures; may be a coroutine function.
+        measure: makes the figures; or one for each of the `--parts`, whose figures are under the part's name.
         quick: the values of `--quick`, which shows in seconds that the benchmark works.
         defaults: a tuple of words lists the choices, `Path` is an optional file or folder.
     """
-    options = parsed(doc, quick, defaults, sys.argv[1:])
+    parts = {} if callable(measure) else {"parts": tuple(measure)}
+    options = parsed(doc, quick, {**parts, **defaults}, sys.argv[1:])
     try:
-        found = measure(options)
-        figures = asyncio.run(found) if inspect.iscoroutine(found) else found
+        figures = (
+            _done(measure, options) if callable(measure) else {p: _done(measure[p], options) for p in options.parts}
+        )
     except SkipstoneError as error:
         tell(f"error: {error}")
         sys.exit(error.exit_code)
@@ -83,6 +89,11 @@ def run(doc: str | None, measure: Callable[[Any], Any], quick: Mapping[str, Any]
     print(json.dumps(report))
     if options.out is not None:
         options.out.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def _done(measure: Measure, options: Any) -> Any:
+    found = measure(options)
+    return asyncio.run(found) if inspect.iscoroutine(found) else found
 
 
 def parsed(doc: str | None, quick: Mapping[str, Any], defaults: Mapping[str, Any], words: Sequence[str]) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from argparse import Namespace
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -81,7 +82,7 @@ def test_a_stage_has_the_parameters_that_were_asked_for(parameters: int, tmp_pat
 
 
 def test_putting_weights_off_pays_where_steps_wait_for_each_other() -> None:
-    found = filling.put_off([50], [1], 15.0, kept=0.8)["50"]
+    found = filling.put_off(Namespace(latencies=[50], seeds=[1], seconds=15.0))["50"]
     assert found["ratio"] >= filling.BARS["50"]
     assert found["held"] <= 1.1
     assert found["busy"][1] > found["busy"][0]
