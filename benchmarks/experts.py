@@ -23,7 +23,6 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, Final
@@ -52,31 +51,25 @@ from swarm.vocabulary.errors import ConfigError
 
 DOMAIN_BYTES: Final = 1_100_000
 LEAST_DOMAIN_BYTES: Final = 2**16
-DOCUMENTS: Final = 128
-"""Of all domains together, at least."""
+DOCUMENTS: Final = 128  # at least, of all domains together
 LEAST_DOCUMENT_BYTES: Final = 2**10
 SEQUENCE: Final = 128
 ROWS: Final = 4
 HELD_OUT: Final = 0.1
 LEARNING_RATE: Final = {16: 1.6e-2, 32: 8e-3}
 FIT_DOCUMENTS: Final = 4096
-
-
-@dataclass(frozen=True, slots=True)
-class Domain:
-    name: str
-    text: bytes
+Domains = dict[str, bytes]
 
 
 class MixedSource:
-    """The documents of several domains: pieces of their text, of one size, whatever share of the text there is."""
+    """The documents of several domains: equal pieces of the first `share` of each text."""
 
-    def __init__(self, domains: Sequence[Domain], share: float = 1.0) -> None:
-        size = min(PIECE_BYTES, max(LEAST_DOCUMENT_BYTES, sum(len(domain.text) for domain in domains) // DOCUMENTS))
+    def __init__(self, domains: Domains, share: float = 1.0) -> None:
+        size = min(PIECE_BYTES, max(LEAST_DOCUMENT_BYTES, sum(map(len, domains.values())) // DOCUMENTS))
         self._pieces = {
-            f"{number}-{domain.name}@{at}": domain.text[at : at + size]
-            for number, domain in enumerate(domains)
-            for at in range(0, int(len(domain.text) * share), size)
+            f"{number}-{name}@{at}": text[at : at + size]
+            for number, (name, text) in enumerate(domains.items())
+            for at in range(0, int(len(text) * share), size)
         }
         self.names = sorted(self._pieces)
 
@@ -84,12 +77,8 @@ class MixedSource:
         return self._pieces[name]
 
 
-def domains_of(given: Sequence[Path], most: int) -> list[Domain]:
-    """The domains in the files or folders, those of this machine without any; so many bytes of each.
-
-    Raises:
-        ConfigError: one is missing or too short.
-    """
+def domains_of(given: Sequence[Path], most: int) -> Domains:
+    """At most `most` bytes of each file or folder, or of this machine's. Raises ConfigError if one is too short."""
     if not given:
         places = {
             "python": (sysconfig.get_path("stdlib"), "*.py"),
@@ -98,19 +87,18 @@ def domains_of(given: Sequence[Path], most: int) -> list[Domain]:
             "perl": ("/usr/share/perl", "*.p[lm]"),
         }
         found = {name: _text_of(Path(folder), pattern, most) for name, (folder, pattern) in places.items()}
-        return [Domain(name, text) for name, text in found.items() if len(text) > most // 4]
-    domains = [Domain(str(path), _text_of(path, "*", most)) for path in given]
-    for domain in domains:
-        if len(domain.text) < LEAST_DOMAIN_BYTES:
-            raise ConfigError(f"{domain.name} is missing or has fewer than {LEAST_DOMAIN_BYTES} readable bytes")
-    return domains
+        return {name: text for name, text in found.items() if len(text) > most // 4}
+    found = {str(path): _text_of(path, "*", most) for path in given}
+    for name, text in found.items():
+        if len(text) < LEAST_DOMAIN_BYTES:
+            raise ConfigError(f"{name} is missing or has fewer than {LEAST_DOMAIN_BYTES} readable bytes")
+    return found
 
 
 def _text_of(path: Path, pattern: str, most: int) -> bytes:
     """The text of a file, or of a folder's files one after the other."""
-    files = sorted(path.rglob(pattern)) if path.is_dir() else [path]
     text = b""
-    for file in files:
+    for file in sorted(path.rglob(pattern)) if path.is_dir() else [path]:
         if len(text) < most and file.is_file() and "site-packages" not in file.parts:
             with suppress(OSError):
                 text += file.read_bytes()[: most - len(text)]
@@ -166,27 +154,24 @@ def manifest_of(arm: Arm, options: Any, seed: int, routing: dict[str, Any] | Non
     )
 
 
-def routed_manifest(arm: Arm, domains: Sequence[Domain], options: Any, seed: int) -> tuple[Manifest, Router | None]:
+def routed_manifest(arm: Arm, domains: Domains, options: Any, seed: int) -> tuple[Manifest, Router | None]:
     """The arm's manifest, and the router that is fitted to its documents for training, if it has one."""
     plain = manifest_of(arm, options, seed)
     if not arm.routed:
         return plain, None
     documents = Documents(MixedSource(domains, arm.text), ByteTokenizer(), seed)
-    wanted = partial(_is_trained_on, seed)
-    fitted_to = list(documents.openings(wanted, FIT_DOCUMENTS, options.prefix))
+    fitted_to = list(
+        documents.openings(lambda name: not is_held_out(seed, name, HELD_OUT), FIT_DOCUMENTS, options.prefix)
+    )
     fitted = fit_router(fitted_to, plain.stages.experts_of_each, options.prefix, seed, options.restarts)
     routing = {"router": router_digest(fitted.router.to_bytes()), "prefix": options.prefix}
     return manifest_of(arm, options, seed, routing), fitted.router
 
 
-def _is_trained_on(seed: int, name: str) -> bool:
-    return not is_held_out(seed, name, HELD_OUT)
-
-
-def train(arm: Arm, domains: Sequence[Domain], options: Any, seed: int) -> dict[str, Any]:
+def train(arm: Arm, domains: Domains, options: Any, seed: int) -> dict[str, Any]:
     """Trains one arm; its held-out loss in nats a byte."""
     manifest, router = routed_manifest(arm, domains, options, seed)
-    # Of all the text, whatever share of it there is to train on: all arms are measured on the same.
+    # All arms are measured on the whole text, whatever share of it they train on.
     documents, measured = (
         Documents(MixedSource(domains, share), ByteTokenizer(), seed, document_router(manifest, router))
         for share in (arm.text, 1.0)
@@ -214,7 +199,7 @@ def measure_loss(options: Any) -> dict[str, Any]:
         one, other = ([each["loss"] for each in found[name]] for name in pair.split("/"))
         differences = [a - b for a, b in zip(one, other, strict=True)]
         changes[pair] = {"change": round(math.expm1(statistics.median(differences)), 4), "bar": bar}
-    return {"domains": {one.name: len(one.text) for one in domains}, "perplexity": changes, "every_seed": found}
+    return {"domains": {name: len(text) for name, text in domains.items()}, "perplexity": changes, "every_seed": found}
 
 
 # ---- swarm -----------------------------------------------------------------------------------------------------------

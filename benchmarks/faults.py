@@ -15,7 +15,6 @@ import itertools
 import signal
 import statistics
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any, Final
 
@@ -38,18 +37,21 @@ from tests.security.liar import LIES
 LIMIT_S: Final = 5.0
 ROLES: tuple[Role, ...] = ("member", "convener", "reducer")
 SIGNALS: Final = (signal.SIGKILL, signal.SIGSTOP)
-PARTED_INNER_STEPS: Final = 30
-"""Rounds of two parted groups take seconds, so that the count does not depend on who finds whom first."""
+PARTED_INNER_STEPS: Final = 30  # rounds of seconds, so that their count does not depend on who finds whom first
 HONEST, NOBODY = "honest", "nobody"
 EVALUATED: Final = 32
-"""Microbatches of held-out text."""
 
 
 # ---- blows -----------------------------------------------------------------------------------------------------------
 
 
-async def blows(options: Any, folder: Path) -> dict[str, object]:
+async def blows(options: Any) -> dict[str, object]:
     """Strikes one swarm, blow after blow; a killed replica is replaced."""
+    with kit.folder(options.keep, "blows") as folder:
+        return await struck(options, folder)
+
+
+async def struck(options: Any, folder: Path) -> dict[str, object]:
     manifest = heavy_run(write_text(folder / "text"), blocks=options.blocks)
     swarm_options = LocalSwarmOptions(peers=1 + options.replicas, threads=1, log_dir=folder / "logs")
     found: list[dict[str, Any]] = []
@@ -116,13 +118,12 @@ def parameters(manifest: Manifest) -> int:
 # ---- partitions ------------------------------------------------------------------------------------------------------
 
 
-async def partitions(folder: Path) -> dict[str, object]:
-    reason = why_no_namespaces()
-    if reason is not None:
-        return {"skipped": reason}
-    return {
-        name: await parted(made(folder / name), sides) for name, sides in (("2+2", TWO_AND_TWO), ("3+1", THREE_AND_ONE))
-    }
+async def partitions(options: Any) -> dict[str, object]:
+    reason, found = why_no_namespaces(), dict[str, object]()
+    for name, sides in (("2+2", TWO_AND_TWO), ("3+1", THREE_AND_ONE)) if reason is None else ():
+        with kit.folder(options.keep, name) as folder:
+            found[name] = await parted(folder, sides)
+    return found or {"skipped": reason}
 
 
 async def parted(folder: Path, sides: str) -> dict[str, object]:
@@ -146,13 +147,14 @@ def liars_run() -> Manifest:
     return demo_run("liars", [0, 2], seed=1, **inner)
 
 
-async def liars(options: Any, folder: Path) -> dict[str, Any]:
+async def liars(options: Any) -> dict[str, Any]:
     seen: dict[str, list[Company]] = {kind: [] for kind in (NOBODY, *options.kinds)}
     checks: dict[str, list[dict[str, object]]] = {kind: [] for kind in seen}
     for number, (kind, companies) in itertools.product(range(options.repeats), seen.items()):
-        logs, lie = folder / f"{kind}-{number}", None if kind == NOBODY else kind
-        companies.append(await keep_company(liars_run(), logs, 1000 * options.kilotokens, lie, EVALUATED))
-        checks[kind].append(verdict(logs))
+        lie = None if kind == NOBODY else kind
+        with kit.folder(options.keep, f"{kind}-{number}") as logs:
+            companies.append(await keep_company(liars_run(), logs, 1000 * options.kilotokens, lie, EVALUATED))
+            checks[kind].append(verdict(logs))
         tell(f"{kind}: loss {companies[-1].loss:.4f}, {companies[-1].rounds} rounds")
     losses = {kind: statistics.median(one.loss for one in companies) for kind, companies in seen.items()}
     rows = {
@@ -172,30 +174,10 @@ async def liars(options: Any, folder: Path) -> dict[str, Any]:
     return {"repeats": options.repeats, "target_ratio": 1.01, "kinds": rows}
 
 
-# ---- all -------------------------------------------------------------------------------------------------------------
-
-
-def made(folder: Path) -> Path:
-    folder.mkdir(parents=True)
-    return folder
-
-
-async def measure(options: Any) -> dict[str, object]:
-    found: dict[str, object] = {}
-    with tempfile.TemporaryDirectory(prefix="skipstone-faults-") as temporary:
-        folder = options.keep or Path(temporary)
-        if "blows" in options.parts:
-            found["blows"] = await blows(options, made(folder / "blows"))
-        if "partitions" in options.parts:
-            found["partitions"] = await partitions(made(folder / "partitions"))
-        if "liars" in options.parts:
-            found["liars"] = await liars(options, made(folder / "liars"))
-    return found
-
-
 if __name__ == "__main__":
     quick = {"parts": ["blows"], "roles": ["member"], "percents": [50], "replicas": 3, "blocks": 1}
     quick |= {"kinds": ["million"], "kilotokens": 20}
     blow = {"roles": ROLES, "percents": [10, 50, 90], "replicas": 4, "blocks": 3}
     lie = {"kinds": tuple(LIES), "repeats": 1, "kilotokens": 800}
-    kit.run(__doc__, measure, quick, parts=("blows", "partitions", "liars"), keep=Path, **blow, **lie)
+    parts = {"blows": blows, "partitions": partitions, "liars": liars}
+    kit.run(__doc__, parts, quick, keep=Path, **blow, **lie)

@@ -21,6 +21,7 @@ from itertools import pairwise
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from protocol.manifest.manifest import Manifest, manifest_from_table
@@ -115,6 +116,15 @@ def parsed(doc: str | None, quick: Mapping[str, Any], defaults: Mapping[str, Any
     given = vars(parser.parse_args(words))
     usual = {name: None if default in (Path, [Path]) else default for name, default in defaults.items()}
     return argparse.Namespace(**{**usual, **(quick if given["quick"] else {}), **given})
+
+
+@contextmanager
+def folder(kept: Path | None, name: str) -> Iterator[Path]:
+    """A new folder: of this name inside the kept one, or a temporary one."""
+    with TemporaryDirectory(prefix=f"skipstone-{name}-") as temporary:
+        made = (kept or Path(temporary)) / name
+        made.mkdir(parents=True)
+        yield made
 
 
 def tell(*words: object) -> None:

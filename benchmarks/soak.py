@@ -15,7 +15,6 @@ import random
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -71,7 +70,7 @@ class Life:
 
 @dataclass(slots=True)
 class Account:
-    """Counts of one swarm."""
+    """Figures of one swarm."""
 
     rounds: int = 0
     caught_up: int = 0
@@ -80,17 +79,26 @@ class Account:
     longest_pause_s: float = 0.0
     """Longest time without a completed microbatch while every module was served."""
     lives: dict[int, Life] = field(default_factory=dict)
+    tokens: int = 0
+    loss: float = 0.0
+    failures: dict[int, int] = field(default_factory=dict)
+    check: dict[str, object] = field(default_factory=dict)
+
+    def growth(self) -> dict[str, object]:
+        """Growth of memory and open files of the nodes that lived long."""
+        lives = [ratios for life in self.lives.values() if (ratios := life.growth()) is not None]
+        table: dict[str, object] = {"long_lives": len(lives)}
+        for name, ratios in (("memory", [life[0] for life in lives]), ("open_files", [life[1] for life in lives])):
+            table[name] = {"median": median(ratios), "largest": max(ratios, default=None)}
+        return table
 
 
 class Soak:
     """Watches one swarm; kills and starts nodes if asked."""
 
     def __init__(self, swarm: LocalSwarm, stages: int, randomness: random.Random) -> None:
-        self.account = Account()
-        self.victims: set[int] = set()
-        self._swarm = swarm
-        self._stages = stages
-        self._random = randomness
+        self.account, self.victims = Account(), set[int]()
+        self._swarm, self._stages, self._random = swarm, stages, randomness
 
     async def run(self, *, every_s: float | None, until_s: float = float("inf"), tokens: int | None = None) -> None:
         """Runs for a time or a number of tokens. `every_s`: mean time between two kills, and between two joins."""
@@ -160,28 +168,21 @@ class Soak:
             await asyncio.sleep(SAMPLE_S)
 
 
-@dataclass(frozen=True, slots=True)
-class Result:
-    account: Account
-    tokens: int
-    loss: float
-    """Held-out loss through the swarm at the end."""
-    failures: dict[int, int]
-
-
 async def soak(
     options: Any, logs: Path, *, every_s: float | None, until_s: float = float("inf"), tokens: int | None = None
-) -> Result:
+) -> Account:
     """Runs one swarm from start to end, with an event log for each node."""
     manifest = soak_run(options.seed)
     swarm_options = LocalSwarmOptions(peers=options.peers, steps=None, threads=1, log_dir=logs)
     async with LocalSwarm(manifest, swarm_options) as swarm:
         watched = Soak(swarm, manifest.stages.count, random.Random(options.seed))
+        account = watched.account
         await watched.run(every_s=every_s, until_s=until_s, tokens=tokens)
-        trained = swarm.progress.tokens  # goes on while the loss is measured, in both runs
-        loss = await asyncio.to_thread(held_out_loss, str(swarm.link))
+        account.tokens = swarm.progress.tokens  # goes on while the loss is measured, in both runs
+        account.loss = await asyncio.to_thread(held_out_loss, str(swarm.link))
         await swarm.stop()
-    return Result(watched.account, trained, loss, watched.failures())
+    account.failures, account.check = watched.failures(), verdict(logs)
+    return account
 
 
 def held_out_loss(link: str) -> float:
@@ -194,35 +195,24 @@ def held_out_loss(link: str) -> float:
     raise RuntimeError(f"eval failed: {asked.stderr.decode()[-2000:]}")
 
 
-def growth(result: Result) -> dict[str, object]:
-    """Growth of memory and open files of the nodes that lived long."""
-    lives = [ratios for life in result.account.lives.values() if (ratios := life.growth()) is not None]
-    table: dict[str, object] = {"long_lives": len(lives)}
-    for name, ratios in (("memory", [life[0] for life in lives]), ("open_files", [life[1] for life in lives])):
-        table[name] = {"median": median(ratios), "largest": max(ratios, default=None)}
-    return table
-
-
 async def measure(options: Any) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory(prefix="skipstone-soak-") as temporary:
-        folder = options.keep or Path(temporary)
-        logs = [folder / "disturbed", folder / "undisturbed"]
-        disturbed = await soak(options, logs[0], every_s=options.every, until_s=60 * options.minutes)
-        tell(f"undisturbed, for {disturbed.tokens} tokens")
-        calm = await soak(options, logs[1], every_s=None, tokens=disturbed.tokens)
-        checks = [verdict(log) for log in logs]
-    account = disturbed.account
+    with kit.folder(options.keep, "disturbed") as logs:
+        disturbed = await soak(options, logs, every_s=options.every, until_s=60 * options.minutes)
+    tell(f"undisturbed, for {disturbed.tokens} tokens")
+    with kit.folder(options.keep, "undisturbed") as logs:
+        calm = await soak(options, logs, every_s=None, tokens=disturbed.tokens)
+    both = {"disturbed": disturbed, "undisturbed": calm}
     return {
         "minutes": options.minutes,
         "peers": options.peers,
         "every_s": options.every,
-        **{key: getattr(account, key) for key in ("killed", "joined", "rounds", "caught_up", "longest_pause_s")},
-        "tokens": {"disturbed": disturbed.tokens, "undisturbed": calm.tokens},
-        "loss": {"disturbed": disturbed.loss, "undisturbed": calm.loss, "ratio": disturbed.loss / calm.loss},
+        **{key: getattr(disturbed, key) for key in ("killed", "joined", "rounds", "caught_up", "longest_pause_s")},
+        "tokens": {name: of.tokens for name, of in both.items()},
+        "loss": {**{name: of.loss for name, of in both.items()}, "ratio": disturbed.loss / calm.loss},
         "target_ratio": 1.03,
         "failures": disturbed.failures | calm.failures,
-        "check": dict(zip(("disturbed", "undisturbed"), checks, strict=True)),
-        "growth": {"disturbed": growth(disturbed), "undisturbed": growth(calm)},
+        "check": {name: of.check for name, of in both.items()},
+        "growth": {name: of.growth() for name, of in both.items()},
     }
 
 
