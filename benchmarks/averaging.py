@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import kit
 from benchmarks.kit import RUN, hear, introduce, process, rounded, started, tell
-from benchmarks.transport import Book, bare_stream
+from benchmarks.transport import Book, bare_stream, transport_of
 from node.averaging.anchor.anchor import Anchor, AnchorStore
 from node.averaging.anchor.local_replica import LocalReplica, anchor_of
 from node.averaging.anchor.outer_step import OuterRule
@@ -48,13 +48,11 @@ from node.network.local_peer import LocalPeer
 from node.observability.events import RoundCommitted
 from node.runtime.malloc import keep_freed_memory
 from protocol.codecs import encoded_bytes
-from protocol.identity.certificates import make_credentials
 from protocol.identity.keys import Identity
 from protocol.identity.signatures import EntrySeal, PieceSignatures
 from protocol.interfaces.clock import SystemClock
 from protocol.interfaces.transport import Contact, Question, QuestionAbout
 from protocol.transport.grpc_transport import GrpcTransport
-from protocol.transport.settings import TransportSettings
 from swarm.averaging.round_events import Caught, OtherReplica, RoundRules
 from swarm.averaging.round_machine import RoundMachine
 from swarm.compression.round_codecs import RoundCodecs
@@ -78,7 +76,7 @@ ROUND_S: Final = 60.0
 
 
 class Everybody:
-    """A `Membership` in which all peers are replicas of `MODULE`."""
+    """A `Membership` in which all peers host `MODULE`."""
 
     def get(self, peer: PeerId) -> SimpleNamespace:
         return SimpleNamespace(module=MODULE)
@@ -128,13 +126,9 @@ class RoundPeer:
         stack: ExitStack,
     ) -> None:
         identity, clock = Identity.generate(), SystemClock()
-        credentials = make_credentials(identity, RUN)
         own, members = SimpleNamespace(module=MODULE), Everybody()
         self.book, self.dispatcher = Book(), Dispatcher(cast(LocalPeer, own), cast(Membership, members))
-        self.transport = GrpcTransport(
-            credentials, self.book, self.dispatcher, clock, TransportSettings(), own_record=lambda: b""
-        )
-        self._contact = Contact(identity.peer, (), credentials.certificate_der)
+        self.transport, self._contact = transport_of(identity, self.dispatcher, self.book)
         self.compute = stack.enter_context(ComputeThread(set_up=lambda: torch.set_num_threads(1)))
         averaging = stack.enter_context(ComputeThread(name="averaging"))
         store = AnchorStore(anchor)
@@ -183,7 +177,6 @@ Round = Callable[[], dict[str, Any] | None]
 class Contender:
     """One of those compared, at one size and number of peers."""
 
-    name: str
     hold: Round
     seconds: list[float] = field(default_factory=list)
     sent_bytes: list[int] = field(default_factory=list)
@@ -230,17 +223,11 @@ class Schedule:
         self.steps = steps
 
 
-def module_of(elements: int) -> nn.Module:
-    """A module of eight blocks, the same in every process."""
-    numbers = torch.Generator().manual_seed(1)
-    blocks = [torch.randn(elements // 8, generator=numbers) for _ in range(8)]
-    return nn.ParameterList(nn.Parameter(block) for block in blocks)
-
-
 def round_process(connection: Connection, elements: int, codec: str) -> None:
     """One peer. Holds a round for each message; sends its begin and end, the new anchor and the bytes sent."""
     torch.set_num_threads(1)
-    module = module_of(elements)
+    numbers = torch.Generator().manual_seed(1)  # the same in every process
+    module = nn.ParameterList(nn.Parameter(torch.randn(elements // 8, generator=numbers)) for _ in range(8))
     replica = LocalReplica([module], 1, Schedule())
     rungs = (rung_of(RoundCodecs(Codec[codec])),)
     rules = RoundRules(inner_steps=1, fragments=1, chunks=replica.layout.chunks, longest_s=1e9, rungs=rungs)
@@ -387,7 +374,7 @@ def averager_process(connection: Connection, count: int, elements: int, codec: s
 
 
 def is_matched(control: Any) -> bool:
-    """Waits until the group has been found."""
+    """Waits for the group."""
     from hivemind.averaging.control import AveragingStage
 
     deadline = time.monotonic() + HIVEMIND_S
@@ -420,7 +407,7 @@ def race(codec: str, megabytes: float, count: int, options: Any) -> dict[str, An
         arms = {"ours": skipstone(codec, elements, count), "gloo": gloo(elements, count)}
         if not options.without_hivemind:
             arms["hivemind"] = hivemind(RIVALS[codec], elements, count)
-        found = {name: Contender(name, stack.enter_context(arm)) for name, arm in arms.items()}
+        found = {name: Contender(stack.enter_context(arm)) for name, arm in arms.items()}
         stream_rate = stack.enter_context(bare_stream(128 * 2**20))
         for number in range(-WARM_UP_ROUNDS, options.rounds):
             for contender in found.values():

@@ -54,7 +54,7 @@ class Durations:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One arm on one ground. Peers' speeds differ by up to `spread`, delays by a log-normal `jitter`."""
+    """One arm in one environment. Peers' speeds differ by up to `spread`, delays by a log-normal `jitter`."""
 
     one_way_s: float
     seed: int
@@ -71,7 +71,7 @@ class Setting:
     jitter: float = 0.3
 
 
-class EmulatedGround:
+class EmulatedPipeline:
     """Machines and links; see `lab.world.world.Ground`."""
 
     def __init__(self, setting: Setting) -> None:
@@ -96,7 +96,6 @@ class EmulatedGround:
         return self._slowness[peer]
 
     def weights_s(self, peer: PeerId) -> float:
-        """The weights' gradients of a visit."""
         return self.setting.durations.weights_s * self.slowness(peer)
 
     def compute_s(self, peer: PeerId, work: Work) -> float:
@@ -118,8 +117,7 @@ class EmulatedGround:
         return 3600.0
 
 
-Span = tuple[float, float]
-"""From when to when, in virtual seconds."""
+Span = tuple[float, float]  # begin and end in virtual seconds
 
 
 @dataclass(slots=True)
@@ -158,17 +156,14 @@ class FillingPeer(Peer):
     def refusal(self, message: MicrobatchTensor) -> Receipt | None:
         refusal = super().refusal(message)
         if refusal is None:
-            self._forecast.announced(way_of(message), slot_of(message), 1, self.world.time.now)
-            self._expect()
+            self._forecast.announced(direction_of(message), slot_of(message), 1, self.world.time.now)
+            self.queue.expected = self._forecast.expected
         return refusal
 
     def received(self, message: MicrobatchTensor) -> None:
-        self._forecast.arrived(way_of(message), slot_of(message), self.world.time.now)
-        self._expect()
-        super().received(message)
-
-    def _expect(self) -> None:
+        self._forecast.arrived(direction_of(message), slot_of(message), self.world.time.now)
         self.queue.expected = self._forecast.expected
+        super().received(message)
 
     def later(self, work: Work, done: Callable[[float], None]) -> None:
         self._put(Priority.TRAIN, partial(self._job, work, done))
@@ -202,7 +197,7 @@ class FillingPeer(Peer):
         self._ended = ended
 
     def _passed(self, work: Work) -> None:
-        """What follows from the end of a stage's forward or backward pass."""
+        """Takes in the end of a stage's forward or backward pass."""
         if work is Work.FORWARD:
             self.account.hold(1.0)
         if work is Work.BACKWARD:
@@ -218,7 +213,7 @@ class FillingPeer(Peer):
             yield
 
     def _in_chunks(self, seconds: float) -> Iterator[bool]:
-        """Spends so many seconds in chunks; says of each whether it is the last."""
+        """Spends these seconds in chunks; yields whether a chunk is the last."""
         count = math.ceil(seconds / self.setting.chunk_s)
         for number in range(count):
             self._spent_s += seconds / count
@@ -236,7 +231,7 @@ class FillingPeer(Peer):
             yield
 
     def _next(self) -> None:
-        """What the compute thread does between two jobs."""
+        """Starts the next job or chunk."""
         if self._computing:
             return
         now = self.world.time.now
@@ -246,12 +241,9 @@ class FillingPeer(Peer):
             if rest_s is not None:
                 self.world.time.after(rest_s, self._next)
             return
-        spans = self.account.busy
-        if isinstance(turn, IdleWork):
-            spans = self.account.idle_work
-            turn.compute_chunk()
-        else:
-            turn()
+        is_idle_work = isinstance(turn, IdleWork)
+        spans = self.account.idle_work if is_idle_work else self.account.busy
+        turn.compute_chunk() if is_idle_work else turn()
         seconds, self._spent_s, self._computing = self._spent_s, 0.0, True
         spans.append((now, now + seconds))
         self.world.time.after(seconds, self._over)
@@ -264,14 +256,10 @@ class FillingPeer(Peer):
 
 
 class FillingWorld(World):
-    """The world of one arm.
-
-    Args:
-        kept: bytes that are kept for the weight gradients of a visit over those of its graph.
-    """
+    """The world of one arm. `kept`: bytes kept for a visit's weight gradients over those of its graph."""
 
     def __init__(self, setting: Setting, kept: float) -> None:
-        self.setting, self.kept, self.emulated = setting, kept, EmulatedGround(setting)
+        self.setting, self.kept, self.emulated = setting, kept, EmulatedPipeline(setting)
         stages = [[stage_peer(stage)] for stage in range(setting.stages + 1)]
         super().__init__(self.emulated, stages, random.Random(setting.seed), Ledger())
 
@@ -280,12 +268,12 @@ class FillingWorld(World):
 
     @property
     def stage_peers(self) -> list[FillingPeer]:
-        """In order of stage, without the data node."""
+        """The peers without the data node, by stage."""
         return [peer for peer in self.peers.values() if isinstance(peer, FillingPeer) and peer.module.stage]
 
 
-def way_of(message: MicrobatchTensor) -> PeerId:
-    """Of whom it comes: each peer has one before it and one after it."""
+def direction_of(message: MicrobatchTensor) -> PeerId:
+    """Stands for the sender: each peer has one upstream and one downstream."""
     return PeerId(type(message).__name__)
 
 
@@ -294,7 +282,7 @@ def stage_peer(stage: int) -> PeerId:
 
 
 def share_of_time(accounts: Sequence[Sequence[Span]], begin: float, end: float) -> float:
-    """How much of the time between two moments is within spans, the mean over devices."""
+    """Share of the time between begin and end that is within spans, the mean over devices."""
     inside = sum(max(0.0, min(to, end) - max(at, begin)) for spans in accounts for at, to in spans)
     return inside / ((end - begin) * len(accounts))
 
@@ -302,8 +290,7 @@ def share_of_time(accounts: Sequence[Sequence[Span]], begin: float, end: float) 
 # ---- arms in virtual time --------------------------------------------------------------------------------------------
 
 BODIES_S: Final = (0.002, 0.020, 0.170)
-KEPT: Final = 0.8
-"""Bytes kept for weight gradients over those of a graph, measured on two blocks of 256."""
+KEPT: Final = 0.8  # measured on two blocks of 256
 WARM_S: Final = 5.0
 BARS: Final = {"0": 1.15, "20": 1.15, "50": 1.15, "100": 1.10}
 

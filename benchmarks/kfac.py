@@ -48,8 +48,7 @@ from swarm.vocabulary.types import ModuleId, PeerId
 
 WARM_STEPS: Final = 2
 CHUNK_S: Final = 0.002
-DAMPING: Final = 1e-3
-"""PipeFisher's for BERT, relative to the means of the factors' eigenvalues."""
+DAMPING: Final = 1e-3  # PipeFisher's for BERT, relative to the means of the factors' eigenvalues
 ADAMW, AT_ONCE = "adamw", "at once"
 
 # ---- schedule --------------------------------------------------------------------------------------------------------
@@ -83,10 +82,8 @@ class KfacPeer(FillingPeer):
 
     def __init__(self, world: KfacWorld, own: PeerId, module: ModuleId, incarnation: int) -> None:
         self._kfac = world
-        self.begun: list[int] = []
-        """The steps with whose microbatches a refresh began."""
-        self._undone: deque[float] = deque()
-        """Of the refresh in progress: seconds of each factor, or half of the inversions."""
+        self.begun: list[int] = []  # steps with whose microbatches a refresh began
+        self._undone: deque[float] = deque()  # seconds of each factor, or half of the inversions
         self._is_queued = False
         self._passes: Counter[Work] = Counter()
         super().__init__(world, own, module, incarnation)
@@ -110,7 +107,7 @@ class KfacPeer(FillingPeer):
                 self._queue_one()
 
     def _queue_one(self) -> None:
-        """One piece at a time: weights' gradients, which have a deadline, wait for one piece and not for all."""
+        """Queues one piece only, so that weight gradients, which have a deadline, never wait for several."""
         if self._undone and not self._is_queued:
             self._is_queued = True
             self.queue.submit(self._compute_piece(self._undone[0]), "curvature or inverse")
@@ -148,7 +145,7 @@ class KfacWorld(FillingWorld):
 
 
 def pipeline(profile: Profile, stages: int, microbatches: int) -> Setting:
-    """The paper's ground: equal devices, no latency; stage 0 and the inner step count for nothing."""
+    """The paper's pipeline: equal devices, no latency, and no cost of stage 0 and of the inner step."""
     half_s = profile.backward_ms / 2e3
     durations = Durations(profile.forward_ms / 1e3, half_s, half_s, 0.0, 0.0, 0.0)
     own = {"stages": stages, "per_step": microbatches, "window": microbatches, "durations": durations}
@@ -156,7 +153,7 @@ def pipeline(profile: Profile, stages: int, microbatches: int) -> Setting:
 
 
 def run(world: KfacWorld, steps: int) -> dict[str, float]:
-    """Runs one arm for so many steps after a warm-up. Shares are means over the stages, the rest of the worst stage."""
+    """Runs one arm for some steps after a warm-up. Utilisation is a mean over the stages, the period the longest."""
     world.run_steps(WARM_STEPS)
     begin = world.time.now
     world.run_steps(WARM_STEPS + steps)
@@ -228,14 +225,11 @@ class Kfac(AdamW):
 
     def __init__(self, layers: Sequence[Linear], inner: InnerSection, every: int, lag: int) -> None:
         super().__init__([layer.weight for layer in layers], inner)
-        self.spent: defaultdict[str, list[float]] = defaultdict(list)
-        """Processor time in ms: curvature of one factor of a microbatch and a layer, the rest of all layers."""
+        self.spent: defaultdict[str, list[float]] = defaultdict(list)  # ms; curvature is that of one factor
         self._every, self._lag, self._steps = every, lag, 0
         self._factors = {layer.weight: [torch.zeros(size, size) for size in layer.weight.shape] for layer in layers}
-        """Of outputs and inputs: sums over a step's tokens. Damping is relative to them."""
         self._inverses: dict[nn.Parameter, list[Tensor]] = {}
-        self._waiting: dict[int, dict[nn.Parameter, list[Tensor]]] = {}
-        """Inverses by the first step that is taken with them."""
+        self._waiting: dict[int, dict[nn.Parameter, list[Tensor]]] = {}  # inverses by the first step that uses them
         for layer in layers:
             layer.register_forward_hook(self._passed)
 

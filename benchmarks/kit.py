@@ -50,11 +50,10 @@ START_S: Final = 30.0
 Found = TypeVar("Found")
 
 
-# ---- options and output ----------------------------------------------------------------------------------------------
-
-
 Measure = Callable[[Any], Any]
 """Takes the options and returns figures; may be a coroutine function."""
+
+# ---- options and output ----------------------------------------------------------------------------------------------
 
 
 def run(doc: str | None, measure: Measure | Mapping[str, Measure], quick: Mapping[str, Any], **defaults: Any) -> None:
@@ -67,34 +66,27 @@ def run(doc: str | None, measure: Measure | Mapping[str, Measure], quick: Mappin
     """
     parts = {} if callable(measure) else {"parts": tuple(measure)}
     options = parsed(doc, quick, {**parts, **defaults}, sys.argv[1:])
+
+    def done(one: Measure) -> Any:
+        found = one(options)
+        return asyncio.run(found) if inspect.iscoroutine(found) else found
+
     try:
-        figures = (
-            _done(measure, options) if callable(measure) else {p: _done(measure[p], options) for p in options.parts}
-        )
+        figures = done(measure) if callable(measure) else {part: done(measure[part]) for part in options.parts}
     except SkipstoneError as error:
         tell(f"error: {error}")
         sys.exit(error.exit_code)
-    name = Path(sys.argv[0]).stem
+    name, versions = Path(sys.argv[0]).stem, {"python": platform.python_version(), "torch": version("torch")}
     report = {
         "benchmark": name,
         "command": " ".join(["python", f"benchmarks/{name}.py", *sys.argv[1:]]),
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "machine": {
-            "system": platform.platform(),
-            "cores": os.cpu_count(),
-            "python": platform.python_version(),
-            "torch": version("torch"),
-        },
+        "machine": {"system": platform.platform(), "cores": os.cpu_count(), **versions},
         **figures,
     }
     print(json.dumps(report))
     if options.out is not None:
         options.out.write_text(json.dumps(report, indent=1) + "\n")
-
-
-def _done(measure: Measure, options: Any) -> Any:
-    found = measure(options)
-    return asyncio.run(found) if inspect.iscoroutine(found) else found
 
 
 def parsed(doc: str | None, quick: Mapping[str, Any], defaults: Mapping[str, Any], words: Sequence[str]) -> Any:
@@ -233,7 +225,7 @@ def threads_of_each_peer() -> int:
 
 
 def introduce(peers: Sequence[Connection]) -> None:
-    """Hears each peer's contact, tells all of them to all, and waits until all are ready."""
+    """Sends the contacts of all peers to all, and waits until all are ready."""
     contacts = [hear(peer) for peer in peers]
     for peer in peers:
         peer.send(contacts)
@@ -245,9 +237,9 @@ def introduce(peers: Sequence[Connection]) -> None:
 
 
 async def swarm_to_its_end(
-    manifest: Manifest, options: LocalSwarmOptions, places: Places | None = None, skip: int = 0
+    manifest: Manifest, options: LocalSwarmOptions, places: Places | None = None
 ) -> tuple[float, list[Event]]:
-    """Runs a swarm until it has taken its steps; its tokens per second after the first `skip` + 1 steps, its events."""
+    """Runs a swarm until it has taken its steps; its tokens per second after the first step, and its events."""
     from node.local_swarm.local_swarm import LocalSwarm
     from node.local_swarm.setup import everywhere_here
     from node.observability.events import Step
@@ -260,10 +252,15 @@ async def swarm_to_its_end(
                 times.append((time.perf_counter(), event.tokens))
             if nodes.progress.is_over:
                 nodes.request_stop()
-    if len(times) < skip + 2:
+    if len(times) < 2:
         raise RuntimeError(f"the swarm ended after {len(times)} steps: {nodes.progress}")
-    (began, before), (ended, after) = times[skip], times[-1]
-    return (after - before) / (ended - began), events
+    return rate(times), events
+
+
+def rate(times: Sequence[tuple[float, int]]) -> float:
+    """Tokens per second between the first and the last step, from times and tokens so far."""
+    (began, before), (ended, after) = times[0], times[-1]
+    return (after - before) / max(ended - began, 1e-9)
 
 
 async def all_serve(swarm: LocalSwarm, within_s: float = 240.0) -> None:

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final
@@ -128,7 +129,7 @@ def raw_mb_per_s(rate: Callable[[int], float], size: int, repeats: int) -> float
 
 
 class Book:
-    """An address book with these contacts; a receiver need not know who sends."""
+    """An address book with these contacts; receivers need none of their senders."""
 
     def __init__(self, *contacts: Contact) -> None:
         self.contacts = {contact.peer: contact for contact in contacts}
@@ -143,10 +144,8 @@ class TensorCounter:
     def __init__(self) -> None:
         self._free = [memoryview(bytearray(TENSOR.byte_length)) for _ in range(2 * IN_FLIGHT)]
         self._received = 0
-        self.batches: asyncio.Queue[PeerId] = asyncio.Queue()
-        """Senders of the batches that are whole."""
-        self.whole = asyncio.Event()
-        """Set when the other side has said that a batch is whole."""
+        self.batches: asyncio.Queue[PeerId] = asyncio.Queue()  # senders of whole batches
+        self.whole = asyncio.Event()  # the other side has confirmed a batch
 
     def admit(self, sender: PeerId, message: TensorMessage, tensor: TensorSpec) -> memoryview:
         return self._free.pop()
@@ -187,7 +186,7 @@ class LinkCounter(TensorCounter):
 
 
 async def confirm_batches(transport: Any, counter: TensorCounter) -> None:
-    """Tells the sender of each batch that it is whole, until cancelled."""
+    """Confirms each whole batch to its sender, until cancelled."""
     while True:
         peer = await counter.batches.get()
         await transport.tell(peer, Close(MicrobatchId(peer, 0), "whole"))
@@ -214,25 +213,26 @@ async def send_batches(transport: Any, counter: TensorCounter, own: PeerId, peer
     return rates[1:]
 
 
-def transport_of(identity: Identity, counter: LinkCounter, *others: Contact) -> tuple[GrpcTransport, TlsCredentials]:
-    credentials = make_credentials(identity, RUN)
-    book, clock, settings = Book(*others), SystemClock(), TransportSettings()
-    return GrpcTransport(credentials, book, counter, clock, settings, own_record=lambda: b""), credentials
+def transport_of(identity: Identity, handler: Any, book: Book) -> tuple[GrpcTransport, Contact]:
+    """A transport, and its contact, which lacks the address."""
+    credentials, clock = make_credentials(identity, RUN), SystemClock()
+    transport = GrpcTransport(credentials, book, handler, clock, TransportSettings(), own_record=lambda: b"")
+    return transport, Contact(identity.peer, (), credentials.certificate_der)
 
 
 def tensor_process(connection: Connection, receiver: Contact | None, batches: int) -> None:
-    """Receives tensors and says how it is reached; with a receiver, sends to it and says the rates."""
+    """Sends its contact and receives tensors; with a receiver, sends tensors to it and reports the rates."""
     keep_freed_memory()
     identity = Identity.generate()
 
     async def main() -> None:
         counter = LinkCounter()
-        transport, credentials = transport_of(identity, counter, *([receiver] if receiver else []))
+        transport, contact = transport_of(identity, counter, Book(*([receiver] if receiver else [])))
         async with transport:
             if receiver is not None:
                 connection.send(await send_batches(transport, counter, identity.peer, receiver.peer, batches))
                 return
-            connection.send(Contact(identity.peer, (f"127.0.0.1:{transport.port}",), credentials.certificate_der))
+            connection.send(replace(contact, addresses=(f"127.0.0.1:{transport.port}",)))
             await confirm_batches(transport, counter)
 
     uvloop.run(main())
