@@ -15,10 +15,9 @@ import os
 import statistics
 import sys
 import time
-import types
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Final
 
 os.environ["QUANTIZATION_THREADS"] = "1"  # hivemind's quantiles, which otherwise take up to 128 threads
@@ -91,31 +90,15 @@ class Theirs:
 Contender = Ours | Theirs
 
 
-class _NumPyAsBefore(types.ModuleType):
-    """numpy whose `frombuffer` gives the element itself when count is 1: hivemind's 8-bit codecs fail from 2.4 on."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(np, name)
-
-    @staticmethod
-    def frombuffer(*arguments: Any, **options: Any) -> Any:
-        found = np.frombuffer(*arguments, **options)
-        return found[0] if options.get("count") == 1 else found
-
-
-@contextmanager
-def with_workaround() -> Iterator[None]:
-    their_quantization.np = _NumPyAsBefore("numpy")
-    try:
-        yield
-    finally:
-        their_quantization.np = np
+def frombuffer_as_before(*arguments: Any, **options: Any) -> Any:
+    """`numpy.frombuffer` that gives the element itself for a count of 1: hivemind's 8-bit codecs fail from 2.4 on."""
+    found = np.frombuffer(*arguments, **options)
+    return found[0] if options.get("count") == 1 else found
 
 
 # ---- tensors ---------------------------------------------------------------------------------------------------------
 
-OUTLIERS: Final = {17: 60.0, 101: 25.0}
-"""Channels of hidden states, and how many times larger they are made."""
+OUTLIERS: Final = {17: 60.0, 101: 25.0}  # channels of hidden states, and their factors
 TIMED: Final = ("activations", "pseudo_gradient", "outliers")
 
 
@@ -220,15 +203,15 @@ def measure_table(options: Any) -> dict[str, Any]:
     names = runtime_pb2.CompressionType.keys()
     contenders: list[Contender] = [*map(Ours, Codec), *map(Theirs, names)]
     rows: dict[str, dict[str, Any]] = {}
-    with with_workaround():
-        for one in contenders:
-            tell(f"accuracy of {one.name}")
-            rows[one.name] = {name: attempt(lambda: accuracy(one, of)) for name, of in classes.items()}  # noqa: B023
-            rows[one.name]["speed"] = {}
-        for name in TIMED:
-            values = classes[name][len(classes[name]) // 2]
-            for contender, found in speeds(contenders, values, options.rounds).items():
-                rows[contender]["speed"][name] = found
+    their_quantization.np = SimpleNamespace(**{**vars(np), "frombuffer": frombuffer_as_before})
+    for one in contenders:
+        tell(f"accuracy of {one.name}")
+        rows[one.name] = {name: attempt(lambda: accuracy(one, of)) for name, of in classes.items()}  # noqa: B023
+        rows[one.name]["speed"] = {}
+    for name in TIMED:
+        values = classes[name][len(classes[name]) // 2]
+        for contender, found in speeds(contenders, values, options.rounds).items():
+            rows[contender]["speed"][name] = found
     return {"contenders": rows}
 
 
@@ -236,12 +219,11 @@ def measure_table(options: Any) -> dict[str, Any]:
 
 
 class Coded(Learner):
-    """All stages in one process; what a stage hands on, forward and backward, goes through a codec."""
+    """All stages in one process; tensors between stages go through a codec, forward and backward."""
 
     def __init__(self, manifest: Manifest, codec: Codec) -> None:
         super().__init__(manifest)
-        self.codec, self.sent_bytes, self.seen = codec, 0, list[Tensor]()
-        """`seen` has what was handed on for the last microbatch."""
+        self.codec, self.sent_bytes, self.seen = codec, 0, list[Tensor]()  # seen: of the last microbatch
 
     def gradients(self, microbatch: Microbatch) -> tuple[float, dict[nn.Module, tuple[Tensor, ...]]]:
         self.seen.clear()
@@ -277,27 +259,24 @@ class Coded(Learner):
 BOUNDARIES: Final = (Codec.NONE, Codec.BF16, Codec.INT8, Codec.INT4, Codec.TOP_K_4)
 
 
-def loss_run(options: Any, blocks: Sequence[int], seed: int) -> Manifest:
+def loss_run(options: Any, seed: int) -> Manifest:
     size = {"hidden": 16, "sequence": 16} if options.quick else {"hidden": 64, "sequence": 64}
     schedule = {"kind": "cosine", "warmup_steps": min(40, options.loss_steps // 2), "total_steps": options.loss_steps}
     data = {"source": source_of(options.text), "held_out": 0.1}
     inner = {"learning_rate": 4e-3}
-    return run_of(
-        "codecs", blocks, **size, rows=8, microbatches=1, seed=seed, data=data, inner=inner, schedule=schedule
-    )
+    size |= {"rows": 8, "microbatches": 1, "seed": seed}
+    return run_of("codecs", [0, 1, 1, 1, 1], **size, data=data, inner=inner, schedule=schedule)
 
 
 def coded_boundaries(options: Any, codec: Codec, seed: int) -> dict[str, float]:
-    manifest = loss_run(options, [0, 1, 1, 1, 1], seed)
+    manifest = loss_run(options, seed)
     documents = open_documents(manifest)
     feed, learner = TrainingFeed(manifest, documents, READER), Coded(manifest, codec)
     for _ in range(options.loss_steps):
         learner.step([feed.next()])
     per_token = learner.sent_bytes / (options.loss_steps * manifest.microbatch_tokens)
-    return {
-        "loss": evaluate(learner, held_out_microbatches(manifest, 32, documents))["loss"],
-        "bytes_a_token": per_token,
-    }
+    loss = evaluate(learner, held_out_microbatches(manifest, 32, documents))["loss"]
+    return {"loss": loss, "bytes_a_token": per_token}
 
 
 def measure_loss(options: Any) -> dict[str, Any]:

@@ -70,8 +70,7 @@ MOVED_BYTES: Final = 4 * TENSOR_BYTES
 CHUNK_SIZES: Final = tuple(n * 1024 for n in (256, 512, 1024, 2048))
 STREAM_BATCH_BYTES: Final = 128 * 2**20
 WARM_UP_ROUNDS: Final = 2
-SAMPLES_PER_ROUND: Final = 4
-"""Microbatches of a round. The first finds cold caches after the others' turns and is not counted."""
+SAMPLES_PER_ROUND: Final = 4  # the first finds cold caches after the others' turns and is not counted
 STAGE: Final = ModuleId(1)
 LIFETIME_S: Final = 60.0
 EXPERT: Final = "identity.0"

@@ -55,6 +55,10 @@ class Watch:
     seen: list[tuple[float, Event]] = field(default_factory=list)
     news: asyncio.Condition = field(default_factory=asyncio.Condition)
 
+    def start_one(self) -> str:
+        """Starts one more replica of the stage and returns its peer id."""
+        return self.swarm.peers[self.swarm.start_peer(STAGE)].peer
+
     async def run(self) -> None:
         async for event in self.swarm.events():
             async with self.news:
@@ -91,17 +95,11 @@ class Watch:
         return any(peer in members for _, members in self.rounds().values())
 
 
-def start_one(swarm: LocalSwarm) -> str:
-    """Starts one more replica of the stage and returns its peer id."""
-    index = swarm.start_peer(STAGE)
-    return swarm.peers[index].peer
-
-
 async def join_one(watch: Watch, window_s: float) -> dict[str, Any]:
     """One newcomer, from the start of its process to some time after its first round."""
     await asyncio.sleep(window_s)
     started = time.perf_counter()
-    peer = start_one(watch.swarm)
+    peer = watch.start_one()
     await watch.until("the newcomer's first round", lambda: watch.contributes(peer))
     in_round = time.perf_counter()
     await asyncio.sleep(window_s)
@@ -136,7 +134,7 @@ async def join_one(watch: Watch, window_s: float) -> dict[str, Any]:
 async def join_several(watch: Watch, number: int, donors: list[str]) -> dict[str, Any]:
     """Several newcomers at once, and how much each of the older replicas gave them."""
     started = time.perf_counter()
-    peers = [start_one(watch.swarm) for _ in range(number)]
+    peers = [watch.start_one() for _ in range(number)]
     await watch.until(f"{number} newcomers to catch up", lambda: all(watch.first(peer, CaughtUp) for peer in peers))
     caught_up = time.perf_counter()
     await watch.until("all of them in rounds", lambda: all(watch.contributes(peer) for peer in peers))

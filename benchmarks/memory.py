@@ -37,7 +37,7 @@ SAMPLE: Final = 997  # rows of the matrix between two that are compared
 
 
 def in_one_pass(hidden: Tensor, matrix: Tensor, labels: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
-    """As `node.model.passes.OneHead`, without the norm."""
+    """Does what `node.model.passes.OneHead` does, without the norm."""
     loss, gradient = loss_and_gradient(hidden, matrix, labels, LOGITS_AT_ONCE, HeadSum(sums, 1.0))
     return loss / len(labels), gradient / len(labels)
 

@@ -35,7 +35,6 @@ from protocol.manifest.manifest import Manifest
 from swarm.vocabulary.errors import StateError
 
 POINTS: Final = 20
-"""Of a curve, after the one before training."""
 
 
 @dataclass(frozen=True, slots=True)

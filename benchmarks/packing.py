@@ -43,16 +43,14 @@ from swarm.workload.packing import Piece, Room, pack_and_end
 # ---- balance ---------------------------------------------------------------------------------------------------------
 
 WINDOW: Final = 8
-QUEUES: Final = (0.25, 0.5, 0.75)
-"""Of S: documents longer than these are outliers of one queue each."""
+QUEUES: Final = (0.25, 0.5, 0.75)  # documents longer than these shares of S are outliers of one queue each
 SEED: Final = 5
 BARS: Final = {"max_over_mean": 1.04, "cv2": 0.002, "padding": 0.02, "ms_a_block": 20.0} | {
     "documents_over_causal": 1.005,
     "ours_over_concat": 1.10,
     "ours_over_rows": 1.35,
 }
-Packed = tuple[int, ...]
-"""One microbatch: the lengths of its documents and pieces."""
+Packed = tuple[int, ...]  # the lengths of a microbatch's documents and pieces
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +88,7 @@ def ours(task: Task) -> Arm:
     budget = tokens_of_block(task.tokens)
     room, level = Room(task.sequence, task.tokens, task.share), 0.0
     stream, packed, longest_s = task.stream(), list[Packed](), 0.0
-    waiting = deque[tuple[int, bool]]()
-    """Documents and rests of documents that have been read, and whether they are rests."""
+    waiting = deque[tuple[int, bool]]()  # documents that have been read, and whether they are rests of one
     while len(packed) < task.microbatches:
         read, left, last = list[tuple[int, bool]](), budget, waiting.popleft() if waiting else (next(stream) + 1, False)
         while last[0] <= left:

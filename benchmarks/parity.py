@@ -291,7 +291,6 @@ RULES: Final = {
     100: (Rule(100, 24e-3, 0.0, 0.8, 0.5), Rule(100, 16e-3, 0.0, 0.8, 0.5)),
 }
 TARGETS: Final = {10: 1.01, 50: 1.02, 100: 1.03}
-"""Held-out loss over that of the baseline."""
 DIFFERENCE_ROUNDS: Final = 20
 DIFFERENCE_RULE: Final = Rule(2, 1e-3, 0.0, 0.7, 0.9)  # few steps: float32's rounding errors grow with each
 

@@ -5,15 +5,15 @@ behind a router with address translation. Each peer finds its step itself, and a
 error. Medians of the rounds: `connect_s`, until a stranger on a public host has a link to the peer; `mb_per_s` of
 tensors of 8.39 MB, 4 at a time, from the stranger to the peer; `tokens_per_s` of a small run of three stages with one
 node each: the data node on a public host, the peer, and a third one on a public host. For `relay` the third one cannot
-be dialled either, and the data node relays between the two. `python -m benchmarks.reach peer ...` is a peer of the
+be dialled either, and the data node relays between the two. `python -m benchmarks.reach peer JSON` is a peer of the
 first two figures; it writes JSON lines and ends when its stdin does.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
+import itertools
 import json
 import secrets
 import statistics
@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import uvloop
 
 from benchmarks import kit
-from benchmarks.kit import PATIENCE_S, medians, tell
+from benchmarks.kit import PATIENCE_S, medians, rate, tell
 from benchmarks.transport import TensorCounter, confirm_batches, send_batches
 from node.local_swarm.local_swarm import LocalSwarm
 from node.local_swarm.setup import LocalSwarmOptions, Place
@@ -140,8 +140,10 @@ def _is_announced(session: NetworkSession, receiver: PeerId, step: str) -> bool:
     return step != "relay" or any(via is not None and via.relay for via in map(session.membership.get, known.via))
 
 
-async def be_a_peer(arguments: argparse.Namespace) -> None:
-    """Runs until stdin ends."""
+async def be_a_peer(
+    listen: str, run: str = "", link: str = "", to: str = "", step: str = "", relay_bytes: int = 0
+) -> None:
+    """Runs until stdin ends. Joins the run of `link`; sends to the peer `to`, which has this step, or receives."""
     loop, over = asyncio.get_running_loop(), asyncio.Event()
 
     def wait() -> None:
@@ -149,36 +151,25 @@ async def be_a_peer(arguments: argparse.Namespace) -> None:
         loop.call_soon_threadsafe(over.set)
 
     threading.Thread(target=wait, daemon=True).start()
-    link = None if arguments.link is None else parse_link(arguments.link)
-    run = RunId(arguments.run) if link is None else link.run
-    peers = () if link is None else link.peers
-    settings = DirectorySettings(arguments.listen, 0, (), peers, relay_bytes_per_hour=arguments.relay_bytes)
-    counter, events, where = SessionCounter(), Listener(), Whereabouts(listen=arguments.listen)
-    async with present(Identity.generate(), run, where, settings, SystemClock(), events) as session:
+    joined = parse_link(link) if link else None
+    peers = joined.peers if joined else ()
+    settings = DirectorySettings(listen, 0, (), peers, relay_bytes_per_hour=relay_bytes)
+    counter, events, where = SessionCounter(), Listener(), Whereabouts(listen=listen)
+    own_run = joined.run if joined else RunId(run)
+    async with present(Identity.generate(), own_run, where, settings, SystemClock(), events) as session:
         receiving = session.dispatcher.registered(
             tensors={MicrobatchTensor: counter}, messages={MicrobatchControl: counter.receive}
         )
         with receiving:
             async with reachable(ReachMode.AUTO, None, session, events):
-                to = arguments.to and PeerId(arguments.to)
-                role = send(session, counter, events, to, arguments.step) if to else receive(session, counter, events)
-                work, ending = asyncio.create_task(role), asyncio.create_task(over.wait())
+                given = session, counter, events
+                work = asyncio.create_task(send(*given, PeerId(to), step) if to else receive(*given))
+                ending = asyncio.create_task(over.wait())
                 await asyncio.wait((work, ending), return_when=asyncio.FIRST_COMPLETED)
                 ending.cancel()
                 work.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
                     await work
-
-
-def peer_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--listen", required=True)
-    parser.add_argument("--run", help="of the first peer")
-    parser.add_argument("--link", help="of the others")
-    parser.add_argument("--to", help="peer to send to; none: receive")
-    parser.add_argument("--step", default="", help="of the receiver")
-    parser.add_argument("--relay-bytes", type=int, default=0, help="bytes that it relays per hour")
-    return parser.parse_args(sys.argv[2:])
 
 
 # ---- the ladder ------------------------------------------------------------------------------------------------------
@@ -209,10 +200,11 @@ WAYS = (
 
 
 @contextmanager
-def peer_at(network: HomeNetwork, where: int | str, *arguments: str) -> Iterator[Callable[[], dict[str, Any]]]:
+def peer_at(network: HomeNetwork, where: int | str, **words: object) -> Iterator[Callable[[], dict[str, Any]]]:
     """Runs a peer somewhere in the network; a function that returns its next JSON line."""
     listen = "0.0.0.0" if isinstance(where, str) else network.place(where).host
-    command = (*network.inside(where), sys.executable, str(Path(__file__)), "peer", "--listen", listen, *arguments)
+    own = json.dumps({"listen": listen, **words})
+    command = (*network.inside(where), sys.executable, str(Path(__file__)), "peer", own)
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     process = subprocess.Popen(command, env=environment(), **pipes)
 
@@ -230,14 +222,14 @@ def peer_at(network: HomeNetwork, where: int | str, *arguments: str) -> Iterator
 
 def measure_link(network: HomeNetwork, way: Way) -> tuple[float, float]:
     """Seconds to connect, and MB/s, from a stranger."""
-    relaying = ("--relay-bytes", str(RELAYED_BYTES)) if way.stranger_is_shut else ()
-    with peer_at(network, BYSTANDER, "--run", secrets.token_hex(32), *relaying) as bystander:
+    relayed = RELAYED_BYTES if way.stranger_is_shut else 0
+    with peer_at(network, BYSTANDER, run=secrets.token_hex(32), relay_bytes=relayed) as bystander:
         link = str(bystander()["link"])
-        with peer_at(network, way.place, "--link", link) as receiver:
+        with peer_at(network, way.place, link=link) as receiver:
             peer, found = str(receiver()["peer"]), receiver()
             if found["step"] != (way.found or way.step):
                 raise SystemExit(f"wanted the step {way.step}, found {found['step']}: {found['reason']}")
-            with peer_at(network, STRANGER, "--link", link, "--to", peer, "--step", way.step) as stranger:
+            with peer_at(network, STRANGER, link=link, to=peer, step=way.step) as stranger:
                 return float(stranger()["connected_s"]), statistics.median(stranger()["mb_per_s"])
 
 
@@ -259,13 +251,14 @@ async def measure_training(network: HomeNetwork, way: Way, folder: Path, steps: 
                 swarm.terminate(index)
                 while index not in swarm.ends:
                     await watch.until(lambda event: True)
-            first = await _step(watch, swarm.progress.step + 2)
-            began, before = time.perf_counter(), first.tokens
-            last = await _step(watch, first.step + steps)
-            rate = (last.tokens - before) / (time.perf_counter() - began)
+            times = []
+            for number in (swarm.progress.step + 2, swarm.progress.step + 2 + steps):
+                event = await watch.step(number)
+                assert isinstance(event, Step)
+                times.append((time.perf_counter(), event.tokens))
             swarm.request_stop()
             await watch.to_the_end(swarm)
-    return rate
+    return rate(times)
 
 
 def _place(network: HomeNetwork, index: int) -> Place:
@@ -278,12 +271,6 @@ async def _serving_at(node: WatchedNode, step: str) -> None:
     if reached.step != step:
         raise SystemExit(f"wanted the step {step}, found {reached.step}: {reached.reason}")
     await node.until(NodeStatus, lambda event: event.state == "serving")
-
-
-async def _step(watch: Watch, number: int) -> Step:
-    event = await watch.step(number)
-    assert isinstance(event, Step)
-    return event
 
 
 def measure_way(way: Way, training_steps: int) -> dict[str, float]:
@@ -302,15 +289,14 @@ def measure(options: Any) -> dict[str, Any]:
     wanted = [way for way in WAYS if way.step in options.steps]
     lacks = {way.step: why_no_home() or way.why_not() for way in wanted}
     found: dict[str, list[dict[str, float]]] = {}
-    for number in range(options.rounds):
-        for way in wanted:
-            if lacks[way.step] is not None:
-                continue
-            try:
-                found.setdefault(way.step, []).append(measure_way(way, options.training_steps))
-                tell(f"round {number + 1}, {way.step}: {found[way.step][-1]}")
-            except SystemExit as failure:
-                lacks[way.step] = f"it failed: {failure}"
+    for number, way in itertools.product(range(options.rounds), wanted):
+        if lacks[way.step] is not None:
+            continue
+        try:
+            found.setdefault(way.step, []).append(measure_way(way, options.training_steps))
+            tell(f"round {number + 1}, {way.step}: {found[way.step][-1]}")
+        except SystemExit as failure:
+            lacks[way.step] = f"it failed: {failure}"
     results = {step: {"skipped": lack} if lack else medians(found[step]) for step, lack in lacks.items()}
     direct = results.get(WAYS[0].step, {})
     for own in results.values():
@@ -322,7 +308,7 @@ def measure(options: Any) -> dict[str, Any]:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["peer"]:
-        uvloop.run(be_a_peer(peer_arguments()))
+        uvloop.run(be_a_peer(**json.loads(sys.argv[2])))
         sys.exit()
     quick = {"rounds": 1, "training_steps": 3, "steps": ["direct"]}
     kit.run(__doc__, measure, quick, steps=tuple(way.step for way in WAYS), rounds=3, training_steps=40)

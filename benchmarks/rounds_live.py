@@ -38,8 +38,7 @@ BLOCKS: Final = (0, 3)
 HEADS: Final = 8
 ROW: Final = 32
 PER_STEP: Final = 4
-WINDOW_OF_EACH: Final = 3
-"""In-flight microbatches for each replica."""
+WINDOW_OF_EACH: Final = 3  # in-flight microbatches for each replica
 BYTES_PER_S: Final = 12.5e6
 DATA_FORWARD_S: Final = 0.003
 BACKWARD_FACTOR: Final = 2.0
@@ -97,9 +96,7 @@ class Seen(NamedTuple):
     """What a swarm did, in seconds of the monotonic clock."""
 
     completed: list[float]
-    """Times at which microbatches were completed."""
-    computed: list[tuple[float, float]]
-    """Begin and duration of each computation of a replica."""
+    computed: list[tuple[float, float]]  # begin and duration of each computation of a replica
     rounds: list[Round]
 
 

@@ -43,10 +43,8 @@ STAGES: Final = 12
 HALF: Final = PathRules(STAGES, STAGES // 2 - 1)
 RANDOM_PARTS: Final = 8
 REPLICAS: Final = 2
-FASTEST: Final = 4.0
-"""Visits per second of a replica; the slowest may serve 1."""
+FASTEST: Final = 4.0  # visits per second of a replica; the slowest may serve 1
 POINTS: Final = 12
-"""Of a curve, after the one before training."""
 
 
 @dataclass(frozen=True, slots=True)
