@@ -161,11 +161,6 @@ class RoundPeer:
         stack.enter_context(self.dispatcher.registered(answers={QuestionAbout.STATUS: status}))
         return stack
 
-    async def audits_are_done(self) -> None:
-        """Waits for the audit of the last round, which would otherwise run while the next contender is measured."""
-        while self.runner.auditor.busy:  # noqa: ASYNC110 - the auditor has no events to wait for
-            await asyncio.sleep(0.001)
-
 
 # ---- contenders ------------------------------------------------------------------------------------------------------
 
@@ -254,7 +249,9 @@ def round_process(connection: Connection, elements: int, codec: str) -> None:
                     async with asyncio.timeout(ROUND_S):
                         version, _ = await peer.settled.get()
                     ended, sent = time.monotonic(), sent_bytes(peer.transport) - before
-                    await peer.audits_are_done()
+                    # The audit would otherwise run while the next contender is measured.
+                    while peer.runner.auditor.busy:  # noqa: ASYNC110 - the auditor has no events to wait for
+                        await asyncio.sleep(0.001)
                     connection.send((begun, ended, version, sent))
 
     uvloop.run(main())
@@ -394,9 +391,6 @@ def all_reduced(control: Any) -> tuple[float, float] | None:
         tell(f"hivemind: a round failed: {error!r:.200}")
         return None
     return begun, time.monotonic()
-
-
-# ---- all -------------------------------------------------------------------------------------------------------------
 
 
 def race(codec: str, megabytes: float, count: int, options: Any) -> dict[str, Any]:

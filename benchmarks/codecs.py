@@ -45,13 +45,10 @@ from swarm.vocabulary.types import Codec
 
 # ---- contenders ------------------------------------------------------------------------------------------------------
 
-Sent = tuple[bytes | bytearray, TensorSpec | None]
-"""Data, and the contents of our header of some 30 bytes."""
+Sent = tuple[bytes | bytearray, TensorSpec | None]  # data, and the contents of our header of some 30 bytes
 
 
 class Ours:
-    """One of our codecs; `received` is what the transport gives to `decode`."""
-
     def __init__(self, codec: Codec) -> None:
         self.codec, self.name = codec, f"skipstone.{codec.name}"
 
@@ -59,10 +56,7 @@ class Ours:
         return codecs.encode(values, self.codec)
 
     def to_bytes(self, encoded: codecs.Encoded) -> Sent:
-        return bytes(encoded.data), encoded.spec
-
-    def received(self, sent: Sent) -> Sent:
-        return bytearray(sent[0]), sent[1]
+        return bytearray(encoded.data), encoded.spec
 
     def decode(self, sent: Sent, out: Tensor) -> Tensor:
         assert sent[1] is not None
@@ -79,9 +73,6 @@ class Theirs:
 
     def to_bytes(self, encoded: Any) -> Sent:
         return encoded.SerializeToString(), None
-
-    def received(self, sent: Sent) -> Sent:
-        return sent
 
     def decode(self, sent: Sent, out: Tensor) -> Tensor:
         return deserialize_torch_tensor(runtime_pb2.Tensor.FromString(sent[0]))
@@ -184,7 +175,7 @@ def speeds(contenders: Sequence[Contender], values: Tensor, rounds: int) -> dict
 
 
 def _take_turn(contender: Contender, values: Tensor, seconds: dict[str, list[float]]) -> None:
-    out, received = torch.empty_like(values), contender.received(contender.to_bytes(contender.encode(values)))
+    out, received = torch.empty_like(values), contender.to_bytes(contender.encode(values))
     calls: dict[str, Callable[[], Any]] = {
         "encode": lambda: contender.encode(values),
         "encode_to_bytes": lambda: contender.to_bytes(contender.encode(values)),

@@ -130,7 +130,7 @@ MORE_ARMS: Final = {
     "routed_3x3_half_text": Arm(3, routed=True, text=0.5),
 }
 BARS: Final = {"routed/dense_steps": -0.08, "routed/dense_tokens": -0.015, "random/routed": 0.03}
-"""Of perplexity: at most, at most, at least."""
+"""Changes of perplexity: at most, at most, at least."""
 
 
 def manifest_of(arm: Arm, options: Any, seed: int, routing: dict[str, Any] | None = None) -> Manifest:

@@ -334,9 +334,6 @@ def visit(expert: Any, hidden: torch.Tensor, gradient: torch.Tensor) -> Sample |
     return Sample(forward_s, time.perf_counter() - begun)
 
 
-# ---- all -------------------------------------------------------------------------------------------------------------
-
-
 def measure(options: Any) -> dict[str, Any]:
     samples: dict[str, list[Sample]] = {"skipstone": [], "hivemind": []}
     streams: dict[bool, dict[int, list[float]]] = {plain: {size: [] for size in CHUNK_SIZES} for plain in (False, True)}

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from benchmarks import kit
 from benchmarks.filling import Durations, FillingPeer, FillingWorld, Setting, share_of_time
 from benchmarks.kit import source_of, tell
-from benchmarks.optimizers import ARMS, Task, Trainer, best_of, manifest_of, summary, trained
+from benchmarks.optimizers import ARMS, Task, Trainer, manifest_of, trained, trainings
 from lab.world.world import Peer
 from node.model import passes
 from node.model.blocks import Linear
@@ -314,13 +314,8 @@ def measured_profile(task: Task, repeats: int = 20) -> Profile:
     )
 
 
-def trainings(options: Any) -> dict[str, Any]:
-    runs, arms = list[dict[str, Any]](), (ADAMW, AT_ONCE, *map(str, options.periods))
-    for seed, arm, rate in itertools.product(options.seeds, arms, options.rates):
-        runs.append(train(task_of(options), arm, seed, rate))
-        tell({key: runs[-1][key] for key in ("arm", "seed", "rate", "loss")})
-    best = best_of(runs)
-    return {"summary": summary(best), "best": best, "runs": runs}
+def measure_training(options: Any) -> dict[str, Any]:
+    return trainings(task_of(options), options, (ADAMW, AT_ONCE, *map(str, options.periods)), train)
 
 
 if __name__ == "__main__":
@@ -330,4 +325,4 @@ if __name__ == "__main__":
     quick |= {"periods": [2]}
     torch.set_num_threads(1)
     flush_denormals()
-    kit.run(__doc__, {"schedule": schedules, "training": trainings}, quick, **usual, **more)
+    kit.run(__doc__, {"schedule": schedules, "training": measure_training}, quick, **usual, **more)

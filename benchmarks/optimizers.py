@@ -12,7 +12,7 @@ import itertools
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -28,7 +28,7 @@ from benchmarks.kit import READER, Learner, curve_of, reached, run_of, size_of, 
 from node.data.feed import TrainingFeed, held_out_microbatches, open_documents
 from node.model.device import flush_denormals
 from node.model.moments import MomentType
-from node.model.optimizer import Accumulator, InnerOptimizer, StepFigures
+from node.model.optimizer import InnerOptimizer, StepFigures
 from node.model.optimizers.inner_rule import AtDeadline
 from node.solo.trainer import evaluate
 from protocol.manifest.manifest import Manifest
@@ -104,7 +104,8 @@ class Trainer(Learner):
         self.idle, self._arm = IdleTime(), arm
         self._feed = TrainingFeed(manifest, open_documents(manifest), READER)
         self._seconds = 0.0
-        super().__init__(manifest, partial(self._optimizer, manifest))
+        submit = self.idle.submit if arm.in_idle_time else AtDeadline
+        super().__init__(manifest, partial(InnerOptimizer, manifest.training, submit=submit, moments=arm.moments))
 
     @property
     def foreground_s(self) -> float:
@@ -120,10 +121,6 @@ class Trainer(Learner):
         figures = self.step()
         self._seconds += time.thread_time() - begun
         return figures
-
-    def _optimizer(self, manifest: Manifest, sums: Sequence[Accumulator]) -> InnerOptimizer:
-        submit = self.idle.submit if self._arm.in_idle_time else AtDeadline
-        return InnerOptimizer(manifest.training, sums, submit=submit, moments=self._arm.moments)
 
 
 def measure(task: Task, name: str, seed: int, rate: float) -> dict[str, Any]:
@@ -175,16 +172,21 @@ def summary(best: Sequence[dict[str, Any]]) -> dict[str, dict[str, float | None]
     return {name: kit.medians(of, [key for key in of[0] if key not in ("arm", "seed")]) for name, of in rows.items()}
 
 
-def measure_all(options: Any) -> dict[str, Any]:
+def trainings(task: Task, options: Any, arms: Iterable[str], train: Callable[..., Any]) -> dict[str, Any]:
+    """Trains all arms with all seeds and learning rates."""
     torch.set_num_threads(1)
     flush_denormals()
-    task = Task(options.steps, hidden=options.hidden, source=source_of(options.text))
     runs: list[dict[str, Any]] = []
-    for seed, name, rate in itertools.product(options.seeds, options.arms, options.rates):
-        runs.append(measure(task, name, seed, rate))
+    for seed, arm, rate in itertools.product(options.seeds, arms, options.rates):
+        runs.append(train(task, arm, seed, rate))
         tell({key: runs[-1][key] for key in ("arm", "seed", "rate", "loss")})
     best = best_of(runs)
-    return {"task": asdict(task), "summary": summary(best), "best": best, "runs": runs}
+    return {"summary": summary(best), "best": best, "runs": runs}
+
+
+def measure_all(options: Any) -> dict[str, Any]:
+    task = Task(options.steps, hidden=options.hidden, source=source_of(options.text))
+    return {"task": asdict(task), **trainings(task, options, options.arms, measure)}
 
 
 if __name__ == "__main__":

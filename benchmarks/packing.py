@@ -105,7 +105,7 @@ def ours(task: Task) -> Arm:
             rest = length - taken, True
         seen = [*read, last]
         cut = [at for at, (tokens, is_rest) in enumerate(seen[: len(whole)]) if is_rest or tokens > task.sequence]
-        chance = partial(_shuffled, len(packed))
+        chance = partial(shuffled, len(packed))
         work = partial(pack_and_end, [tokens for tokens, _ in whole], cut, room, level, chance)
         (found, kept), seconds = _timed(work)
         longest_s, level = max(longest_s, seconds), found.level
@@ -114,7 +114,7 @@ def ours(task: Task) -> Arm:
     return Arm(packed, 0.0, 1000 * longest_s)
 
 
-def _shuffled(key: int, count: int) -> list[int]:
+def shuffled(key: int, count: int) -> list[int]:
     return random.Random(f"{SEED}:{key}").sample(range(count), count)
 
 
@@ -350,9 +350,6 @@ def measure_swarm(options: Any) -> dict[str, Any]:
                 tell(f"swarm, round {number + 1}, {arm}: {rate:.0f} tokens/s")
     ratios = {f"ours_over_{arm}": round(median_ratio(found["ours"], found[arm]), 3) for arm in ("concat", "rows")}
     return {"tokens_per_s": found, **ratios}
-
-
-# ---- all -------------------------------------------------------------------------------------------------------------
 
 
 def measure(options: Any) -> dict[str, Any]:

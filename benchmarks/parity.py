@@ -60,8 +60,7 @@ class Task:
     rows: int = 8
     microbatches: int = 1
     steps: int = 3000
-    common_steps: int = 800
-    """First steps, taken by one process for all replicas."""
+    common_steps: int = 800  # taken by one process for all replicas
     warmup_steps: int = 50
     beta2: float = 0.95
     held_out_microbatches: int = 128
@@ -78,8 +77,7 @@ class Rule:
 
     inner_steps: int
     inner_rate: float
-    final_ratio: float
-    """Learning rate at the last step over its peak."""
+    final_ratio: float  # learning rate at the last step over its peak
     outer_rate: float
     outer_momentum: float
 

@@ -92,12 +92,10 @@ class Cell:
     bar: tuple[str, str, float]
     """Two arms, and the ratio of their figures that is wanted: at most for seconds a step, at least for tokens/s."""
     arms: tuple[str, ...] = RULES
-    per_step: int = 4
-    """Microbatches of a step of one data node."""
+    per_step: int = 4  # microbatches of a step of one data node
     staleness: int = 2
     per_path: int = SKIPPABLE
-    links: float = 1.0
-    """Factor on the delays between regions."""
+    links: float = 1.0  # factor on the delays between regions
     bytes_per_s: float | None = None
     slots: int | None = None
 
@@ -149,8 +147,7 @@ CELLS: Final[Mapping[str, Cell]] = {
 
 DATA_FORWARD_S: Final = 0.005
 FASTEST_S: Final = 0.06
-SLOWEST: Final = 4.0
-"""Forward time of the slowest replica over that of the fastest, at most."""
+SLOWEST: Final = 4.0  # forward time of the slowest replica over that of the fastest, at most
 REGIONS: Final = ("a", "b", "c")
 INSIDE_S: Final = 0.002
 ACROSS_S: Final = (0.040, 0.150)
@@ -163,8 +160,7 @@ class Environment:
 
     stages: tuple[int, ...]
     forward_s: tuple[float, ...]
-    announced: tuple[float, ...]
-    """Announced over true speed."""
+    announced: tuple[float, ...]  # announced over true speed
     regions: tuple[str, ...]
     one_way_s: dict[str, dict[str, float]]
 
@@ -326,9 +322,6 @@ def cpu_ticks() -> tuple[int, int]:
         return 0, 0
     ticks = [int(word) for word in stat.read_text().splitlines()[0].split()[1:9]]
     return sum(ticks) - ticks[1] - ticks[3] - ticks[4], sum(ticks)
-
-
-# ---- all of them -----------------------------------------------------------------------------------------------------
 
 
 def report(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -60,8 +60,7 @@ from tests.e2e.small_run import Watch, small_run, write_text
 
 RELAYED_BYTES: Final = 10**12  # more than is sent
 PUBLIC_HOSTS: Final = 5
-BYSTANDER, _, _, STRANGER, DIRECT_PLACE = range(PUBLIC_HOSTS)
-"""The first three hosts begin the run, with one node for each stage."""
+BYSTANDER, _, _, STRANGER, DIRECT_PLACE = range(PUBLIC_HOSTS)  # the first three begin the run, a node a stage
 BATCHES: Final = 6
 
 
@@ -180,14 +179,11 @@ class Way:
     """A step of the ladder, and how a peer gets there."""
 
     step: str
-    place: int | str
-    """Place of the peer in the `HomeNetwork`."""
+    place: int | str  # of the peer, in the `HomeNetwork`
     surroundings: Callable[[HomeNetwork, Path], AbstractContextManager[None]] = lambda network, folder: nullcontext()
     why_not: Callable[[], str | None] = lambda: None
-    found: str = ""
-    """The step that the peer itself reports, if another."""
-    stranger_is_shut: bool = False
-    """The stranger cannot be dialled either."""
+    found: str = ""  # the step that the peer itself reports, if another
+    stranger_is_shut: bool = False  # the stranger cannot be dialled either
 
 
 WAYS = (
@@ -237,7 +233,11 @@ async def measure_training(network: HomeNetwork, way: Way, folder: Path, steps: 
     """Tokens per second over some steps of a run that needs the peer."""
     manifest = small_run(write_text(folder / "text"), blocks=(0, 1, 1))
     options = LocalSwarmOptions(peers=3, threads=1)
-    async with LocalSwarm(manifest, options, places=lambda index: _place(network, index)) as swarm:
+
+    def place(index: int) -> Place:
+        return network.relaying_place(index) if index == BYSTANDER else network.place(index)
+
+    async with LocalSwarm(manifest, options, places=place) as swarm:
         watch = Watch(swarm)
         await watch.step(1)
         link = str(swarm.link)
@@ -259,10 +259,6 @@ async def measure_training(network: HomeNetwork, way: Way, folder: Path, steps: 
             swarm.request_stop()
             await watch.to_the_end(swarm)
     return rate(times)
-
-
-def _place(network: HomeNetwork, index: int) -> Place:
-    return network.relaying_place(index) if index == BYSTANDER else network.place(index)
 
 
 async def _serving_at(node: WatchedNode, step: str) -> None:

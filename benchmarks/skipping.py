@@ -198,9 +198,6 @@ def at_equal_time(task: Task, seed: int, name: str) -> dict[str, Any]:
     }
 
 
-# ---- all -------------------------------------------------------------------------------------------------------------
-
-
 def compared(arms: dict[str, dict[str, Any]]) -> None:
     """Adds each arm's distance to full paths, if those were trained."""
     full = arms.get("full")

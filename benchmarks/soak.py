@@ -76,8 +76,7 @@ class Account:
     caught_up: int = 0
     killed: int = 0
     joined: int = 0
-    longest_pause_s: float = 0.0
-    """Longest time without a completed microbatch while every module was served."""
+    longest_pause_s: float = 0.0  # without a completed microbatch while every module was served
     lives: dict[int, Life] = field(default_factory=dict)
     tokens: int = 0
     loss: float = 0.0
