@@ -193,8 +193,10 @@ def process(target: Any, *arguments: Any, grace_s: float = 0.0) -> Iterator[Conn
 
 def _lead_group(target: Any, *arguments: Any) -> None:
     os.setsid()
-    with suppress(EOFError):
+    try:
         target(*arguments)
+    except* EOFError:  # the driver has ended the connection
+        pass
 
 
 def hear(connection: Connection, patience_s: float = PATIENCE_S) -> Any:

@@ -282,17 +282,12 @@ def figures(
 ) -> dict[str, Any]:
     """The figures of one swarm between two times; `tokens` are those of a microbatch."""
     environment, bound = trial.environment, trial.environment.bound_per_s(trial.cell.visited(trial.arm))
-    within = [mark for marks in flights.values() for mark in marks if span[0] <= mark.at < span[1]]
-    completed = [mark for mark in within if mark.kind == HOME]
-    per_s = len(completed) / (span[1] - span[0])
-    visits = visits_of(completed, indices)
-    crossed, hops = 0, 0
-    for own, marks in flights.items():
-        for mark in marks:
-            if mark.kind == HOME and span[0] <= mark.at < span[1]:
-                stops = [environment.regions[index] for index in (own, *(indices[peer] for peer in mark.peers), own)]
-                crossed += sum(one != other for one, other in itertools.pairwise(stops))
-                hops += len(stops) - 1
+    within = {own: [mark for mark in marks if span[0] <= mark.at < span[1]] for own, marks in flights.items()}
+    completed = [(own, mark) for own, marks in within.items() for mark in marks if mark.kind == HOME]
+    per_s, visits = len(completed) / (span[1] - span[0]), visits_of([mark for _, mark in completed], indices)
+    paths = [(own, *(indices[peer] for peer in mark.peers), own) for own, mark in completed]
+    links = [link for path in paths for link in itertools.pairwise(path)]
+    crossed = sum(environment.regions[one] != environment.regions[other] for one, other in links)
     steps = [seconds for marks in flights.values() for seconds in steps_s(marks, trial.cell.per_step, span)]
     return {
         "cell": trial.name,
@@ -301,10 +296,10 @@ def figures(
         "tokens_per_s": round(per_s * tokens, 1),
         "step_s": rounded(statistics.fmean(steps)) if steps and not trial.cell.staleness else None,
         "share_of_bound": round(per_s / bound, 3),
-        "hops_between_regions": round(crossed / max(1, hops), 3),
+        "hops_between_regions": round(crossed / max(1, len(links)), 3),
         "visits_per_replica": {index: visits[index] for index, stage in enumerate(environment.stages) if stage},
         "completed": len(completed),
-        "abandoned": sum(mark.kind == LOST for mark in within),
+        "abandoned": sum(mark.kind == LOST for marks in within.values() for mark in marks),
     }
 
 
