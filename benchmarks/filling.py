@@ -1,11 +1,11 @@
-"""What idle time is worth: weight gradients that are put off against those computed at once, and the cost of filling.
+"""What idle time is worth: weight gradients put off against those computed at once, and the cost of filling.
 
-In virtual time the node's own custody, planner and compute queue decide (`lab.world.world`). A data
-node and four stages of one peer each, 0.8 to 1.2 times as fast as others; forward, the input's gradient and the
-weights' gradients take 30 ms each; links so many ms one way, with a log-normal jitter of 0.3. `put_off`: steps of 8
-microbatches wait for each other (staleness 0); `ratio` is the pace with weight gradients put off over that without,
-`held` the same of the most bytes held. `filling`: staleness 2, a window that leaves devices idle half of the time, and
-endless idle work; `foreground` is the pace over that without it, `wait_ms` the growth of a job's 99th percentile wait.
+The node's own custody, planner and compute queue in virtual time (`lab.world.world`): a data node and four stages of
+one peer each, 0.8 to 1.2 times as fast as each other. Forward, the input's gradient and the weights' gradients take 30
+ms each; links have `--latencies` in ms one way, with a log-normal jitter of 0.3. `put_off`: steps of 8 microbatches
+wait for each other (staleness 0). `ratio`: throughput with weight gradients put off over that without; `held`: the
+same ratio of the most bytes held. `filling`: staleness 2, a window that leaves devices idle half of the time, and
+endless idle work. `foreground`: throughput over that without it; `wait_ms`: growth of a job's 99th percentile wait.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ that step gives two curvature factors, then each factor is inverted, all as idle
 refreshes (`work_over_bubble`: the authors' formula for it). `step`: step time over that without K-FAC, `in_step` with
 the same refreshes inside the step.
 
-`training`: a small model with K-FAC against AdamW, by refresh period; curvature is as many steps old when first used
+`training`: a small model with K-FAC against AdamW, by refresh period; curvature is one period old when first used
 (`at once`: that of the step itself). The empirical Fisher matrix of a layer is the Kronecker product of the means of x
 x^T and g g^T, damped as in arXiv:1503.05671, section 6.3; steps have AdamW's length (grafting, arXiv:2002.11803).
 """
@@ -221,7 +221,7 @@ def _inverse(factor: Tensor) -> Tensor:
 
 
 class Kfac(AdamW):
-    """The rule of these layers' weights, with new curvature every so many steps, which is first used after `lag`."""
+    """The rule of these layers' weights. New curvature every `every` steps is first used `lag` steps later."""
 
     def __init__(self, layers: Sequence[Linear], inner: InnerSection, every: int, lag: int) -> None:
         super().__init__([layer.weight for layer in layers], inner)

@@ -172,7 +172,7 @@ def _whole_pieces(task: Task) -> Iterator[int]:
 
 
 def _batch(lengths: list[int], task: Task) -> tuple[list[Packed], list[int]]:
-    """The longest first into the cheapest with room; and what is left."""
+    """Puts the longest first into the cheapest with room; returns the microbatches and the rest."""
     bins: list[list[int]] = [[] for _ in range(WINDOW)]
     costs, tokens, left = [0.0] * WINDOW, [0] * WINDOW, list[int]()
     for length in sorted(lengths, reverse=True):

@@ -4,7 +4,7 @@ A data node and replicas of one stage on emulated devices (`tests/e2e/emulated.p
 `--forward-ms`; links carry 100 Mbit/s. A round lasts from the first snapshot until the last replica has the new anchor,
 and one visit longer. `pace_ratio`: completed microbatches a second during rounds over that between them, without the
 first round; `computed_ratio`: the same of the devices' computing time. `of_the_emulated`: the throughput over that of
-devices that never wait; far below 1 this machine was too slow. `not_of_all`: rounds without a slow replica.
+devices that never wait. If it is far below 1, this machine was too slow. `not_of_all`: rounds without a slow replica.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A swarm under churn: peers are killed and join at random for minutes, and afterwards everything has to add up.
+"""A swarm under churn: peers are killed and join at random for minutes, and afterwards all counts have to add up.
 
 A peer is killed with SIGKILL every `--every` seconds on average and another one joins as often; a module's last replica
-is spared. Then the same run is trained undisturbed for as many tokens. Figures: held-out losses, the verdict of
+is spared. Then the same run is trained undisturbed for the same tokens. Figures: held-out losses, the verdict of
 `skipstone check` on the event logs, the longest time without a step while every module was served, and how memory and
 open files of the longest-lived nodes grew. `--keep` is a folder for the event logs.
 """
