@@ -55,7 +55,7 @@ PROGRESS_S: Final = 1.0
 
 
 class RoundNews:
-    """Reports events and status of one replica's rounds."""
+    """Events and status of one replica's rounds."""
 
     def __init__(self, peer: PeerId, module: ModuleId, clock: Clock, events: EventSink) -> None:
         self._peer = peer

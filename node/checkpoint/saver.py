@@ -83,7 +83,7 @@ class SaveRequests:
 
 @dataclass(slots=True, eq=False)
 class Saver:
-    """Captures a replica on the compute thread and writes it on a background thread, periodically or on request."""
+    """Periodic and requested saves of a replica, captured on the compute thread and written in the background."""
 
     capture: Callable[[], ReplicaState]
     write: Callable[[ReplicaState], Header]

@@ -180,7 +180,7 @@ class AnchorState:
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """Counts of a replica's work, without gradients that are not applied yet."""
+    """Counts of the work that a replica's parameters contain."""
 
     tokens: int
     visits: int

@@ -83,7 +83,7 @@ class Listing:
         path = self.root / name
         # A folder on the path may have become a link.
         if os.path.realpath(path) != str(path):
-            raise OSError(errno.ELOOP, "a link leads to it", str(path))
+            raise OSError(errno.ELOOP, "its path contains a link", str(path))
         return open_regular(path)
 
     def section(self) -> FilesSection:

@@ -96,7 +96,7 @@ class _RowBlock:
 
 
 class RowPacker:
-    """Cuts a stream of fragments into microbatches of equal shape. Holds at most one block and one document."""
+    """Packer that cuts a stream into microbatches of equal shape. Holds at most one block and one document."""
 
     def __init__(
         self,
@@ -244,7 +244,7 @@ class _Stretch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Block:
-    """Documents that are packed together, and for each microbatch, in the order of turns, its pieces of them."""
+    """Documents packed together, and the pieces in each microbatch, in order."""
 
     stretches: list[_Stretch]
     turns: list[tuple[Piece, ...]]
@@ -252,7 +252,7 @@ class _Block:
 
 
 def reading_place(block: Place) -> Place:
-    """Returns where to start reading for a block: within a document, one token earlier, the first label's input."""
+    """Returns where to start reading for a block: one token earlier within a document, as the first input."""
     return Place(block.epoch, block.position, max(0, block.offset - 1))
 
 
@@ -269,7 +269,7 @@ def tokens_of_last(taken: int, microbatch_tokens: int) -> int:
 
 
 class DocumentPacker:
-    """Packs fragments, starting at `reading_place(start.block)`, into microbatches of whole documents.
+    """Packer of fragments, starting at `reading_place(start.block)`, into microbatches of whole documents.
 
     Args:
         unscored: labels at the start of each document without loss.

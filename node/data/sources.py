@@ -291,7 +291,7 @@ def _document_ends(file: BinaryIO, size: int, name: str) -> tuple[np.dtype[Any],
 
 
 class ShardWriter:
-    """Writes documents to shards `00000.bin`, `00000.idx` and so on in a folder, one after the other."""
+    """Writer of documents to shards `00000.bin`, `00000.idx` and so on in a folder, one after the other."""
 
     def __init__(self, folder: Path, vocabulary: int, shard_tokens: int) -> None:
         self._folder, self._most = folder, shard_tokens

@@ -132,7 +132,7 @@ async def _look_around(session: NetworkSession, modules: Sequence[ModuleId], pat
 def state_to_take(
     module: ModuleId, announced: Mapping[PeerId, AnchorVersion], inner_steps: int, *, is_model: bool = False
 ) -> tuple[AnchorVersion, tuple[PeerId, ...]]:
-    """Returns the agreed state and its replicas. `is_model` accepts round 0. Raises Unreachable, NoQuorum."""
+    """Returns the agreed state and its replicas. Round 0 needs `is_model`. Raises Unreachable, NoQuorum."""
     if not announced:
         raise Unreachable(
             f"no peer serves module {module}", hint="Try again when `skipstone status` shows a peer for every stage."

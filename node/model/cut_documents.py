@@ -18,7 +18,7 @@ from torch import Tensor
 from node.model.document_attention import document_attention
 
 QUERIES_AT_ONCE: Final = 256
-"""Queries that share one mask. Half of their last square of keys is computed in vain."""
+"""Queries per attention call. In a square of this width, half of the scores are computed and masked."""
 
 
 class Exchange:
@@ -107,7 +107,7 @@ class CutDocuments:
 
 
 class _Swapped(torch.autograd.Function):
-    """Concatenates the tensors of all ranks along dimension 2. Backward sums the gradients of this rank's slice."""
+    """Concatenation of all ranks' tensors along dimension 2. Backward sums the gradients of this rank's slice."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, exchange: Exchange, rank: int, sizes: Sequence[int]) -> Tensor:

@@ -24,11 +24,11 @@ from swarm.vocabulary.types import ModuleId, Reasoned
 _SUM_BYTES: Final = 4
 _CPU_SUM_BYTES: Final = 8
 _GRADIENT_BYTES: Final = 4
-"""Gradients of one visit, or the mean gradient before a step; never both at once."""
+"""Bytes per parameter for the gradients of one visit, or the mean gradient before a step; never both."""
 _ANCHOR_BYTES: Final = 2 * 4
-"""Parameters and outer momentum (`node.averaging.anchor`)."""
+"""Bytes per parameter for an anchor: parameters and outer momentum."""
 _SNAPSHOT_BYTES: Final = 4
-"""Copy of the parameters that a round's pseudo-gradient is taken from (`node.averaging.replica_sync`)."""
+"""Bytes per parameter for the copy that a round's pseudo-gradient is taken from."""
 DEVICE_BYTES: Final = BYTES_PER_PARAMETER + _SUM_BYTES
 """Bytes per block parameter on a GPU, without optimizer state."""
 CPU_BYTES: Final = BYTES_PER_PARAMETER + _CPU_SUM_BYTES + _GRADIENT_BYTES
@@ -93,10 +93,10 @@ def none_fits(
     needs = needs_of(manifest, microbatches, moments)
     module = min(modules, key=lambda each: needs[each].all)
     lack = room.lacks(needs[module])
-    assert lack is not None, "asked only when nothing fits"
+    assert lack is not None, "called only if nothing fits"
     what = f"module {module}"
     if len(modules) > 1:
-        what = f"no module of this run fits into this machine; the smallest, {module},"
+        what = f"no module of this run fits on this machine; the smallest, {module},"
     return _too_little(what, needs[module], f"{lack}{_instead(manifest, room, microbatches, moments)}")
 
 
@@ -218,7 +218,7 @@ def _too_little(what: str, need: Need, lack: str) -> OutOfMemory:
     return OutOfMemory(
         f"{what} takes {size_text(need.all)} ({need.reason}), and {lack}",
         hint=(
-            "Close other programs, raise --memory-limit if there is one, hold fewer microbatches (--slots, --window), "
-            "or join a run with smaller stages (skipstone new --card). --moments 8bit takes 6 bytes a parameter less."
+            "Close other programs, raise --memory-limit, use --moments 8bit (6 bytes per parameter less) or fewer "
+            "microbatches (--slots, --window). Otherwise join a run with smaller stages (`skipstone new --card`)."
         ),
     )

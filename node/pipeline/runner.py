@@ -321,7 +321,7 @@ def slot_of(message: MicrobatchTensor) -> Slot:
 
 
 class MicrobatchRunner(MachineRunner[Event, Action]):
-    """Moves one node's microbatches between its links and its compute thread."""
+    """Runner of one node's microbatches between its links and its compute thread."""
 
     def __init__(
         self,

@@ -57,7 +57,7 @@ def relative_error(tensor: Tensor, encoded: Encoded) -> float:
 
 
 class Wire:
-    """Decodes inputs and encodes outputs of a worker on its device. Runs on the compute thread."""
+    """Decoder of a worker's inputs and encoder of its outputs. Runs on the compute thread."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

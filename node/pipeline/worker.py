@@ -52,7 +52,7 @@ Weights = tuple[Tensor, ...]
 
 
 class WeightVersion:
-    """Weights between two changes of the parameters."""
+    """One version of a part's weights, from one change to the next."""
 
     def __init__(self, weights: Weights) -> None:
         self.visits = 0
@@ -319,6 +319,7 @@ class HopWorker(ReplicaWorker):
         tensor: TensorSpec,
         device: torch.device,
         graph_budget_bytes: int,
+        *,
         quadratic_share: float = 0.0,
         passes: Passes | None = None,
         deferred: DeferredWeights | None = None,
@@ -631,8 +632,18 @@ def host_hop(
         passes = split or body_passes(part, threads, quadratic_share(manifest.model))
     share = quadratic_share(manifest.model) if manifest.packs_documents else 0.0
     deferred = DeferredWeights(chosen, split, total, submit)
-    tensor, stashed = hidden_tensor(manifest), manifest.training.staleness
-    return HopWorker(part, total, optimizer, tensor, device, graph_budget_bytes, share, passes, deferred, stashed)
+    return HopWorker(
+        part,
+        total,
+        optimizer,
+        hidden_tensor(manifest),
+        device,
+        graph_budget_bytes,
+        quadratic_share=share,
+        passes=passes,
+        deferred=deferred,
+        stashed=manifest.training.staleness,
+    )
 
 
 def host_stage_zero(

@@ -107,7 +107,7 @@ class Staging:
 
 
 def step_alone(replica: LocalReplica, store: AnchorStore, rule: OuterRule, steps: int, tokens: int) -> Anchor:
-    """Takes the outer step of a replica without peers, on its compute thread. Raises StateError if it is not finite."""
+    """Takes the outer step of a replica without peers, on its compute thread. Raises StateError if it diverged."""
     base, layout = store.current, store.layout
     first, end = layout.fragments[base.version.fragment]
     fragment = layout.range_of(first, end)

@@ -124,7 +124,7 @@ class Donor:
         return anchor if anchor is not None or self._start is None else self._start.hashed(module, digest)
 
     async def _hashed(self, module: ModuleId, digest: bytes) -> FirstAnchor | None:
-        """Reads and hashes a first anchor from the model's folder, one at a time."""
+        """Reads and hashes a module of the model that the run started from, one at a time."""
         if self._start is None or not self._start.has(module, digest):
             return None
         async with self._hashing:

@@ -95,7 +95,7 @@ def apply_adamw(
         [each.variance for each in moments],
         [],
         [each.steps for each in moments],
-        fused=True,  # one pass over memory on CPU and CUDA alike
+        fused=True,  # one pass over memory, on CPU and CUDA
         amsgrad=False,
         beta1=inner.beta1,
         beta2=inner.beta2,

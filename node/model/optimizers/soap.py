@@ -223,7 +223,7 @@ class Soap(InnerRule[Preconditioned]):
 
     @staticmethod
     def state_bytes(shape: Shape, largest_side: int) -> int:
-        """Returns the bytes of a matrix's state: moments, and per side statistics and basis, doubled in a refresh."""
+        """Returns the bytes of a matrix's state: moments, per side statistics and basis (twice in a refresh)."""
         squares = sum(length**2 for length in based_sides(shape, largest_side).values())
         return FLOAT_BYTES * (2 * math.prod(shape) + 4 * squares)
 

@@ -571,7 +571,7 @@ class TestModels:
         [
             (("generate", "nowhere", "a"), 78, "not a join link, a checkpoint or an exported folder"),
             (("export", "nowhere", "folder"), 78, "not a join link, a checkpoint or an exported folder"),
-            (("eval", "nowhere"), 78, "neither"),
+            (("eval", "nowhere"), 78, "not a join link"),
             (("generate", "nowhere", "a", "--temperature", "-1"), 78, "temperature"),
             (("generate", "nowhere", "a", "--device", "abacus"), 78, "abacus"),
             (("generate", "nowhere", "a", "--tokens", "0"), 2, ""),
