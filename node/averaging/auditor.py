@@ -45,8 +45,7 @@ class Recount:
         if source is None or record.anchor is None:
             raise StateError("the next exchange has started")
         self._record, self._piece = record, piece
-        # The two anchors' momentum gives the mean that was applied; subtracting every contribution from it must leave
-        # nothing.
+        # The two anchors' momentum gives the mean that was applied. Without all contributions, only rounding remains.
         self._rest: Vector = np.multiply(source.anchor.momentum[piece.part], np.float32(-momentum))
         np.add(record.anchor.momentum[piece.part], self._rest, out=self._rest)
         self._result = math.sqrt(squares(self._rest))
