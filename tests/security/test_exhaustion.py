@@ -240,11 +240,11 @@ def forbidden(targets: Targets, persona: Persona) -> dict[str, list[Frame | byte
     half_precision = TensorSpec(tensor.shape, DType.BFLOAT16)
     piece = encode_chunk(1, 0, memoryview(bytes(4096)))
     return {
-        "a tensor (1, 32, 32) FLOAT32 was announced": [header(message, TensorSpec((1, 32, 32), DType.FLOAT32))],
-        "a tensor (2, 32, 32) BFLOAT16 was announced": [header(message, half_precision)],
-        "a tensor (8192, 16384) FLOAT32 was announced": [header(message, half_gigabyte)],
-        "module 9.0, which the manifest does not have": [header(targets.forward(persona, module=ModuleId(9)), tensor)],
-        "sent what only": [header(another, tensor)],
+        "a tensor (1, 32, 32) FLOAT32": [header(message, TensorSpec((1, 32, 32), DType.FLOAT32))],
+        "a tensor (2, 32, 32) BFLOAT16": [header(message, half_precision)],
+        "a tensor (8192, 16384) FLOAT32": [header(message, half_gigabyte)],
+        "module 9.0, which is not in the manifest": [header(targets.forward(persona, module=ModuleId(9)), tensor)],
+        "sent a tensor that only": [header(another, tensor)],
         "its data node has not signed the route": [header(unsigned, tensor)],
         "the route's signature is not its data node's": [header(stolen, tensor)],
         "0 was due": [header(message, tensor, chunks=2), encode_chunk(1, 1, memoryview(bytes(4096)))],

@@ -713,7 +713,7 @@ def test_a_damaged_snapshot_is_passed_over_and_named(path: Path) -> None:
     assert torch.equal(found.modules[ONE]["w"], state_of(1.0).local["w"])
     assert [problem.file for problem in found.problems] == [file]
     (path / PEER / "state-1.safetensors").unlink()
-    with pytest.raises(CorruptSnapshot, match=r"module 1\.0 is whole.*state-2"):
+    with pytest.raises(CorruptSnapshot, match=r"module 1\.0 is intact.*state-2"):
         gather_modules(path)
 
 
@@ -804,7 +804,7 @@ def test_a_disk_that_fails_at_any_step(tmp_path: Path, number: int) -> None:
             save_state(folder_at(folder, storage), PEER, ONE, expected)
         else:
             with pytest.raises(
-                ResourceExhausted if number == errno.ENOSPC else StateError, match="could not be written"
+                ResourceExhausted if number == errno.ENOSPC else StateError, match="cannot write the checkpoint"
             ):
                 save_state(folder_at(folder, storage), PEER, ONE, expected)
         found = load_newest(folder_at(folder), PEER)

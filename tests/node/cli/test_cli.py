@@ -224,7 +224,7 @@ class TestNew:
             (("--experts", "two"), 78, "not a list of numbers"),
             (("--experts", "1,2"), 65, "one for each of the 5 stages"),
             (("--experts", "2", "--attention", "causal"), 65, "whole documents are routed"),
-            (("--route-from", "python-stdlib"), 78, "without experts"),
+            (("--route-from", "python-stdlib"), 78, "needs experts"),
             (("--size", "10q"), 78, "no number of parameters"),
             (("--size", "10m", "--card", "much"), 78, "is not a size"),
             (("--size", "7b", "--card", "1GB"), 78, "one block of this model takes more"),
@@ -569,9 +569,9 @@ class TestModels:
     @pytest.mark.parametrize(
         ("arguments", "code", "message"),
         [
-            (("generate", "nowhere", "a"), 78, "neither a checkpoint nor an exported folder"),
-            (("export", "nowhere", "folder"), 78, "neither a checkpoint nor an exported folder"),
-            (("eval", "nowhere"), 78, "neither"),
+            (("generate", "nowhere", "a"), 78, "not a join link, a checkpoint or an exported folder"),
+            (("export", "nowhere", "folder"), 78, "not a join link, a checkpoint or an exported folder"),
+            (("eval", "nowhere"), 78, "not a join link"),
             (("generate", "nowhere", "a", "--temperature", "-1"), 78, "temperature"),
             (("generate", "nowhere", "a", "--device", "abacus"), 78, "abacus"),
             (("generate", "nowhere", "a", "--tokens", "0"), 2, ""),

@@ -75,7 +75,7 @@ def test_more_tokens_than_the_model_has_rows_are_refused(tmp_path: Path) -> None
 def test_a_tokenizer_that_cannot_end_a_document_is_refused(tmp_path: Path) -> None:
     content = word_tokenizer("<unk>", "a")
     (tmp_path / "t.json").write_bytes(content)
-    with pytest.raises(ManifestError, match="ends a document"):
+    with pytest.raises(ManifestError, match="no end-of-document token"):
         open_tokenizer(manifest_with(tmp_path / "t.json", content), tmp_path / "t.json")
 
 
@@ -90,7 +90,7 @@ def test_without_the_tokenizers_library_the_extra_is_named(tmp_path: Path, monke
 def test_what_is_no_regular_file_is_refused_at_once(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     for place in (tmp_path / "fifo", Path("/dev/zero"), tmp_path):
-        with pytest.raises(ConfigError, match=r"no regular file|nothing below"):
+        with pytest.raises(ConfigError, match=r"not a regular file|are not read"):
             open_tokenizer(manifest_with(tmp_path / "t.json", b"{}"), place)
 
 
@@ -104,7 +104,7 @@ def test_a_link_that_a_person_names_is_followed(tmp_path: Path) -> None:
 
 
 def test_no_file_is_opened_that_nobody_has_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="nobody has said"):
+    with pytest.raises(ConfigError, match="unknown on this machine"):
         open_tokenizer(manifest_with(tmp_path / "t.json", b"{}"), None)
 
 

@@ -385,7 +385,7 @@ async def test_hidden_states_for_a_microbatch_that_is_over_are_refused() -> None
     async with small_swarm(A, B) as swarm:
         late = Forward(MicrobatchId(DATA, 1), AB, 2, Purpose.TRAIN, LIFETIME_S)
         answer = swarm[DATA].runner.admit(B, late, hop(swarm, A).tensor)
-        assert answer == Refusal(False, "this microbatch is not under way")
+        assert answer == Refusal(False, "this microbatch is not in flight")
 
 
 async def test_the_module_of_another_stage_is_refused() -> None:
