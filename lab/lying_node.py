@@ -1,6 +1,6 @@
-"""`python lab/lying_node.py --seed N -- ARGUMENTS`: a node that computes honestly and lies in rounds, in every role.
+"""A node that computes honestly but lies in rounds: `python lab/lying_node.py --seed N -- ARGUMENTS`.
 
-A seed chooses one lie for each round. The real node does the rest, so the liar is invited, leads and reduces in turn.
+The seed chooses one lie per round. The real node does the rest, so the liar is invited, leads and reduces in turn.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ from swarm.vocabulary.averaging_messages import (
 from swarm.vocabulary.pipeline_messages import ControlMessage, TensorMessage
 from swarm.vocabulary.types import AnchorVersion, Codec, PeerId
 
+# How much longer a pseudo-gradient gets; how many rounds ahead a liar claims to be.
 LONG: Final = 1000.0
 STRETCH: Final = 2.0
 PIECES_FALSIFIED: Final = 4
@@ -107,7 +108,7 @@ class LyingSource(Source):
         np.multiply(out, np.float32(self.factor), out=out)
 
     def encode(self, part: slice, codec: Codec, out: memoryview, room: Vector) -> None:
-        # A codec cannot encode NaN; without one it is sent as it is.
+        # A codec cannot encode NaN; without a codec it is sent as is.
         values = np.empty(part.stop - part.start, np.float32)
         self.write(part, values, 1.0)
         encode_into(codec, np.nan_to_num(values) if codec is not Codec.NONE else values, out)
@@ -243,7 +244,7 @@ def _lie_in_announcements(liar: Liar) -> None:
 
 def _replace(kind: type, **functions: Callable[..., Any]) -> None:
     for name, function in functions.items():
-        assert callable(getattr(kind, name)), f"{kind.__name__}.{name} has gone: the lie would not be told"
+        assert callable(getattr(kind, name)), f"{kind.__name__}.{name} is gone, so the lie would have no effect"
         setattr(kind, name, function)
 
 

@@ -22,7 +22,7 @@ Read = TypeVar("Read")
 
 
 def to_json(value: Any) -> Any:
-    """Converts a value to the types that `json.dumps` writes. Numbers that are not finite become None."""
+    """Converts a value to types that `json.dumps` accepts. Infinity and NaN become None."""
     if dataclasses.is_dataclass(value):
         fields = ((field, getattr(value, field.name)) for field in dataclasses.fields(value))
         return {f.name: to_json(item) for f, item in fields if item is not None or "left_out" not in f.metadata}
@@ -34,12 +34,14 @@ def to_json(value: Any) -> Any:
 
 
 def from_json(kind: type[Read], table: Any, where: str, *, lenient: bool = False) -> Read:
-    """Reads a dataclass, ignores unknown keys. `lenient`: defaults for malformed fields. Raises ProtocolViolation."""
+    """Reads a dataclass and ignores unknown keys; `lenient` gives malformed fields their defaults. Raises
+    ProtocolViolation.
+    """
     from pydantic import ValidationError
 
     try:
-        # Integers beyond 64 bits and constants such as NaN become strings, which no number field accepts.
-        # Pydantic refuses lone surrogates, which a peer may send in keys, too.
+        # Integers beyond 64 bits, and constants such as NaN, become strings, which number fields reject.
+        # Pydantic refuses lone surrogates, which a peer may send even in keys.
         text = json.dumps(table, ensure_ascii=False).encode(errors="replace")
         mended = json.loads(text, parse_int=_bounded, parse_constant=str)
         while True:
@@ -66,7 +68,7 @@ def _bounded(digits: str) -> int | str:
 
 
 def _mend(table: Any, error: Any, where: str, *, lenient: bool) -> None:
-    """Removes malformed items when `lenient`, else only turns null into NaN where a number belongs."""
+    """Removes malformed items if `lenient`; else turns null into NaN in number fields, or raises."""
     malformed = set()
     for each in error.errors(include_url=False, include_context=False):
         place = each["loc"]
@@ -79,6 +81,7 @@ def _mend(table: Any, error: Any, where: str, *, lenient: bool) -> None:
             raise _wrong(where, place, each)
     if () in malformed:
         raise _wrong(where, place, each)
+    # Last first, so that positions in lists stay valid.
     for place in sorted(malformed, reverse=True):
         del reduce(getitem, place[:-1], table)[place[-1]]
 
