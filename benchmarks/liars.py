@@ -97,7 +97,7 @@ async def one_run(kind: str, steps: int) -> Outcome:
         seconds=seconds,
         rounds=len(set.intersection(*rounds)),
         accusers=len({event.peer for event in accused} & honest),
-        left_out=sum(isinstance(event, Note) and "left out of paths" in event.message for event in seen),
+        left_out=sum(isinstance(event, Note) and "excluded from paths" in event.message for event in seen),
     )
 
 

@@ -203,7 +203,7 @@ class TestNew:
     def test_experts_without_a_router_are_dealt_by_chance(self, tmp_path: Path) -> None:
         result = run("new", str(tmp_path / "run.toml"), "--experts", "2")
         assert result.exit_code == 0, result.output
-        assert "9 modules; documents are routed to experts by chance" in result.stdout
+        assert "9 modules; documents are routed to experts at random" in result.stdout
         assert not (tmp_path / "run.router").exists()
 
     def test_it_does_not_overwrite(self, tmp_path: Path) -> None:
@@ -220,19 +220,19 @@ class TestNew:
             (("--stages", "a,b"), 78, "not a list of numbers"),
             (("--stages", "0,0"), 65, "every stage but stage 0 needs at least 1 block"),
             (("--name", "no spaces"), 65, "name"),
-            (("--from", "nowhere.toml"), 78, "cannot be read"),
+            (("--from", "nowhere.toml"), 78, "cannot read the manifest"),
             (("--experts", "two"), 78, "not a list of numbers"),
             (("--experts", "1,2"), 65, "one for each of the 5 stages"),
             (("--experts", "2", "--attention", "causal"), 65, "whole documents are routed"),
             (("--route-from", "python-stdlib"), 78, "without experts"),
-            (("--size", "10q"), 78, "no number of parameters"),
+            (("--size", "10q"), 78, "not a number of parameters"),
             (("--size", "10m", "--card", "much"), 78, "is not a size"),
-            (("--size", "7b", "--card", "1GB"), 78, "one block of this model takes more"),
-            (("--size", "10m", "--stages", "0,1"), 78, "--size and --stages both say"),
+            (("--size", "7b", "--card", "1GB"), 78, "one block of this model needs more"),
+            (("--size", "10m", "--stages", "0,1"), 78, "--size and --stages both set"),
             (("--size", "10m", "--total-tokens", "0"), 78, "at least 1"),
             (("--size", "10m", "--inner", "sgd"), 65, "training.inner.name"),
             (("--card", "12GB"), 78, "--card goes with --size"),
-            (("--size", "10m", "--tokenizer", "nowhere.json"), 78, "cannot be read"),
+            (("--size", "10m", "--tokenizer", "nowhere.json"), 78, "nowhere.json"),
             (("--experts", "5", "--route-from", "python-stdlib"), 78, "20 experts on 625 routes"),
         ],
     )
@@ -260,13 +260,13 @@ class TestNew:
 
     def test_without_the_dial_it_says_what_the_stages_take(self, tmp_path: Path) -> None:
         result = run("new", str(tmp_path / "run.toml"))
-        assert "memory: stage 0 takes" in result.stdout
+        assert "memory: stage 0 needs" in result.stdout
         assert read_signed_manifest((tmp_path / "run.toml").read_bytes(), None).manifest.model.hidden == 128
 
     def test_a_folder_that_does_not_exist(self, tmp_path: Path) -> None:
         result = run("new", str(tmp_path / "nowhere" / "run.toml"))
         assert result.exit_code == 78
-        assert "cannot be written" in result.stderr
+        assert "cannot write" in result.stderr
 
 
 class TestJoin:
@@ -614,7 +614,7 @@ def test_solo_trains_and_its_checkpoint_can_be_evaluated(tmp_path: Path) -> None
 def test_leave_without_a_running_node(tmp_path: Path) -> None:
     result = run("leave", "--identity", str(tmp_path / "identity.key"))
     assert result.exit_code == 78
-    assert "no node is running here" in result.output
+    assert "no node runs here" in result.output
 
 
 def test_tokenize_writes_shards_that_a_run_may_name(tmp_path: Path) -> None:
