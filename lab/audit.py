@@ -133,6 +133,7 @@ class VisitCheck(LogCheck):
         self._visits: defaultdict[str, list[_Counted]] = defaultdict(list)
         self._completed: dict[str, _Done] = {}
         self._abandoned: dict[str, Spot] = {}
+        # By the identity of the life: one entry per process.
         self._tallies: defaultdict[int, MicrobatchCounts] = defaultdict(MicrobatchCounts)
         self._before: defaultdict[int, MicrobatchCounts] = defaultdict(MicrobatchCounts)
         self._accounts: dict[int, tuple[Spot, MicrobatchCounts]] = {}
@@ -210,6 +211,7 @@ class VisitCheck(LogCheck):
         if microbatch in self._abandoned:
             message = f"{microbatch} is completed and also abandoned at {self._abandoned[microbatch]}"
             self.violate("completed once", done.spot, message)
+        # `hops` leaves out stage 0, which is the data node itself.
         wanted = {"0": ("0.0", done.life.peer)}
         for hop in done.hops:
             module, _, peer = hop.partition("@")
@@ -420,6 +422,7 @@ class TokenCheck(LogCheck):
             case Completed(tokens=int(tokens)):
                 account.completed += tokens
             case Step() if event.peer == life.peer:
+                # A resumed data node may start at any step.
                 if account.step and event.step != account.step + 1:
                     self.violate("steps go forward", spot, f"step {event.step} follows step {account.step}")
                 counted = None if account.tokens is None else event.tokens - account.tokens
@@ -467,7 +470,7 @@ class RouteCount(LogCheck):
 
 @dataclass(frozen=True, slots=True)
 class AuditReport:
-    """The result of an audit."""
+    """Counts and violations that an audit found."""
 
     logs: int
     ended_well: int
@@ -507,6 +510,7 @@ class Audit:
         parts = 0
         cut: Spot | None = None
         for spot, line in lines:
+            # Only a killed process truncates a line, and only its last one.
             if cut is not None:
                 self._own.violate("log", cut, "a line is truncated, but others follow it")
             cut = None if line.endswith(b"\n") else spot

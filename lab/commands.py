@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from lab.report import Result
 
 SHOWN = 20
+# Interval of progress rows, in seconds.
 TOLD_EVERY_S = 10.0
 MAX_LINE = 1000
 NO_NETEM = "the emulation is a proxy and does not use netem"
@@ -38,7 +39,7 @@ def wan(
     ] = None,
     out: Annotated[Path | None, typer.Option(help="New folder for logs, metrics, plots and report.")] = None,
     profile: Annotated[
-        str | None, typer.Option(help="Put all peers behind this link profile, whatever the scenario says.")
+        str | None, typer.Option(help="Put all peers behind this link profile instead of their own.")
     ] = None,
     compare: Annotated[
         bool, typer.Option("--compare", help="Then repeat the run without links and events, for equally many tokens.")
@@ -63,6 +64,7 @@ def wan(
 
     read, text = read_scenario(scenario)
     if profile is not None:
+        # The folder keeps the scenario as it ran.
         read, text = read.everywhere(profile), f"# run with --profile {profile}\n{text}"
     data = read.manifest.data
     if data.is_of_files:
@@ -166,6 +168,7 @@ class Teller:
         elif not isinstance(news, Row):
             self._write(f"  {duration(news.at_s)}  {news.what}")
         else:
+            # A row without a step has no loss: show the previous one.
             self._loss = self._loss if news.loss is None else news.loss
             if news.at - self._told_at >= TOLD_EVERY_S:
                 self._told_at = news.at
@@ -205,6 +208,7 @@ def _show_result(result: Result, folder: Path) -> None:
     outcome = result.outcome
     assert outcome is not None
     share = "" if outcome.share_of_compute is None else f", {outcome.share_of_compute:.0%} of its compute capacity"
+    # Prefer the held-out loss, which does not depend on the last microbatches.
     loss = outcome.loss_last if outcome.held_out_loss is None else outcome.held_out_loss
     held_out = "" if outcome.held_out_loss is None else "held-out "
     typer.echo(

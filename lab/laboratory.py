@@ -37,8 +37,10 @@ from node.observability.events import (
 from protocol.manifest.manifest import Manifest
 from swarm.vocabulary.errors import SkipstoneError
 
+# Short, because a round's exchange may last only a moment.
 READ_EVERY_S = 0.02
 READ_BYTES = 1 << 20
+# The current anchor and the previous one, for `agree`.
 ANCHORS_KEPT = 2
 _EVENT = b'{"event":"'
 # Most lines are of these kinds; their names are compared as bytes, without parsing.
@@ -101,6 +103,7 @@ class LogWatch:
                 self._files[path] = os.open(path, os.O_RDONLY), b""
         for path, (file, rest) in tuple(self._files.items()):
             if new := os.read(file, READ_BYTES):
+                # The last line may be incomplete: keep it for the next read.
                 *lines, rest = (rest + new).split(b"\n")
                 self._files[path] = file, rest
                 for line in lines:
@@ -159,6 +162,7 @@ class Mark:
 
 def place(index: int) -> Place:
     """Returns a node's place: it listens at its own loopback address and advertises its proxy's."""
+    # Loopback is a whole /8, so each node gets two addresses.
     rest = f"{index // 250}.{index % 250 + 1}"
     return Place(host=f"127.77.{rest}", advertise=f"127.78.{rest}")
 
@@ -185,7 +189,7 @@ class Laboratory:
         self.killed: set[int] = set()
         self.frozen: Counter[int] = Counter()
         self.odd: dict[int, bool] = {}
-        """Peers with a fault of their own, and whether others should work with them."""
+        """Peers started with a fault, and whether others should work with them."""
         self.liars: set[str] = set()
         self.marks: list[Mark] = []
         self.missed: list[str] = []
@@ -266,6 +270,7 @@ class Laboratory:
 
     def freeze(self, peers: Sequence[int]) -> None:
         """Stops all processes of these peers with SIGSTOP until each freeze is undone."""
+        # Freezes may overlap, so count them.
         self.frozen.update(peers)
         send_signal(self.processes_of(set(peers)), signal.SIGSTOP)
 
@@ -316,6 +321,7 @@ class Laboratory:
         async def mend_later() -> None:
             try:
                 await asyncio.sleep(for_s)
+            # Also if the run ends early.
             finally:
                 mend()
             self.end(f"over: {what}")

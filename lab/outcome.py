@@ -88,6 +88,7 @@ class Recorder:
         )
 
     def sample(self, pids: Iterable[int]) -> None:
+        # The kernel forgets these figures when a process ends.
         for pid in pids:
             try:
                 status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
@@ -151,7 +152,7 @@ class Recovery:
 
 
 def pace_before(times: Sequence[float], until_s: float) -> float:
-    """Returns completed microbatches per second before `until_s`; 0 if that is too short. Times ascend."""
+    """Returns completed microbatches per second before `until_s`; 0 if that is too short. `times` ascend."""
     # The median ignores a slow start and pauses of the machine.
     starts = [start * _STEP_S for start in range(math.ceil(max(0.0, until_s - WINDOW_S) / _STEP_S))]
     return statistics.median(_in_window(times, start) / WINDOW_S for start in starts) if starts else 0.0
@@ -202,6 +203,7 @@ def agree(replicas: Iterable[Sequence[Held]]) -> bool:
 
 
 def _module_agrees(histories: list[Sequence[Held]]) -> bool:
+    # Replicas that are behind must hold the anchor that the others held before.
     newest = max(anchors[-1].round for anchors in histories)
     ahead = [anchors for anchors in histories if anchors[-1].round == newest]
     behind = {anchors[-1] for anchors in histories if anchors[-1].round != newest}

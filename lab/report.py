@@ -16,12 +16,13 @@ from swarm.vocabulary.types import PeerId, short
 
 SHOWN_OBJECTIONS = 10
 MAX_LINES = 12
+# Inches.
 _SIZE = (9, 4.5)
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A scenario and its outcome; None if the swarm did not start."""
+    """A scenario and its outcome, which is None if the swarm did not start."""
 
     scenario: Scenario
     outcome: Outcome | None
@@ -240,6 +241,7 @@ def _links(axes: Any, rows: Sequence[Row]) -> None:
     sums: Counter[str] = Counter()
     for row in rows:
         sums.update(row.links)
+    # Only the busiest links: more lines are unreadable.
     for link, _ in sums.most_common(MAX_LINES):
         axes.plot([row.at for row in rows], [row.links.get(link, 0) / 1e6 for row in rows], label=link, linewidth=1)
     axes.set_xlabel("seconds")

@@ -319,6 +319,7 @@ class Experiment:
         return results
 
     async def _one(self, scenario: Scenario, text: str, folder: Path, *, compare: bool) -> Result:
+        # Refuse a used folder before the swarm starts.
         make_folder(folder, text)
         outcome = await self._carry_out(Run(scenario, folder, self.tell, self.stop))
         if compare and not self.stop.is_set():

@@ -251,6 +251,7 @@ class Partition(ScenarioEvent):
     for_s: Span = 0.0
 
     def do(self, lab: Laboratory) -> None:
+        # Without `for` the partition lasts until a `Heal` event.
         lab.emulation.partition(self.sides)
         what = f"partition: {' | '.join(named(side) for side in self.sides)}"
         if self.for_s:
@@ -278,6 +279,7 @@ class Churn(ScenarioEvent):
         """Returns the times of the replacements, always the same for a seed."""
         slice_s = 60.0 / (self.share_per_minute * peers)
         lots = random.Random(f"{seed} churn {self.at_s:g}")  # noqa: S311 - no secret
+        # One replacement per slice, at a random moment in it.
         number = min(round(self.for_s / slice_s), MAX_REPLACEMENTS)
         return [self.at_s + (turn + lots.random()) * slice_s for turn in range(number)]
 
@@ -294,6 +296,7 @@ def replace_one(lab: Laboratory) -> None:
     """Kills a random peer and starts another one for its module at its site. Spares a module's last replica."""
     serving: dict[str | None, list[int]] = {}
     for index, peer in lab.serving().items():
+        # A killed peer may look alive for a moment.
         if index not in lab.killed:
             serving.setdefault(peer.module, []).append(index)
     spare = [index for replicas in serving.values() if len(replicas) > 1 for index in sorted(replicas)]
@@ -317,6 +320,7 @@ class Worsen(ScenarioEvent, LinkTable):
 
     def do(self, lab: Laboratory) -> None:
         emulation = lab.emulation
+        # Other events may have changed the links, so remember the current ones.
         before = {peer: emulation.site(peer) for peer in self.peers}
         for peer, site in before.items():
             emulation.place(peer, self.applied_to(site))
@@ -394,6 +398,7 @@ class FullDisk(ScenarioEvent):
         pids = [pid for peer, pid in lab.swarm.processes().items() if peer in self.peers]
         limits = {pid: resource.prlimit(pid, resource.RLIMIT_FSIZE) for pid in pids}
         for pid, (_, most) in limits.items():
+            # The soft limit only, so that it can be raised again.
             resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, most))
 
         def free() -> None:
@@ -421,6 +426,7 @@ class Crash(ScenarioEvent):
     leave_after_s: Span = 0.0
 
     def do(self, lab: Laboratory) -> None:
+        # The variable must reach this node only, not the whole swarm.
         command = ("/usr/bin/env", f"{VARIABLE}={crash_at(self.point, self.nth)}", *node_command())
         peer = lab.start(self.stage, lab.sites[0], command)
         lab.note(f"peer {peer} started for stage {self.stage}; it will kill itself at `{self.point}`")
@@ -512,18 +518,20 @@ class Odd(ScenarioEvent):
         await asyncio.sleep(self.step_after_s)
         if starts_right:
             await lab.until_visited(peer)
+        # `lab.faulty_node` moves its clock on SIGUSR1.
         send_signal((lab.swarm.processes()[peer],), signal.SIGUSR1)
         lab.fault(f"the clock of peer {peer} is set")
         # Its records from before the jump must expire.
         if starts_right:
             await asyncio.sleep(OUTLIVED_S)
+        # Only visits after the jump count.
         lab.watch.visits.pop(lab.swarm.peers[peer].peer, None)
         await lab.until_visited(peer)
         lab.note(f"peer {peer} gets work after its clock was set")
 
 
 class Lie(ScenarioEvent):
-    """Starts a replica that lies in rounds (`lab.lying_node`)."""
+    """Starts a replica that cheats in rounds (`lab.lying_node`)."""
 
     NAME = "lie"
     stage: Stage
@@ -534,7 +542,7 @@ class Lie(ScenarioEvent):
         lab.liars.add(lab.swarm.peers[peer].peer)
         lab.killed.add(peer)  # its end is never a failure
         lab.later(lab.until_visited(peer), f"peer {peer} to be at work")
-        lab.note(f"peer {peer} started for stage {self.stage}; it lies in rounds")
+        lab.note(f"peer {peer} started for stage {self.stage}; it cheats in rounds")
 
 
 class FreezeLeader(ScenarioEvent):
@@ -620,7 +628,7 @@ class Group(LinkTable):
 
 
 class Expectations(ScenarioTable):
-    """The fault of a scenario, and what must hold besides the rules of `skipstone check`."""
+    """The fault of a scenario, and limits that must hold in addition to `skipstone check`."""
 
     fault: Text
     recovery_s: Annotated[float, Field(ge=1, le=LONGEST_S)] = 30.0
@@ -634,7 +642,7 @@ class Expectations(ScenarioTable):
 
 
 class Scenario(ScenarioTable):
-    """A scenario as read from its file. Times count from the begin of the run."""
+    """A scenario as read from its file. Time zero is the begin of the run."""
 
     name: Text
     seed: Annotated[int, Field(ge=0, le=2**31)] = 0
@@ -650,6 +658,7 @@ class Scenario(ScenarioTable):
     @model_validator(mode="before")
     @classmethod
     def _with_defaults(cls, table: Any) -> Any:
+        # Only chaos scenarios get the small defaults.
         if not isinstance(table, dict) or "chaos" not in table:
             return table
         own = table.get("manifest", {})
@@ -771,6 +780,7 @@ def scenario_from_table(table: Mapping[str, Any]) -> Scenario:
     listed = table.get("event", [])
     if not isinstance(listed, list) or not all(isinstance(item, dict) for item in listed):
         raise ConfigError("event must be a list of tables: write [[event]]")
+    # Events refer to groups and stages, so read them last.
     events = [_event(item, f"event[{number}]", scenario) for number, item in enumerate(listed)]
     if sum(len(each.moments(peers, 0)) for each in events if isinstance(each, Churn)) >= MAX_REPLACEMENTS:
         raise ConfigError(f"event: churn must replace fewer than {MAX_REPLACEMENTS} peers")

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from swarm.routing.cost_model import PeerRoute
     from swarm.vocabulary.types import PeerId
 
+# Schedules of a solver can be large, but not unbounded.
 MAX_FILE_BYTES = 2**31
 REPLAY = "replay:"
 
@@ -37,7 +38,7 @@ def simulate(
     ] = 0.0,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Run a swarm described in a file in virtual time, and count what it completes."""
+    """Run a swarm described in a file in virtual time, and count its microbatches."""
     announce("skipstone simulate: virtual time", as_json=json)
     report = asdict(simulated(read_instance(instance), arm, seconds, seed, staleness, kill))
     if json:
@@ -141,6 +142,7 @@ def read_schedule(path: Path, problem: Instance) -> dict[PeerId, list[PeerRoute]
             routes[data_node].append(route)
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{path} is not a schedule of {problem.name}: {error!r}") from error
+    # A data node without a path would be idle for the whole run.
     if not all(routes.values()):
         raise ConfigError(f"{path} has no path for at least one data node of {problem.name}")
     return routes

@@ -106,6 +106,7 @@ class LinkShape:
 
     @property
     def carries_up(self) -> bool:
+        # On a half-open link the peer sends but receives nothing.
         return self.fault in (Fault.NONE, Fault.HALF_OPEN)
 
     @property
@@ -174,6 +175,7 @@ class Shaper:
         if math.isinf(self.bytes_per_s):
             return now
         self._free_at = max(self._free_at, now) + size_bytes / self.bytes_per_s
+        # A short burst may leave early, so that small messages do not wait.
         return max(now, self._free_at - BURST_S)
 
 

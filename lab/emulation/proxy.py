@@ -194,7 +194,7 @@ class Pipe:
             left_at = self.emulation.leave(self.way, len(data), ready_at)
             slept = await self._until(left_at)
             late_s = max(0.0, self.now() - left_at)
-            # Only a sleep can oversleep; without one the lateness can only shrink.
+            # Only a sleep can oversleep. If there was no sleep, the lateness can only shrink.
             self._late_s = late_s if slept else min(self._late_s, late_s)
             delay_s = self.emulation.one_way_s(self.way, self._randomness)
             self._arrives_at = max(self._arrives_at, left_at + delay_s)  # jitter must not reorder bytes
@@ -320,6 +320,7 @@ class Proxy:
         except OSError as error:
             host, port = self._port.outside
             raise ResourceExhausted(f"the proxy cannot listen on {host}:{port}: {error.strerror or error}") from error
+        # A small buffer, so that the sender feels the emulated link.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER_BYTES)
         server = await asyncio.start_server(accept, sock=listener, limit=MAX_CHUNK_BYTES)
         try:

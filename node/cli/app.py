@@ -97,8 +97,9 @@ for command in (up, join, leave, new, tokenize, solo):
     app.command(rich_help_panel=RUN)(command)
 app.command(rich_help_panel=LOOK)(status)
 app.command(rich_help_panel=LOOK)(version)
-for name, command in {"generate": generate, "eval": evaluate, "export": export}.items():
-    app.command(name, rich_help_panel=USE)(command)
+app.command(rich_help_panel=USE)(generate)
+app.command("eval", rich_help_panel=USE)(evaluate)
+app.command(rich_help_panel=USE)(export)
 
 
 def main() -> None:

@@ -154,7 +154,7 @@ def join(
 
     Every option can be an environment variable: SKIPSTONE_LINK, SKIPSTONE_DHT_PORT for --dht-port, and so on.
     """
-    # The announcement comes before slow imports, so that a person sees the start.
+    # Print first: the imports below take a second.
     if not settings["as_json"]:
         announce("skipstone join: starting a node", as_json=False)
     logging.basicConfig(

@@ -144,7 +144,7 @@ def starting_from(path: Path, base: Manifest, *, is_default: bool, keeps_blocks:
 
 
 def router_of(path: Path | None, manifest: Manifest) -> Router | None:
-    """Loads the router beside the manifest's file; None without one. Raises ConfigError, StateError."""
+    """Loads the router next to the manifest's file, or None. Raises ConfigError, StateError."""
     from node.experts.router import load_router
 
     return None if path is None else load_router(path, manifest)

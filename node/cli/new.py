@@ -153,7 +153,7 @@ def new(
 ) -> None:
     """Write and sign a manifest, the file that defines a run.
 
-    An option that is not given keeps the value of --from, the choice of --size, or that of the small demo.
+    An option that is not given keeps the value of --from, of --size, or of the small demo.
     """
     if file.exists() and not force:
         raise ConfigError(f"{file} exists already", hint="Choose another name, or replace it with --force.")
@@ -177,7 +177,7 @@ def new(
         manifest = starting_from(model, manifest, is_default=base is None, keeps_blocks=changes.blocks is not None)
     elif manifest.start is not None and changes.blocks is not None:
         raise ConfigError(
-            "--stages cuts the model anew, which needs its weights", hint="Add the model's folder with --from-model."
+            "--stages cuts the model again, which needs its weights", hint="Add the model's folder with --from-model."
         )
     router = None if base is None or manifest.routing is None else router_of(base, manifest)
     if route_from is not None:
@@ -203,7 +203,7 @@ def new(
     typer.echo(f"  {manifest.name}, {manifest.stages.count} stages, signed by {signed.author}")
     typer.echo(f"  text: {manifest.data.source}{text}")
     if manifest.stages.has_experts:
-        by = "at random" if router is None else f"by {router_file(file)}; keep it beside the manifest"
+        by = "at random" if router is None else f"by {router_file(file)}; keep it next to the manifest"
         typer.echo(f"  {len(manifest.modules())} modules; documents are routed to experts {by}")
     lines = [f"  memory: {_largest_need(manifest)}"] if turned is None else told(dial, turned, manifest)
     for line in lines:

@@ -1,4 +1,4 @@
-"""The thread that owns the compute device. `swarm.pipeline.compute_queue` decides what it runs next."""
+"""The thread that owns the compute device. `swarm.pipeline.compute_queue` chooses its next job."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class DeviceThreads:
             thread.join(timeout=60.0)
 
     def set_up(self) -> None:
-        """Prepares the calling compute thread."""
+        """Flushes denormals to zero and limits the CPU threads of the calling compute thread."""
         flush_denormals()
         if self.devices[0].type == "cpu":
             torch.set_num_threads(self._cores)

@@ -54,6 +54,7 @@ class MachineRunner(ABC, Generic[Event, Action]):
                 self._look_around()
                 self.handle(self._tick)
                 await set_or_after(self._wake, self._pause_s())
+            # `stop` ends the tasks too.
             self._tasks.cancel()
 
     def stop(self) -> None:

@@ -23,6 +23,7 @@ async def task_scope() -> AsyncIterator[asyncio.TaskGroup]:
             yield tasks
     except BaseExceptionGroup as group:
         found = leaves(group)
+        # Callers handle our own errors, so prefer these.
         raise next((each for each in found if isinstance(each, SkipstoneError)), found[0]) from group
 
 

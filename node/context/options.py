@@ -23,6 +23,7 @@ from swarm.pipeline.custody import DEFAULT_SLOTS
 from swarm.vocabulary.errors import ConfigError, IdentityError
 from swarm.vocabulary.types import PeerId, Reasoned
 
+# Binary units have an `i`, as in MiB.
 _UNITS = {"": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 _MEGABYTE = 10**6
 
@@ -111,7 +112,7 @@ class NodeOptions:
     identity_path: Annotated[Path, setting("identity", "Key file of the node; created if missing.")] = field(
         default_factory=default_identity_path
     )
-    # Other machines must reach a node; mutual TLS decides who may speak.
+    # Other machines must reach a node; mutual TLS authenticates them.
     listen: Annotated[str, setting("listen", "Local address to bind to.")] = "0.0.0.0"  # noqa: S104
     advertise: Annotated[
         str | None, setting("advertise", "Host name or address that peers dial [default: detected]")
@@ -199,7 +200,7 @@ class NodeOptions:
 
     @property
     def told(self) -> ToldPlaces:
-        # A model's folder usually has its tokenizer beside it.
+        # A model's folder usually contains its tokenizer.
         beside = None if self.model is None else self.model / "tokenizer.json"
         return ToldPlaces(text=self.text, tokenizer=self.tokenizer or beside, hub=self.allow_hub)
 
@@ -218,6 +219,7 @@ class NodeOptions:
     def __post_init__(self) -> None:
         if self.link is None and self.manifest_path is None:
             raise ConfigError("neither a join link nor a manifest is given")
+        # Options may also come from the environment or from code, so check them here.
         for name, (_, *checks) in SETTINGS.items():
             value = getattr(self, name)
             for check in checks:
@@ -229,6 +231,7 @@ class NodeOptions:
         words = [str(self.link or self.manifest_path)]
         for row in dataclasses.fields(self):
             value = getattr(self, row.name)
+            # Defaults are left out.
             if row.name not in SETTINGS or value == row.default:
                 continue
             on, _, off = SETTINGS[row.name][0].param_decls[0].partition("/")
@@ -257,7 +260,7 @@ def parse_size(text: str) -> int:
 
 
 def memory_limit_of(text: str | None) -> Reasoned[int] | None:
-    """Parses `--memory-limit` into bytes and their reason; None without one. Raises ConfigError."""
+    """Parses `--memory-limit` into bytes and their reason; None if not given. Raises ConfigError."""
     return None if text is None else Reasoned(parse_size(text), f"under --memory-limit {text}")
 
 

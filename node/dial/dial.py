@@ -198,7 +198,7 @@ def _shape_choices(shape: Shape, parameters: int) -> ShapeChoices:
     missed = 100 * (shape.parameters / parameters - 1)
     a_share = shape.heads // shape.kv_heads
     tied = f"one matrix for both, usual below {TIED_BELOW // 10**9}b: stage 0 needs half the memory"
-    apart = f"one matrix each, usual from {TIED_BELOW // 10**9}b on"
+    apart = f"one matrix each, usual for {TIED_BELOW // 10**9}b and above"
     return ShapeChoices(
         shape,
         Reasoned(shape.parameters, f"{missed:+.1f} % of the {parameters:,} of --size"),

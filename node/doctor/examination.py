@@ -90,6 +90,7 @@ LIBRARIES: Final = ("torch", "hivemind", "grpcio")
 MEASURE_S: Final = 0.3
 CPU_SIZE: Final = 512
 GPU_SIZE: Final = 4096
+# LITTLE and FEW warn; NO and TOO_FEW fail.
 LITTLE_GPU_BYTES: Final = 2 * GIB
 NVIDIA: Final = Path("/dev/nvidia0")
 LITTLE_MEMORY_BYTES: Final = 4 * GIB
@@ -99,9 +100,11 @@ NO_DISK_BYTES: Final = 1 * GIB
 FEW_FILES: Final = 1024
 TOO_FEW_FILES: Final = 256
 ROUGH: Final = 10**5
+# Fragments of the dial for large stages; averaging in parts needs less memory.
 MANY_FRAGMENTS: Final = 8
 
 _REQUIREMENT: Final = re.compile(r"([A-Za-z0-9._-]+)\s*([^;]*)")
+# Operators that pyproject.toml uses.
 _CLAUSE: Final = re.compile(r"(==|>=|<)\s*([0-9][0-9.]*?)(\.\*)?")
 
 
@@ -129,7 +132,7 @@ def versions(wanted: WantedVersions, python: str, installed: Callable[[str], str
 
 
 def wanted_here() -> WantedVersions:
-    """Returns the version ranges of the installed package, else of pyproject.toml beside the sources."""
+    """Returns the version ranges of the installed package, else of the pyproject.toml of the checkout."""
     try:
         about = metadata.metadata("skipstone")
         python, requirements = about["Requires-Python"] or "", about.get_all("Requires-Dist") or []
@@ -207,6 +210,7 @@ def _device(device: torch.device, wish: str) -> Finding:
             fix = "Stop other programs on the GPU, or choose another one with --device cuda:N."
             return Finding("device", Level.WARN, found, fix)
         return Finding("device", Level.OK, found)
+    # A CPU build of torch is a common mistake on a machine with a GPU.
     if device.type == "cpu" and NVIDIA.exists() and wish == "auto":
         found = f"an NVIDIA GPU is here, but torch {torch.__version__} cannot use it; {speed}"
         fix = "Install a build of torch for CUDA, or check `nvidia-smi`."
@@ -232,6 +236,7 @@ def matmul_flops(device: torch.device, size: int) -> float | None:
         product = left @ right
         wait()
         times += 1
+    # Both matrices are all ones, so every element of the product must be exactly `size`.
     return 2 * size**3 * times / elapsed if bool((product == size).all()) else None
 
 
@@ -378,6 +383,7 @@ async def look_in_the_run(
             tell(await bounded_async("clock", lambda: _compare_clocks(session), CLOCK_LIMIT_S))
             return await bounded_async("reach", lambda: _climb(session, doorway), REACH_LIMIT_S)
 
+    # Each check has its own limit; this one also bounds entering and leaving the run.
     limit_s = ENTER_LIMIT_S + PATIENCE_S + CLOCK_LIMIT_S + REACH_LIMIT_S
     tell(await bounded_async("reach", enter, limit_s))
 
@@ -450,6 +456,7 @@ async def _climb(session: NetworkSession, doorway: Doorway) -> Sequence[Finding]
     try:
         standing = await climb(session.transport.port, doorway.advertise, ask, router)
         if standing.step is ReachStep.UNREACHABLE:
+            # A node would do the same: hold links through which peers can call it.
             hold = Attachments(session.own, session.membership, session.transport).hold
             standing = held_by(standing, await hold())
         return [reach_finding(standing)]

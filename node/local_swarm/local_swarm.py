@@ -40,7 +40,7 @@ class LocalSwarm:
         stop_limit_s: float = STOP_LIMIT_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`command` replaces `python -m node`; without it, nodes are forked if possible, in half the time."""
+        """`command` replaces `python -m node`; by default nodes are forked if possible, in half the time."""
         self._manifest = manifest
         self._options = options
         self._command = tuple(command or node_command())

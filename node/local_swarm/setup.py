@@ -255,4 +255,4 @@ def _free_ports(count: int) -> list[int]:
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe, contextlib.suppress(OSError):
             probe.bind((HOST, port))
             found.append(port)
-    raise ResourceExhausted(f"{HOST} has only {len(found)} free ports from {PORTS.start} on, but {count} are needed")
+    raise ResourceExhausted(f"{HOST} has only {len(found)} free ports above {PORTS.start}, but {count} are needed")

@@ -36,7 +36,7 @@ class PeerProgress:
     reported_steps: int = 0
     """Last step of the swarm that this data node reported."""
     came_after: int = 0
-    """Steps of the swarm before this data node's first one: the offset of its own count."""
+    """Steps of the swarm before this data node's first one: the offset of its count."""
     reported_tokens: int = 0
     sizes: SizeSummary | None = None
     round: int = 0

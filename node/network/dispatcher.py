@@ -83,6 +83,7 @@ class Dispatcher:
         receiver = self._tensors.get(type(message))
         if receiver is None:
             return Refusal(False, "this node has no receiver for this message")
+        # A stranger must not make us reserve buffers of a round.
         if isinstance(message, RoundPiece) and not self._is_replica(sender):
             return Refusal(False, "only replicas of this module take part in its rounds")
         return receiver.admit(sender, message, tensor)
@@ -126,6 +127,7 @@ class Dispatcher:
         return await answer(sender, question)
 
     def link_up(self, peer: PeerId) -> None:
+        # Copied, because a callback may unregister itself.
         for tell in list(self._on_link_up):
             tell(peer)
 

@@ -16,6 +16,7 @@ from swarm.vocabulary.errors import ProtocolViolation
 from swarm.vocabulary.types import Route
 from swarm.workload.microbatch_sizes import SizeSummary
 
+# Bounded, because a peer writes it.
 _ROUTE: Final = re.compile(r"[0-9]{1,4}\.[0-9]{1,4}(,[0-9]{1,4}\.[0-9]{1,4}){0,1023}")
 
 

@@ -72,11 +72,12 @@ class Proofs:
         async def ask(peer: PeerId) -> None:
             try:
                 answer = await self._session.transport.ask(peer, Question(QuestionAbout.STATUS), ASK_TIMEOUT_S)
+                # Bounded, so that a data node cannot confirm a crowd of invented peers.
                 words[peer] = frozenset(map(PeerId, parse_status(answer).measured[:MAX_VOUCHED]))
             except PeerError:
                 return
 
-        # Without work of our own, ask all data nodes. Otherwise a stalled module could hold a node forever: it may not
+        # A node without work asks all data nodes. Otherwise a stalled module could hold a node forever: it may not
         # leave unproven replicas.
         idle = not self._work
         data_nodes = (announced.peer for announced in self._session.membership.replicas(ModuleId(0), now))

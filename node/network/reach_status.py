@@ -20,7 +20,7 @@ class ReachStep(enum.Enum):
 
 
 class ReachMode(enum.Enum):
-    """What a node may do so that peers can reach it. It tests its reachability in both modes."""
+    """Measures that a node may take to be reachable. It tests its reachability in both modes."""
 
     AUTO = "auto"  # Asks the router to open a port if peers cannot connect
     DIRECT = "direct"  # Never asks a router
@@ -34,7 +34,7 @@ class Standing:
     reason: str
     address: str | None = None  # `host:port` to which peers have connected
     fix: str = ""  # Advice for a better step
-    translated: bool = False  # Whether NAT lies in between
+    translated: bool = False  # Whether the node is behind NAT
     seen_host: str = ""  # Our address in the view of peers
 
 

@@ -140,6 +140,7 @@ class MembershipSync:
             self._publish_view()
         elif known is None:  # a path led to a peer that is not in our view yet
             self._look_now.set()
+        # One probe of a suspect peer is enough.
         elif not self.membership.is_suspect(peer, self.own.clock.monotonic()):
             self._tasks.begin(self._probe(peer))
         self.membership.fail(peer, self.own.clock.monotonic())
@@ -199,6 +200,7 @@ class MembershipSync:
 
     async def _publish_for_ever(self) -> None:
         while True:
+            # Two publications may fail before the record expires.
             wait = RECORD_LIFETIME_S / 3
             try:
                 announcement = self.own.announcement()
@@ -300,7 +302,7 @@ class Whereabouts:
     dht_port: int = 0
 
     def local(self, port: int) -> str:
-        """Returns the `host:port` for programs on this machine."""
+        """Returns `host:port` of a port of ours, for programs on this machine."""
         return f"{'127.0.0.1' if self.listen in ANY_HOST else self.listen}:{port}"
 
     def told_host(self, initial_peers: tuple[str, ...]) -> str:
@@ -346,7 +348,7 @@ class NetworkSession:
         return self.others()
 
     async def withdraw(self, limit_s: float) -> None:
-        """Announces to linked peers and the directory that this node hosts no module any more."""
+        """Announces to linked peers and the directory that this node no longer hosts a module."""
         self.own.state, self.own.module = PeerState.VISITING, None
         self.transport.announce(self.membership_sync.record.fresh())
         try:
@@ -379,7 +381,7 @@ class NetworkSession:
         deadline = loop.time() + patience_s
         while True:
             peers = [known.peer for known in self.others() if known.is_reachable and wanted(known.peer)]
-            # Peers named in the link were chosen by the inviter, so they come first.
+            # Peers named in the link were chosen by the inviter, so ask them first.
             peers.sort(key=lambda peer: peer not in self.introduced)
             for first in range(0, len(peers), at_once):
                 result = await first_good(peers[first : first + at_once], ask)
@@ -419,6 +421,7 @@ async def present(
         tasks = await stack.enter_async_context(task_scope())
         running = tasks.create_task(sync.run())
         try:
+            # A multiaddr ends with its peer id.
             introduced = frozenset(PeerId(multiaddr.rpartition("/")[2]) for multiaddr in settings.initial_peers)
             routes, local = Routes(identity, run), where.local(transport.port)
             yield NetworkSession(

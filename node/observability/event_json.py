@@ -20,12 +20,13 @@ from swarm.vocabulary.errors import ConfigError, ProtocolViolation
 # Longer lines come from no node of ours.
 MAX_LINE_BYTES = 64 * 1024
 
+# `ms` is always the last key, so the time needs no JSON parser.
 _MS_AT_END = re.compile(rb',"ms":(\d{1,15})}\s*$')
 _KINDS: dict[str, type[Any]] = {kind.NAME: kind for kind in typing.get_args(Event)}
 
 
 class LineSink:
-    """Event sink that writes a line per event. If its reader goes away, it falls silent and calls `on_closed` once."""
+    """Event sink that writes a line per event. If the reader closes, it falls silent and calls `on_closed` once."""
 
     def __init__(
         self, stream: TextIO, on_closed: Callable[[], None], line_of: Callable[[Event], str | None] | None = None
@@ -47,7 +48,7 @@ class LineSink:
 
 
 def event_to_json(event: Event, ms: int | None = None) -> str:
-    """Serializes an event as one line without its newline; `ms` since the start of the log comes last."""
+    """Serializes an event as one line without its newline; the last key is `ms` since the start of the log."""
     table = {"event": event.NAME, **to_json(event)}
     if ms is not None:
         table["ms"] = ms

@@ -75,7 +75,7 @@ class NodeStatus:
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """The way in which peers reach the node was found or has changed. docs/join.md lists the steps."""
+    """The way in which peers reach the node was found or has changed."""
 
     NAME: ClassVar[str] = "reach"
     peer: str
@@ -85,7 +85,7 @@ class Reach:
     """Empty if no peer can dial it."""
     reason: str
     fix: str
-    """Advice for a person; empty if there is none."""
+    """Advice for a person, or empty."""
 
 
 @dataclass(frozen=True, slots=True)

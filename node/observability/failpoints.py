@@ -52,6 +52,7 @@ def crash_point(name: str) -> None:
     if _fuse is not None and name == _fuse.point:
         _fuse.left -= 1
         if _fuse.left == 0:
+            # SIGKILL, so that no handler or `finally` softens the crash.
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -74,4 +75,5 @@ def _fuse_of(environment: Mapping[str, str]) -> _Fuse | None:
     return _Fuse(point, int(number))
 
 
+# Read once at import, before any point is reached.
 _fuse = _fuse_of(os.environ)

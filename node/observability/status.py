@@ -132,7 +132,7 @@ class WindowStatus:
 
 @dataclass(frozen=True, slots=True)
 class ComputeStatus:
-    """Seconds of a node's compute thread since its start."""
+    """Seconds that a node's compute thread computed, did idle work or waited, since its start."""
 
     busy_s: float = 0.0
     idle_work_s: float = 0.0
@@ -276,6 +276,7 @@ class SwarmStatus:
             run=run,
             name=name,
             stages=stages,
+            # Each data node counts its own steps; the foremost one shows the progress.
             step=max((each.steps for each in data), default=None),
             loss=math.fsum(losses) / len(losses) if losses else None,
             tokens=sum(each.tokens for each in data),
@@ -305,6 +306,7 @@ def _one_route(experts: tuple[int, ...], routes: Sequence[RouteStatus], complete
         # Peers report these figures, so they are bounded before they enter a mean.
         if route.loss is not None and abs(route.loss) <= MOST_NATS and 0 < route.visits <= MAX_COUNT
     ]
+    # Weighted by visits, so that a rarely used data node does not distort the mean.
     weight = sum(count for _, count in known)
     loss = math.fsum(loss * count for loss, count in known) / weight if weight else None
     return RouteStatus(experts, round(visits / completed, 4), visits, rerouted, loss)

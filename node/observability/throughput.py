@@ -37,5 +37,6 @@ class Rate:
             return 0.0
         # A full queue has dropped samples, so the window is as long as the queue.
         full = len(self._samples) == MAX_SAMPLES
+        # A young rate divides by its age, not by the whole window.
         since = self._samples[0][0] if full else max(self._begun, now - WINDOW_S)
         return sum(amount for _, amount in self._samples) / max(1e-6, now - since)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
 MAX_INTEGER: Final = 2**63
+# Fields that came later are left out while None, so that older output stays the same.
 LEFT_OUT: Final = {"left_out": True}
 
 Read = TypeVar("Read")
@@ -44,6 +45,7 @@ def from_json(kind: type[Read], table: Any, where: str, *, lenient: bool = False
         # Pydantic refuses lone surrogates, which a peer may send even in keys.
         text = json.dumps(table, ensure_ascii=False).encode(errors="replace")
         mended = json.loads(text, parse_int=_bounded, parse_constant=str)
+        # Each pass mends all reported errors; a mended table may show new ones.
         while True:
             text = json.dumps(mended, ensure_ascii=False).encode()
             try:

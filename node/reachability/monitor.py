@@ -37,6 +37,7 @@ def judge(attempts: Sequence[Attempt], port: int, told_host: str | None) -> Stan
         return Standing(ReachStep.UNKNOWN, "no peer of the run could test this node")
     counted = [t for t in tried if ipaddress.ip_address(t.result.host).is_global] or tried
     reached = [t for t in counted if t.result.outcome is DialBackOutcome.REACHED]
+    # Half is enough, because single peers may have bad routes.
     if 2 * len(reached) >= len(counted):
         host = _most_common(reached)
         said = f"{len(reached)} of {len(counted)} peers connected to {joined(host, port)}"
@@ -51,6 +52,7 @@ def judge(attempts: Sequence[Attempt], port: int, told_host: str | None) -> Stan
 
 async def climb(port: int, told_host: str | None, ask: Ask, router: Router | None) -> Standing:
     """Tests the direct port, then a mapped one if `router` is given. Keeps a mapping only if it helped."""
+    # Test the mapping that we hold before requesting another one.
     if router is not None and router.mapping is not None:
         standing = await _tested(router.mapping, told_host, ask)
         if standing.step is not ReachStep.UNREACHABLE:
@@ -108,7 +110,7 @@ def _why_in_vain(mapping: Mapping, tested: Standing) -> str:
     if mapping.external_host and tested.seen_host and mapping.external_host != tested.seen_host:
         return (
             f"the router mapped a port, but its address is {mapping.external_host} and peers see"
-            f" {tested.seen_host}: a second router lies before it, often the provider's"
+            f" {tested.seen_host}: a second router sits in front, often the provider's"
         )
     return f"the router mapped port {mapping.external_port} by {mapping.how}, but {tested.reason}"
 
@@ -199,13 +201,13 @@ Sleep = Callable[[float], Awaitable[None]]
 
 
 def ways_to_map() -> tuple[PortMapper, ...]:
-    """Returns the mapping protocols. NAT-PMP comes first: it needs no library and asks only the gateway."""
+    """Returns the mapping protocols. NAT-PMP is tried first: it needs no library and asks only the gateway."""
     return (NatPmp(), Upnp())
 
 
 @dataclass(slots=True)
 class Adoption:
-    """Applies a standing to this node. `announce` publishes the change."""
+    """Applies a new reachability result to this node. `announce` publishes the change."""
 
     own: LocalPeer
     events: EventSink
@@ -214,7 +216,7 @@ class Adoption:
     climbed: Standing = NOT_LOOKED  # Last result
 
     def adopt(self, standing: Standing, via: tuple[PeerId, ...] = ()) -> None:
-        """Adopts a standing. An unreachable node announces the peers in `via` instead of addresses."""
+        """Adopts a result. An unreachable node announces the peers in `via` instead of addresses."""
         self.climbed = standing
         known, known_via = self.own.reach, self.own.via
         self.own.reach, self.own.via = held_by(standing, via), via
@@ -222,6 +224,7 @@ class Adoption:
             addresses: tuple[str, ...] = ()  # peers would waste time on dialling them
         else:
             addresses = self.before if standing.address is None else (standing.address,)
+        # A new reason alone is not worth an announcement.
         same_way = addresses == self.own.addresses and self.own.reach.step is known.step
         self.own.addresses = addresses
         if not same_way or via != known_via:

@@ -18,7 +18,7 @@ from node.concurrency.task_groups import aside
 
 log = logging.getLogger(__name__)
 
-LEASE_S: Final = 600  # A dead machine's mapping expires by itself
+LEASE_S: Final = 600  # A dead machine's mapping expires
 ASK_ROUTER_S: Final = 15.0  # Per protocol
 CLOSE_S: Final = 3.0
 _HAS_GATEWAY: Final = 2  # RTF_GATEWAY of Linux's <linux/route.h>
@@ -170,6 +170,7 @@ class NatPmp:
         if isinstance(answer, NotMapped):
             return answer
         internal, external, lease = struct.unpack("!HHI", answer[8:16])
+        # External port 0 or lease 0 would mean a deletion.
         if internal != port or external == 0 or lease == 0:
             return NotMapped(f"the router answered nonsense: port {internal} as {external} for {lease} s")
         return Mapping(self.how, port, external, self._external_host(), lease)
@@ -252,7 +253,10 @@ def location_in(answer: bytes, gateway: str) -> str | None:
 
 
 def description_of(gateway: str, targets: Sequence[tuple[str, int]] | None = None) -> str | None:
-    """Searches for the gateway's description (UPnP Device Architecture 1.1, section 1.3), or at `targets`."""
+    """Searches for the URL of the gateway's UPnP description (Device Architecture 1.1, section 1.3).
+
+    `targets` replace the gateway and the multicast group.
+    """
     # Many gateways answer only at the multicast group.
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as searching:
         searching.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_TTL, 2)
@@ -301,7 +305,7 @@ def _external_host(device: Any) -> str | None:
 
 
 # The search is ours, because miniupnpc would visit every device that answers. Only the default gateway is heard, and
-# its description must lie on the gateway itself.
+# its description must be on the gateway itself.
 @dataclass(eq=False)
 class Upnp:
     """A `PortMapper` by UPnP with miniupnpc. `connect` reads a description's URL and returns device and control URL."""
@@ -323,8 +327,10 @@ class Upnp:
             if failed is None:
                 self._device = device
                 return Mapping(self.how, port, wanted, _external_host(device), lease)
+            # Another machine holds the port: try a random one.
             if "ConflictInMappingEntry" in failed:
                 wanted = random.randrange(20_000, 60_000)  # noqa: S311 - not a secret
+            # Some routers know only endless mappings; `close` removes them.
             elif "OnlyPermanentLeasesSupported" in failed:
                 lease = float("inf")
             else:

@@ -35,7 +35,7 @@ MAX_ASKED: Final = 9  # Stops when WITNESSES have answered
 ASK_TIMEOUT_S: Final = DIAL_BACK_S + 7.0  # The dial-back, plus opening a link first
 MAX_AT_ONCE: Final = 8
 BURST: Final = 16
-REFILL_S: Final = 10.0  # Per address: enough for several nodes at home that start together
+REFILL_S: Final = 10.0  # Per address: enough for several nodes of one household that start together
 
 Got = TypeVar("Got")
 
@@ -74,7 +74,7 @@ class Attempt:
 
     witness: PeerId
     result: DialBackResult
-    local_host: str | None  # Our address towards the witness; if the witness sees another one, NAT lies in between
+    local_host: str | None  # Our address towards the witness; if the witness sees another one, the node is behind NAT
 
 
 Ask = Callable[[int], Awaitable[Sequence[Attempt]]]  # Lets a few peers dial a port of ours; empty without peers
@@ -97,7 +97,7 @@ def witnesses_of(
 async def in_waves(
     peers: Sequence[PeerId], wanted: int, attempt: Callable[[PeerId], Awaitable[Got | None]]
 ) -> list[Got]:
-    """Attempts as many peers at once as are still wanted. Returns the successes."""
+    """Attempts peers in waves, each as large as the number still wanted. Returns the successes."""
     found: list[Got] = []
     while peers and (missing := wanted - len(found)):
         now, peers = peers[:missing], peers[missing:]

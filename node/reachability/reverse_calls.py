@@ -45,6 +45,7 @@ class Attachments:
         known = [a for a in self.membership.peers() if not self.membership.is_given_up(a.peer)]
         best = by_worth(self.own.peer, self.own.module, known, self._held)
         best = relays_first(best, {a.peer for a in known if a.relay})
+        # Avoided peers are tried last, but not skipped.
         order = sorted(best, key=self._is_avoided)[:MAX_TRIED]
         held = await in_waves(order, WANTED, self._connect)
         self._avoided = {peer: until for peer, until in self._avoided.items() if self._is_avoided(peer)}
@@ -77,9 +78,11 @@ MAX_FOLLOWED_AT_ONCE: Final = 16
 
 @dataclass(slots=True, eq=False)
 class Switchboard:
-    """Answers CALL and CALLED questions. `learn` stores the caller's record, so that it can be dialled."""
+    """Passes calls between peers on (CALL) and opens a link when called (CALLED). `learn` stores the record of a
+    caller.
+    """
 
-    # A caller can name only itself: its signed record says where to dial. Both sides limit the rate.
+    # A caller can name only itself: its signed record gives the address. Both sides limit the rate.
 
     run: RunId
     own: PeerId
@@ -96,6 +99,7 @@ class Switchboard:
         end = self.links.far_end(asker)
         if end is None or not self._passed_on.take(end.host, self.clock.monotonic()):
             raise Busy("too many calls from your address; call again in a few seconds")
+        # Otherwise a caller could aim the called peer at a third party.
         if self._read(question.record).peer != asker:
             raise Rejected("the record in the call belongs to another peer")
         called = question.peer

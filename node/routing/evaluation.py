@@ -156,6 +156,7 @@ class Evaluator:
                 return await arrival
         finally:
             del self._awaited[microbatch]
+            # Hops release the microbatch; a loss that arrives later is ignored.
             self._departures.abandon(microbatch, "evaluated")
 
 

@@ -32,7 +32,7 @@ from swarm.workload.microbatch_sizes import SizeSummary
 log = logging.getLogger(__name__)
 
 LIFETIME_IN_PATHS = 20
-"""A microbatch without news for this many times its path's usual duration is abandoned."""
+"""A microbatch without a sign of life for this many times its path's usual duration is abandoned."""
 LOOK_AGAIN_S = 0.5
 
 
@@ -40,7 +40,7 @@ class Texts(Protocol):
     """A source of packed microbatches."""
 
     def ready(self) -> Microbatch | None:
-        """Returns the next microbatch, or None if it is not packed yet; then the data node is woken later."""
+        """Returns the next microbatch, or None if it is not packed yet. The data node is woken once it is."""
         ...
 
 
@@ -75,7 +75,7 @@ class Training:
 
 
 class DataNode(PathEnds):
-    """A peer that hosts stage 0, where paths start and end. `texts` are packed ahead; `window` bounds the flights."""
+    """A peer that hosts stage 0, where paths start and end. `texts` are packed ahead."""
 
     def __init__(
         self,
@@ -234,10 +234,12 @@ class DataNode(PathEnds):
             self._events.emit(Step(step.step, step.loss, tokens, rate, self.flights.own, self._packed()))
         if self.flights.finished:
             self._on_finished()
+        # A completed microbatch makes room for the next launch.
         self._landed.set()
         self.wake()
 
     def lost(self, microbatch: MicrobatchId, detail: str) -> None:
+        # An evaluated microbatch has no gradients to settle.
         if self._evaluator.awaits(microbatch):
             self._evaluator.lost(microbatch, detail)
             return

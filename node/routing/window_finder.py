@@ -13,7 +13,7 @@ from swarm.vocabulary.types import ModuleId, Reasoned
 
 
 class WindowFinder:
-    """The window of a data node, adapted to measured round trips.
+    """Adapts the number of microbatches that a data node keeps in flight to measured round trips.
 
     `asked`: the value of `--window`, None to adapt. `memory`: microbatches for which memory was reserved at the start
     (`node.model.memory_need`).
@@ -51,7 +51,7 @@ class WindowFinder:
         return WindowStatus(value.value, len(self._flights.in_flight), value.reason)
 
     def completed(self, flight: Flight, now: float) -> None:
-        """Notes that a microbatch has returned, before the flights complete it."""
+        """Notes that a microbatch has returned. Call it before `Flights.complete`."""
         if self._window is not None:
             self._window.bound(least_of(self._bounds()))
             self._window.completed(flight.started, now, len(self._flights.in_flight))
@@ -62,8 +62,8 @@ class WindowFinder:
 
     def _bounds(self) -> Iterator[Reasoned[int]]:
         rules = self._flights.rules
-        yield Reasoned(rules.most_by_staleness, f"a staleness of {rules.staleness} allows no more")
-        yield Reasoned(self._memory, "memory is reserved for no more (--slots)")
+        yield Reasoned(rules.most_by_staleness, f"limited by a staleness of {rules.staleness}")
+        yield Reasoned(self._memory, "limited by the memory reserved for --slots")
         now, stages = self._clock.monotonic(), self._manifest.stages
         served = {module: self._membership.replicas(module, now) for module in self._manifest.modules()}
         slots: list[list[int]] = [[] for _ in range(1, stages.count)]

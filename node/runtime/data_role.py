@@ -154,6 +154,7 @@ async def data_role(given: ModuleContext, first: Anchor | None) -> AsyncIterator
     if position is not None:
         given.events.emit(Continued(own.peer, _reported(counts_of(position))))
     tell_moments(given, worker.stage.optimizer)
+    # A restored optimizer already has steps.
     own.steps = worker.stage.optimizer.steps
     assert given.text.value is not None, given.text.reason
     documents = await asyncio.to_thread(open_documents, manifest, given.text.value, given.router)
@@ -161,6 +162,7 @@ async def data_role(given: ModuleContext, first: Anchor | None) -> AsyncIterator
     rules = _flight_rules(given.options, manifest)
     paths = path_rules(manifest)
     planner = Planner(paths, membership, times)
+    # A record has room for a bounded number of stages.
     if paths.skippable <= MAX_VISITED_STAGES:
         own.visits = lambda: tuple(planner.prices.launched)
 
@@ -174,6 +176,7 @@ async def data_role(given: ModuleContext, first: Anchor | None) -> AsyncIterator
     feed = TrainingFeed(manifest, documents, own.peer, start)
     stage = worker.stage
     replica = LocalReplica(stage.parts, manifest.training.fragments, stage.optimizer, worker.parameters_changed)
+    # One more than the window, so that a launch never waits for packing.
     prefetcher = Prefetcher(feed, live_data_nodes, lambda: data_node.wake(), rules.window + 1)
     async with module_rounds(given, replica, first) as rounds, AsyncExitStack() as stack:
         del first  # free the anchor; the rounds hold their own

@@ -44,6 +44,7 @@ def door_path(identity_path: Path) -> Path:
 async def sole_use(identity_path: Path) -> AsyncIterator[None]:
     """Locks the identity within the block. Raises IdentityError if another node of this machine uses it."""
     try:
+        # O_NOFOLLOW: a planted symlink must not lead to another file.
         descriptor = os.open(identity_path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
         raise IdentityError(f"cannot open the identity key {identity_path}: {error.strerror or error}") from error
@@ -126,6 +127,7 @@ async def _lock(descriptor: int, identity_path: Path) -> None:
         import fcntl
     except ImportError:  # Windows
         return
+    # A node that is just leaving may hold the lock for a moment.
     for _ in range(int(LOCK_PATIENCE_S / LOCK_POLL_S)):
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

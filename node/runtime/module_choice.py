@@ -29,7 +29,7 @@ LOOK_AROUND_S = 2.0
 
 
 class FittingModules:
-    """The modules that fit this machine, now or after it frees the one that it holds."""
+    """The modules that fit this machine, now or after it frees the hosted one."""
 
     def __init__(self, manifest: Manifest, options: NodeOptions, device: torch.device) -> None:
         self.needs = needs_of(manifest, options.slots_held, options.moments)
@@ -43,7 +43,7 @@ class FittingModules:
         self._seen = self.room()
 
     def room(self, held: ModuleId | None = None) -> Room:
-        """Measures the free memory, plus that of `held` if given."""
+        """Measures the free memory, plus the memory of `held`."""
         room = room_on(self._device)
         if held is not None:
             room = room.and_back(self.needs[held])
@@ -75,7 +75,8 @@ class FittingModules:
         return what_fits(self._manifest, self.room(), self._options.slots_held, self._options.moments)
 
     def _ran_out(self, module: ModuleId) -> None:
-        """Notes that the module ran out of memory: neither it nor a larger one fits any more."""
+        """Notes that the module ran out of memory: neither it nor a larger one fits."""
+        # Free the failed module before the memory is measured again.
         gc.collect()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -106,6 +107,7 @@ class FittingModules:
         reads_text = options.reads_text and text.value is not None
         if options.reads_text and not reads_text:
             events.emit(Note("warning", f"this node cannot take stage 0: {text.reason}"))
+        # A new run cannot start without stage 0.
         if options.link is None and reads_text and not asked:
             return Reasoned(self._only(ModuleId(0)), "the first node of a run is a data node")
         allowed = asked or [module for module in self._manifest.modules() if module.stage > 0 or reads_text]
@@ -116,10 +118,11 @@ class FittingModules:
         return await self._most_needed(session, candidates)
 
     async def choose_smaller(self, error: OutOfMemory, failed: ModuleId, session: NetworkSession) -> Reasoned[ModuleId]:
-        """Chooses the most needed smaller module after one ran out of memory. Raises the same error without one."""
+        """Chooses the most needed smaller module after one ran out of memory. Raises the same error if none fits."""
         self._ran_out(failed)
         asked = asked_modules(self._options, self._manifest)
         allowed = [module for module in asked or self._manifest.modules() if module.stage > 0]
+        # The first node must stay the data node of its run.
         candidates = [] if self._options.link is None else self.of(allowed)
         if not candidates:
             raise error
@@ -137,7 +140,7 @@ class FittingModules:
 
 
 def asked_modules(options: NodeOptions, manifest: Manifest) -> list[ModuleId]:
-    """Returns the modules that `--stage` allows; empty without it. Raises ConfigError."""
+    """Returns the modules that `--stage` allows; empty if not given. Raises ConfigError."""
     if options.asked_stage is None:
         return []
     stage, expert = options.asked_stage, options.asked_expert
@@ -215,6 +218,7 @@ class Mover:
         others = tuple(a for a in membership.peers() if not membership.is_given_up(a.peer))
         goals = [m for m in self._manifest.modules() if m.stage > 0 and m != own.module]
         rates = (link.goodput_bytes_per_s for link in self._session.transport.figures().values())
+        # Estimate the download of the new module by our fastest link.
         rate = max(rates, default=0.0) or UNMEASURED_BYTES_PER_S
         of_block = STATE_BYTES_PER_PARAMETER * block_parameters(self._manifest.model)
         fitting = self._fitting.of(goals, held=own.module)

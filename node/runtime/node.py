@@ -183,7 +183,7 @@ async def _serve(
 
 
 async def _router(options: NodeOptions, session: NetworkSession, manifest: Manifest) -> Router | None:
-    """Finds the router beside manifest or checkpoint, else asks peers. Raises ConfigError, StateError, Unreachable."""
+    """Finds the router next to manifest or checkpoint, else asks peers. Raises ConfigError, StateError, Unreachable."""
     if options.manifest_path is not None:
         return load_router(options.manifest_path, manifest)
     if options.checkpoint_dir is not None:
@@ -206,6 +206,7 @@ def _logged(options: NodeOptions, peer: PeerId, stream: EventSink) -> Iterator[E
         return
     with open_event_log(options.log_dir, peer) as event_log:
         yield Tee(stream, event_log)
+        # Reached only after a clean end; `skipstone check` relies on it.
         event_log.emit(Ended(peer, int(SystemClock().wall() * 1000)))
 
 
@@ -239,6 +240,7 @@ def _directory(options: NodeOptions, identity: Identity, signed: SignedManifest 
         options.listen,
         port,
         (multiaddr_of(host, port),) if host and port else (),
+        # A restarted first node finds its own address in the link.
         tuple(address for address in initial if not address.endswith(f"/{identity.peer}")),
         relay_bytes_per_hour=options.relay_bytes_per_hour,
     )

@@ -18,10 +18,11 @@ from swarm.vocabulary.types import ModuleId, PeerId
 RESERVED_NUMBERS = 2**32
 """Distance between the microbatch numbers of two starts. A killed node used more numbers than its snapshot says."""
 NUMBERS = 2**47
-"""Numbers of training microbatches; evaluation uses those from here on."""
+"""Numbers of training microbatches; evaluation uses the numbers above."""
 
 
 def capture_hop(worker: HopWorker, agreed: Agreed | None, post: Post) -> ReplicaState:
+    # Gradients not yet applied are not saved, so they do not count.
     unapplied = worker.unapplied
     visits, tokens = worker.accumulated - unapplied.visits, worker.accumulated_tokens - unapplied.tokens
     return capture_module((worker.part,), worker.optimizer, post, visits=visits, tokens=tokens, agreed=agreed)
@@ -92,7 +93,7 @@ def find_own(folder: CheckpointFolder, peer: PeerId, module: ModuleId | None) ->
     try:
         found = load_newest(folder, peer, module)
     except CorruptSnapshot as error:
-        return Resumed(), (Note("warning", f"{error}; the node starts without them"),)
+        return Resumed(), (Note("warning", f"{error}; the node starts without a snapshot"),)
     if found is None:
         return Resumed(), ()
     header = found.header

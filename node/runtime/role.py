@@ -38,7 +38,7 @@ class NodeRole(Protocol):
         ...
 
     def capture(self, post: Post) -> ReplicaState:
-        """Copies the replica's state in jobs of `post`. Runs on the compute thread."""
+        """Copies the replica's state. Runs on the compute thread; `post` queues further copying jobs there."""
         ...
 
     def load(self) -> Load: ...
@@ -142,6 +142,7 @@ def link_codecs(given: ModuleContext, worker: Worker) -> LinkCodecs:
     def visit_s(peer: PeerId) -> float:
         announced = membership.get(peer)
         speeds = (own.speed.tokens_per_s, 0.0 if announced is None else announced.tokens_per_second)
+        # A data node announces no speed.
         known = [speed for speed in speeds if speed > 0]
         return tokens / min(known) if known else 0.0
 

@@ -38,6 +38,7 @@ async def run_tokenizer(
     if sha256 is None:
         return RunTokenizer(text)
     named, kept = tokenizer_place(data, options.told.tokenizer, own=own), kept_file(options.identity_path, sha256)
+    # The named file first, then the one kept from an earlier run.
     for place in (named.value, kept):
         content = None if place is None else await asyncio.to_thread(_content, place, sha256)
         if content is not None:

@@ -120,7 +120,7 @@ async def _serve(role: NodeRole, given: ModuleContext, next_module: NextModule, 
         assert goal is not None, "without a stop there was a goal"
         if await others_serve(given):  # another replica may have left meanwhile
             return goal.value
-        events.emit(Note("info", f"stays in module {given.module}: no other peer serves it any more"))
+        events.emit(Note("info", f"stays in module {given.module}: no other peer serves it now"))
 
 
 async def others_serve(given: ModuleContext) -> bool:

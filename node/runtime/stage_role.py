@@ -29,6 +29,7 @@ from protocol.interfaces.clock import SystemClock
 from swarm.routing.measured_times import MeasuredTimes
 from swarm.routing.planner import Planner
 
+# Seconds between rate samples, and of silence before a drain ends.
 QUIET_S = 1.0
 LARGEST_DEFAULT_GRAPHS = 2 * 2**30
 
@@ -56,6 +57,7 @@ class StageRole:
             await asyncio.sleep(QUIET_S)
             self._rate.add(self._worker.accumulated_tokens - self._seen)
             self._seen = self._worker.accumulated_tokens
+            # The speed measured at the start stays until real work replaces it.
             if self._worker.speed.tokens_per_s:
                 self._given.session.own.speed = self._worker.speed
 

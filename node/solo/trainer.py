@@ -162,6 +162,7 @@ class WholeModel:
         end = visit.forward(self.head, visits[-1].result, microbatch.labels.to(self.device))
         found = visit.backward(self.head, end)
         gradients: dict[nn.Module, tuple[torch.Tensor, ...]] = {self.head: found.parameters}
+        # Backward in reverse order; popping a visit frees its graph.
         for part in [*reversed(stacks), self.embedding]:
             found = visit.backward(part, visits.pop(), found.source)
             gradients[part] = found.parameters
@@ -231,6 +232,7 @@ class SoloTrainer:
 
     def save(self, folder: CheckpointFolder) -> None:
         """Saves the model as of stage 0's last step. Gradients not yet applied are dropped, as in a swarm."""
+        # Microbatches since the last step are trained again after a resume.
         done = self._completed
         data = DataState(self._at, next_number=done, completed=done, abandoned=0, duplicated=0, steps=self.steps)
         for each in self._hosted:
@@ -275,6 +277,7 @@ class SoloTrainer:
                 return None
             text = self._feed.next()
             losses.append((self._microbatch(text), text.scored))
+            # Stage 0 sees every microbatch, so its steps are the run's.
             self.steps += stage_zero.optimizer.due
             for hosted in self._hosted:
                 if hosted.optimizer.due:

@@ -189,7 +189,7 @@ class ModelFolder:
                 raise ConfigError(f"{self.path} has a parameter {name}, but its config.json has no place for it")
 
     def read(self, name: str, first: int, out: Vector) -> None:
-        """Reads elements of a parameter from `first` on into `out` as float32. Raises ConfigError."""
+        """Reads elements of a parameter, starting at `first`, into `out` as float32. Raises ConfigError."""
         last = first + len(out)
         try:
             with self._lock:
@@ -206,7 +206,7 @@ class ModelFolder:
             raise ConfigError(f"{self.path} is unusable: {name} has infinite or NaN values")
 
     def tokenizer(self) -> Path:
-        """Returns the path of the model's tokenizer file. Raises ConfigError without one."""
+        """Returns the path of the model's tokenizer file. Raises ConfigError if it is missing."""
         try:
             return self._place(TOKENIZER)
         except FileNotFoundError:

@@ -76,7 +76,7 @@ def _loss_line(state: SwarmProgress) -> Text:
 
 
 def _sizes_lines(state: SwarmProgress) -> Iterator[Text]:
-    # All data nodes pack alike, so one line is enough.
+    # All data nodes pack the same way, so one line is enough.
     packed = (peer.sizes for peer in state.peers.values() if peer.sizes is not None and peer.sizes.documents)
     for sizes in islice(packed, 1):
         yield Text(f"microbatch {sizes_text(sizes)}", style="dim")
@@ -126,7 +126,7 @@ def _round_cell(peer: PeerProgress, now: float) -> RenderableType:
 
 
 def download_cell(done: float, total: float) -> RenderableType:
-    """Draws a progress bar for a table cell above its figures."""
+    """Renders a table cell: a progress bar above its figures."""
     rows = Table.grid()  # a bar alone does not end its line
     rows.add_row(ProgressBar(total=max(1.0, total), completed=done, width=_DOWNLOAD_WIDTH))
     rows.add_row(Text(f"{megabytes(done)} of {megabytes(total)}"))

@@ -199,7 +199,7 @@ def _compute_row(peer: PeerStatus) -> tuple[str, ...]:
     said, weights = peer.said.compute or ComputeStatus(), peer.said.weights
     parts = (said.busy_s, said.idle_work_s, said.idle_s)
     whole = sum(parts)
-    # Times come from peers: a negative or infinite one gives no share.
+    # Peers report these times: a negative or infinite one gives no share.
     shares = [f"{part / whole:.0%}" if 0 <= part <= whole < math.inf and whole else "-" for part in parts]
     visits = "-" if weights is None or not weights.put_off else f"{count(weights.visits)} visits"
     return harmless(peer.module or "-", 12), peer_name(peer.peer), *shares, visits

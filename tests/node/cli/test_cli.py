@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import types
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
-from node.__main__ import app
+from lab.commands import app as laboratory
+from node.__main__ import EXPERIMENTS, app
 from node.cli.views.text import harmless_lines
 from node.context.options import NodeOptions
 from node.data.tokenizers import ByteTokenizer, Tokens
@@ -631,3 +636,52 @@ def test_tokenize_writes_shards_that_a_run_may_name(tmp_path: Path) -> None:
     again = run("tokenize", str(tmp_path / "shards"), "--data", f"path:{tmp_path / 'text'}")
     assert again.exit_code == 78
     assert "not empty" in again.output
+
+
+# ---- help and documents ----------------------------------------------------------------------------------------------
+
+OF_DOCKER = "build cap-drop detach follow no-deps pids-limit read-only rm scale security-opt stop-timeout tmpfs volumes"
+# Tables of older measurements name options of benchmarks that are gone.
+HISTORY = "BENCHMARKS.md"
+
+
+def options_of(command: Any) -> Iterator[str]:
+    for each in getattr(command, "commands", {}).values():
+        yield from options_of(each)
+    for parameter in command.params:
+        yield from (*parameter.opts, *parameter.secondary_opts)
+
+
+def options_of_benchmarks() -> Iterator[str]:
+    """Yields literal options, and the keywords in `main`, which `benchmarks.kit` turns into options."""
+    for path in sorted((ROOT / "benchmarks").glob("*.py")):
+        tree = ast.parse(path.read_text())
+        found = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+        yield from (each for each in found if isinstance(each, str) and each.startswith("--"))
+        for main in (each for each in tree.body if isinstance(each, ast.FunctionDef) and each.name == "main"):
+            keywords = [node.arg for node in ast.walk(main) if isinstance(node, ast.keyword) and node.arg]
+            tables = [
+                key.value
+                for node in ast.walk(main)
+                if isinstance(node, ast.Dict)
+                for key in node.keys
+                if isinstance(key, ast.Constant)
+            ]
+            yield from (f"--{str(name).replace('_', '-')}" for name in (*keywords, *tables))
+
+
+def test_options_in_documents_exist() -> None:
+    known = {"--help", *options_of(typer.main.get_command(app)), *options_of(typer.main.get_command(laboratory))}
+    known |= {*options_of_benchmarks(), *(f"--{name}" for name in OF_DOCKER.split())}
+    documents = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+    option = re.compile(r"(?<![\w-])--[a-z][a-z0-9]*(?:-[a-z0-9]+)*")
+    named = {path.name: set(option.findall(path.read_text())) for path in documents if path.name != HISTORY}
+    assert {name: options - known for name, options in named.items() if options - known} == {}
+
+
+def test_help_shows_every_command_and_how_to_begin() -> None:
+    said = run("--help").stdout
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    assert all(f"\n  {name} " in said for name in commands), "each command is in a panel"
+    assert {"up", "join", "new", *EXPERIMENTS} <= set(commands)
+    assert all(words in said for words in ("skipstone up", "skipstone join LINK", "skipstone new run.toml"))
