@@ -37,9 +37,9 @@ def wan(
     scenario: Annotated[
         Path | None, typer.Argument(metavar="SCENARIO", help="Scenario as a TOML file; docs/lab.md has an example.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="New folder for logs, metrics, plots and report.")] = None,
+    out: Annotated[Path | None, typer.Option(help="New folder for logs, metrics, plots and report; required.")] = None,
     profile: Annotated[
-        str | None, typer.Option(help="Put all peers behind this link profile instead of their own.")
+        str | None, typer.Option(help="Put all peers behind this link profile [default: as in the scenario]")
     ] = None,
     compare: Annotated[
         bool, typer.Option("--compare", help="Then repeat the run without links and events, for equally many tokens.")
@@ -85,9 +85,9 @@ def wan(
 def chaos(
     scenarios: Annotated[
         list[str] | None,
-        typer.Argument(metavar="SCENARIO...", help="Names of scenarios, TOML files, or `all`.", show_default=False),
+        typer.Argument(metavar="SCENARIO", help="Names of scenarios, TOML files, or `all`.", show_default=False),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="New folder for logs and report.")] = None,
+    out: Annotated[Path | None, typer.Option(help="New folder for logs and report; required.")] = None,
     listing: Annotated[bool, typer.Option("--list", help="List the included scenarios and exit.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
 ) -> None:

@@ -41,7 +41,9 @@ def generate(
     path: Annotated[str | None, PathChoice] = None,
     again_every: Annotated[
         int | None,
-        typer.Option(min=1, help="With experts: choose the path again every N tokens, by those N tokens."),
+        typer.Option(
+            min=1, help="With experts: choose the path again every N tokens, by those N tokens [default: never]"
+        ),
     ] = None,
     tokenizer: Annotated[Path | None, TokenizerPlace] = None,
     device: Annotated[str, typer.Option(help="Compute device: cpu, cuda, cuda:N, mps or auto.")] = "auto",

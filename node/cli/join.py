@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import sys
+import textwrap
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from swarm.vocabulary.types import Reasoned
 
 
+# Columns of a plain terminal.
+_LINE_WIDTH: Final = 80
 # Bytes read from the terminal for an answer.
 _LONGEST_ANSWER: Final = 4096
 
@@ -45,13 +48,18 @@ async def ask_consent(
     stream = sys.stderr if options.as_json else sys.stdout  # with --json, standard output is for programs
     with contextlib.suppress(OSError, ValueError):  # the terminal may be closed
         for line in description(signed, options, text, fits, own=own):
-            typer.echo(line, file=stream)
+            # Only people read at a terminal; programs get one line per item.
+            typer.echo(_wrapped(line) if stream.isatty() else line, file=stream)
     # With --stop-on-eof another thread reads standard input. A service has no terminal to ask at.
     unasked = options.yes or options.stop_on_eof or own
     if unasked or not (sys.stdin.isatty() and stream.isatty()):
         return True
     typer.echo("Join this run? [y/N] ", file=stream, nl=False)
     return (await aside(_line_typed, None)).strip().lower() in ("y", "yes")
+
+
+def _wrapped(line: str) -> str:
+    return textwrap.fill(line, _LINE_WIDTH, subsequent_indent=" " * len("may use   "), break_on_hyphens=False)
 
 
 def description(
@@ -199,7 +207,9 @@ def _parse_target(target: str) -> tuple[JoinLink | None, Path | None]:
 
 
 def leave(
-    identity: Annotated[Path | None, setting("identity", "Key file of the node that should leave.")] = None,
+    identity: Annotated[
+        Path | None, setting("identity", "Key file of the node that should leave [default: this machine's key]")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Ask this machine's node to leave cleanly, and wait until it has."""

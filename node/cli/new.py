@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
 
 _UNITS: Final = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
 _NAME_WIDTH: Final = len("feed-forward")
-_VALUE_WIDTH: Final = 34
+# Columns of a plain terminal.
+_LINE_WIDTH: Final = 80
 # Above this many hours a duration is shown in days.
 _HOURS_TOLD: Final = 48
 
@@ -85,7 +87,8 @@ def told(dial: DialOptions, turned: Turned, manifest: Manifest) -> Iterator[str]
 
     for name, choice in turned.choices:
         value = count(choice.value) if isinstance(choice.value, int) else str(choice.value)
-        yield f"  {name:<{_NAME_WIDTH}}  {value:<{_VALUE_WIDTH}}  {choice.reason}"
+        line = f"  {name:<{_NAME_WIDTH}}  {value} ({choice.reason})"
+        yield textwrap.fill(line, _LINE_WIDTH, subsequent_indent=" " * (_NAME_WIDTH + 4), break_on_hyphens=False)
     card = _peers(dial).card or COMMON_CARD
     seen = forecast(manifest, card)
     kind = "an RTX 3090" if card >= LARGE_CARD else "an RTX 3060"
@@ -95,7 +98,7 @@ def told(dial: DialOptions, turned: Turned, manifest: Manifest) -> Iterator[str]
         yield f"  {who:<{_NAME_WIDTH}}  {card_and_machine}"
     if seen.stage_8bit.device < seen.stage.device:
         yield f"  {'':<{_NAME_WIDTH}}  {size_text(seen.stage_8bit.device)} of GPU memory with `join --moments 8bit`"
-    yield f"  {'a token':<{_NAME_WIDTH}}  each peer sends {count(seen.token_bytes)} bytesand receives as many"
+    yield f"  {'a token':<{_NAME_WIDTH}}  each peer sends {count(seen.token_bytes)} bytes and receives as many"
     yield f"  {'a round':<{_NAME_WIDTH}}  a replica sends at most {size_text(seen.round_bytes)} and receives as much"
     yield f"  {'computing':<{_NAME_WIDTH}}  {count(seen.computed_per_s)} tokens/s at the slowest stage on {kind}"
     for mbit in LINKS_MBIT_S:

@@ -21,12 +21,13 @@ if TYPE_CHECKING:
 
 
 VisitedPerPath: Final[Any] = typer.Option(
-    min=1, help="Stages after stage 0 that each microbatch visits; it skips the others [default: the manifest's]"
+    min=1,
+    help="Stages after stage 0 that each microbatch visits; it skips the others [default: all, or the manifest's]",
 )
 VisitRatio: Final[Any] = typer.Option(
     min=1.0,
     max=MAX_VISIT_RATIO,
-    help="Most visits of a stage as a multiple of the least visited stage's; 1: equal [default: the manifest's]",
+    help="Most visits of a stage as a multiple of the least visited stage's [default: 1, or the manifest's]",
 )
 StagesPerPath: Final[Any] = typer.Option(
     min=1, help="Run this many of the stages after stage 0, evenly spread over the depth [default: all]"

@@ -31,7 +31,9 @@ def solo(
     device: Annotated[str, typer.Option(help="Compute device: cpu, cuda, cuda:N, mps or auto.")] = "auto",
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads [default: all]")] = None,
     moments: Annotated[MomentType, MomentsChoice] = MomentType.FLOAT32,
-    checkpoint_dir: Annotated[Path | None, typer.Option(help="Folder to save to and to resume from.")] = None,
+    checkpoint_dir: Annotated[
+        Path | None, typer.Option(help="Folder to save to and to resume from [default: save nothing]")
+    ] = None,
     checkpoint_every: Annotated[float, typer.Option(min=0.1, help="Interval between checkpoints, in seconds.")] = 300.0,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")] = False,
 ) -> None:

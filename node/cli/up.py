@@ -43,11 +43,15 @@ def up(
     visit_ratio: Annotated[float | None, VisitRatio] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of weights and data order [default: the manifest's]")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")] = False,
-    checkpoint_dir: Annotated[Path | None, typer.Option(help="Folder to save to and to resume from.")] = None,
+    checkpoint_dir: Annotated[
+        Path | None, typer.Option(help="Folder to save to and to resume from [default: save nothing]")
+    ] = None,
     checkpoint_every: Annotated[float, typer.Option(min=0.1, help="Interval between checkpoints, in seconds.")] = 300.0,
     log_dir: Annotated[
         Path | None,
-        typer.Option(envvar="SKIPSTONE_LOG_DIR", help="Folder for event logs, which `skipstone check` reads."),
+        typer.Option(
+            envvar="SKIPSTONE_LOG_DIR", help="Folder for event logs, which `skipstone check` reads [default: no logs]"
+        ),
     ] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads per node [default: an equal share]")] = None,
     moments: Annotated[MomentType, MomentsChoice] = MomentType.FLOAT32,

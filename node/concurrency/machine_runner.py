@@ -85,7 +85,7 @@ class MachineRunner(ABC, Generic[Event, Action]):
         return self._tasks.begin(work)
 
     def send(self, to: PeerId, message: ControlMessage) -> bool:
-        """Sends a small message in its own task. False if too many messages to the peer are unsent."""
+        """Sends a control message in its own task. False if too many messages to the peer are unsent."""
         if not self._tasks.are_running:
             # After the end nothing is sent, but the peer is not to blame.
             return True
@@ -119,4 +119,4 @@ class MachineRunner(ABC, Generic[Event, Action]):
         return TICK_S
 
     def _not_sent(self, to: PeerId, error: PeerError) -> None:
-        """Handles a small message that could not be sent."""
+        """Called if a control message cannot be sent."""

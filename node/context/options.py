@@ -109,9 +109,9 @@ class NodeOptions:
     ] = None
     allow_hub: Annotated[bool, AllowHub] = False
     yes: Annotated[bool, setting("yes", "Join without asking for consent.")] = False
-    identity_path: Annotated[Path, setting("identity", "Key file of the node; created if missing.")] = field(
-        default_factory=default_identity_path
-    )
+    identity_path: Annotated[
+        Path, setting("identity", "Key file of the node; created if missing [default: this machine's key]")
+    ] = field(default_factory=default_identity_path)
     # Other machines must reach a node; mutual TLS authenticates them.
     listen: Annotated[str, setting("listen", "Local address to bind to.")] = "0.0.0.0"  # noqa: S104
     advertise: Annotated[
@@ -145,13 +145,19 @@ class NodeOptions:
     ] = None
     memory: Annotated[
         str | None,
-        setting("memory", "Memory for kept activation graphs, such as 512MiB (0: always recompute)."),
+        setting(
+            "memory",
+            "Memory for kept activation graphs, such as 512MiB; 0 always recomputes [default: 2/5 of free GPU memory,"
+            " or 1/8 of main memory]",
+        ),
         SIZE,
     ] = None
     memory_limit: Annotated[
         str | None,
         setting(
-            "memory-limit", "Most memory for a stage, such as 8GB: of the GPU if there is one, else of the machine."
+            "memory-limit",
+            "Most memory for a stage, such as 8GB: of the GPU if there is one, else of the machine"
+            " [default: all free memory]",
         ),
         SIZE,
     ] = None
@@ -159,16 +165,20 @@ class NodeOptions:
         MomentType, setting("moments", "How to keep AdamW's moments; 8bit needs a quarter of float32's memory.")
     ] = MomentType.FLOAT32
     steps: Annotated[
-        int | None, setting("steps", "Inner steps after which a data node stops [default: none]"), SOME
+        int | None, setting("steps", "Inner steps after which a data node stops [default: never]"), SOME
     ] = None
-    checkpoint_dir: Annotated[Path | None, setting("checkpoint-dir", "Folder to save to and to resume from.")] = None
+    checkpoint_dir: Annotated[
+        Path | None, setting("checkpoint-dir", "Folder to save to and to resume from [default: save nothing]")
+    ] = None
     checkpoint_every_s: Annotated[
         float, setting("checkpoint-every", "Interval between checkpoints, in seconds."), POSITIVE
     ] = 300.0
-    log_dir: Annotated[Path | None, setting("log-dir", "Folder for the event log, which `skipstone check` reads.")] = (
-        None
-    )
-    link_file: Annotated[Path | None, setting("link-file", "File that always holds this node's join link.")] = None
+    log_dir: Annotated[
+        Path | None, setting("log-dir", "Folder for the event log, which `skipstone check` reads [default: no log]")
+    ] = None
+    link_file: Annotated[
+        Path | None, setting("link-file", "File that always holds this node's join link [default: none]")
+    ] = None
     patience_s: Annotated[float, setting("patience", "Longest wait for the link's peers at the start, in seconds.")] = (
         60.0
     )

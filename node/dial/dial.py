@@ -207,7 +207,7 @@ def _shape_choices(shape: Shape, parameters: int) -> ShapeChoices:
             f"{shape.hidden / shape.blocks:.0f} per block, close to nanochat's {ASPECT}; "
             "a narrow, deep model sends smaller hidden states",
         ),
-        Reasoned(shape.blocks, "as many blocks of this width as --size allows"),
+        Reasoned(shape.blocks, "the number of blocks of this width that --size allows"),
         Reasoned(
             f"{shape.heads} of {head}, {shape.kv_heads} for keys and values",
             f"{head} elements is usual for this width; {a_share} heads share keys and values, as in Llama 3",

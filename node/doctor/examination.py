@@ -344,7 +344,7 @@ def look_at_port(host: str, port: int) -> Sequence[Finding]:
         why = getattr(error, "strerror", None) or str(error)
         fix = "Stop the program that uses it (a running node?), or choose another --port or --listen."
         return [Finding("port", Level.FAIL, f"cannot listen on {where} of {host}: {why}", fix)]
-    return [Finding("port", Level.OK, f"{where} of {host} is free")]
+    return [Finding("port", Level.OK, f"{where} of {host} is available")]
 
 
 PATIENCE_S: Final = 20.0

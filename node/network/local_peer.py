@@ -37,7 +37,7 @@ class LocalPeer:
     via: tuple[PeerId, ...] = ()  # Peers that can pass calls on to it
     relay: str = ""  # Multiaddr at which it relays tunnels; empty if it does not
     memory_bytes: int = 0  # Main memory free for a module (`Room.announced`)
-    device_bytes: int = 0  # Memory free on the compute device, likewise
+    device_bytes: int = 0  # Memory free on the compute device
     visits: Callable[[], tuple[int, ...]] = tuple  # Microbatches that a data node launched, by stage
     incarnation: int = field(init=False)  # Start time of this process, in Unix milliseconds
     _sequence: int = field(default=0, init=False)

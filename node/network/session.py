@@ -245,7 +245,7 @@ class MembershipSync:
         self.changed.set()
 
     def _is_complete(self) -> bool:
-        """Whether every module except our own has a usable replica. Until then look-ups are frequent."""
+        """Whether every module except our own has a usable replica. If not, look-ups are frequent."""
         now = self.own.clock.monotonic()
         joining = self.own.state in (PeerState.VISITING, PeerState.JOINING)
         return not joining and self.membership.with_replicas(now) | {self.own.module} >= set(self._modules)

@@ -31,7 +31,7 @@ AVOIDED_S: Final = 60.0  # Pause before an unreachable peer is tried again
 
 @dataclass(slots=True, eq=False)
 class Attachments:
-    """The links through which an unreachable node is called. The transport owns them."""
+    """Links that a node behind NAT keeps open, so that peers can call it through them. The transport owns them."""
 
     own: LocalPeer
     membership: Membership

@@ -139,9 +139,7 @@ async def _joined(
     consent: Consent | None,
     stop: asyncio.Event,
 ) -> Reasoned[Places | None]:
-    """Asks for consent and returns where the run's text lies. Raises ConfigError for one stage, Rejected without
-    consent.
-    """
+    """Asks for consent; returns where the text is. Raises ConfigError for a one-stage run, Rejected without consent."""
     if signed.manifest.stages.count < 2:
         raise ConfigError(
             "this run has only one stage, so it cannot be shared",

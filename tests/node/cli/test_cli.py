@@ -257,7 +257,7 @@ class TestNew:
         assert ["width", str(manifest.model.hidden)] in [line[:2] for line in lines]
         assert ["stages", f"{manifest.stages.count},"] in [line[:2] for line in lines]
         assert ["20", "Mbit/s"] in [line[:2] for line in lines]
-        assert "for cards of 4 GB" in result.stdout
+        assert "for cards of 4 GB" in " ".join(result.stdout.split())
         assert "500,000,000" in result.stdout
         assert manifest.training.schedule.total_tokens == 500_000_000
         assert (manifest.seed, manifest.training.inner.name) == (5, "muon")
