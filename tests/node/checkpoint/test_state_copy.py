@@ -233,7 +233,7 @@ def test_what_was_damaged_is_told_and_when_all_is_damaged_the_node_begins_anew(t
     assert resumed.state is None
     assert isinstance(note, Note)
     assert note.level == "warning"
-    assert "goes on without" in note.message
+    assert "starts without" in note.message
 
 
 @dataclass
