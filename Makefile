@@ -3,7 +3,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help swarm test test-long containers lint proto docs bench clean
+.PHONY: help swarm test test-long containers lint proto bench clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -24,7 +24,6 @@ help:
 	@echo "make containers   test the image and the compose file on a container engine (3 minutes and more)"
 	@echo "make lint    ruff, its formatter in check mode, mypy"
 	@echo "make proto   generate protocol/generated from proto/"
-	@echo "make docs    generate the reference in docs/PROTOCOL.md"
 	@echo "make bench   run the benchmarks; each prints JSON"
 
 swarm:
@@ -56,11 +55,6 @@ proto:
 	@echo "skipstone: generating protocol/generated"
 	@$(MAKE) --no-print-directory --silent $(VENV)/.dev
 	@$(BIN)/python -m grpc_tools.protoc -Iprotocol/generated=proto --python_out=. --pyi_out=. $(PROTOS:proto/%=protocol/generated/%)
-
-docs:
-	@echo "skipstone: generating the reference in docs/PROTOCOL.md"
-	@$(MAKE) --no-print-directory $(VENV)/.dev
-	@$(BIN)/python -m docs.generate_protocol
 
 bench:
 	@echo "skipstone: running the benchmarks"
