@@ -51,7 +51,7 @@ def anchors_of(text: str) -> set[str]:
     """Returns the anchors that GitHub gives to headings."""
     prose = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
     headings = re.findall(r"^#+ (.+)$", prose, re.M)
-    return {re.sub(r"[^\w -]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @cache
