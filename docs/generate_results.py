@@ -83,7 +83,7 @@ def value(number: float | str | None, unit: str = "") -> str:
     if number is None or isinstance(number, str):
         return number or ""
     text = f"{number:,}" if abs(number) >= 1000 and number == int(number) else f"{number:.6g}"
-    return f"{text.replace('e-0', 'e-')} {unit}".rstrip()
+    return f"{text.replace('e-0', 'e-')}{'' if unit == 'x' else ' '}{unit}".rstrip()
 
 
 def _claims(found: Sequence[dict[str, Any]]) -> Iterator[str]:

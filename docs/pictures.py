@@ -77,7 +77,7 @@ def recovery(axes: Any, found: dict[str, Any]) -> None:
     names = [row["scenario"] for row in rows]
     axes.barh(names, [row["allowed_s"] for row in rows], color="#e5e7eb", label="allowed")
     axes.barh(names, [max(row["recovery_s"]) for row in rows], color=RED, label="until the pace is back")
-    axes.tick_params(axis="y", labelsize=6)
+    axes.tick_params(axis="y", labelsize=6, length=0)
     axes.margins(y=0.01)
     axes.set_xlabel("seconds; without a bar: at once")
     axes.legend(loc="center right")
