@@ -1,6 +1,7 @@
 """Draws docs/pictures: six plots of the kept results, and the view of a real `skipstone up`. `make pictures` runs it.
 
 Each plot names the digest of its results; tests/test_results.py finds a stale one.
+`python -m docs.pictures links` draws one picture.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import io
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -179,6 +181,8 @@ async def up() -> str:
 
 
 if __name__ == "__main__":
-    for each in PICTURES:
-        plot(each)
-    FOLDER.joinpath("up.svg").write_text(asyncio.run(up()))
+    for each in sys.argv[1:] or [*PICTURES, "up"]:
+        if each == "up":
+            FOLDER.joinpath("up.svg").write_text(asyncio.run(up()))
+        else:
+            plot(each)
