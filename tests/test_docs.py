@@ -14,7 +14,7 @@ from typer.main import get_command
 
 from lab.commands import app as laboratory
 from lab.scenario import known_scenarios
-from node.__main__ import LABORATORY, app
+from node.__main__ import app
 from node.observability.status import Status
 from swarm.vocabulary import errors
 
@@ -57,8 +57,7 @@ def anchors_of(text: str) -> set[str]:
 @cache
 def options() -> dict[str, set[str]]:
     """The options of each command."""
-    commands: dict[str, Any] = dict(vars(get_command(app))["commands"])
-    commands |= {name: vars(get_command(laboratory))["commands"][name] for name in LABORATORY}
+    commands: dict[str, Any] = vars(get_command(app))["commands"] | vars(get_command(laboratory))["commands"]
     return {
         name: {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
         for name, command in commands.items()
