@@ -3,7 +3,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help swarm test test-long containers lint proto docs bench clean
+.PHONY: help swarm test test-long containers lint proto docs pictures bench clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -24,7 +24,8 @@ help:
 	@echo "make containers   test the image and the compose file on a container engine (3 minutes and more)"
 	@echo "make lint    ruff, its formatter in check mode, mypy"
 	@echo "make proto   generate protocol/generated from proto/"
-	@echo "make docs    generate the reference in docs/PROTOCOL.md"
+	@echo "make docs    generate docs/results.md and the figures in README.md"
+	@echo "make pictures   draw docs/pictures: plots of the results, and the view of a run (a minute)"
 	@echo "make bench   run the benchmarks; each prints JSON"
 
 swarm:
@@ -58,9 +59,14 @@ proto:
 	@$(BIN)/python -m grpc_tools.protoc -Iprotocol/generated=proto --python_out=. --pyi_out=. $(PROTOS:proto/%=protocol/generated/%)
 
 docs:
-	@echo "skipstone: generating the reference in docs/PROTOCOL.md"
+	@echo "skipstone: generating docs/results.md and the figures in README.md"
 	@$(MAKE) --no-print-directory $(VENV)/.dev
-	@$(BIN)/python -m docs.generate_protocol
+	@$(BIN)/python -m docs.generate_results
+
+pictures:
+	@echo "skipstone: drawing docs/pictures"
+	@$(MAKE) --no-print-directory --silent $(VENV)/.dev
+	@$(BIN)/python -m docs.pictures
 
 bench:
 	@echo "skipstone: running the benchmarks"

@@ -49,9 +49,7 @@ BY_OTHERS = 0.5
 tried in two cells of `benchmarks/paths_virtual.py` (steps with (1, 0), (1, 1), (0.5, 0) took up to 1.06 times as long,
 (0.5, 1) as long); less than a half of MET was not tried."""
 AT_PEERS = 0.9
-"""Of the seconds at a replica, what counts beside a second on a link: how long is waited there is a guess, and of two
-ways that should take as long the shorter one leaves the links to others. With 1 as fast, and 6 % more hops between
-regions where the swarm is full; with 0.8 slower behind long links (docs/BENCHMARKS.md, "What bounds the cells")."""
+"""Weight of a second at a replica relative to one on a link: waiting times are estimates, so a shorter way wins."""
 TRY_EVERY = 67
 """Microbatches after which one hop goes to the replica that was not measured for longest: who was slow once may be fast
 now. A prime number, so that all hops have their turn."""
