@@ -3,7 +3,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help swarm test test-long containers lint proto docs bench clean
+.PHONY: help swarm test test-long containers lint words proto docs bench clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -23,6 +23,7 @@ help:
 	@echo "make test-long   run the few that shorter ones make nearly superfluous (6 minutes)"
 	@echo "make containers   test the image and the compose file on a container engine (3 minutes and more)"
 	@echo "make lint    ruff, its formatter in check mode, mypy"
+	@echo "make words   count odd constructions in code and documents, beside installed peers"
 	@echo "make proto   generate protocol/generated from proto/"
 	@echo "make docs    generate the reference in docs/PROTOCOL.md"
 	@echo "make bench   run the benchmarks; each prints JSON"
@@ -51,6 +52,11 @@ lint:
 	@echo "skipstone: checking style and types"
 	@$(MAKE) --no-print-directory --silent $(VENV)/.dev
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+
+words:
+	@echo "skipstone: counting odd constructions; ours may have 3 in 1,000 words"
+	@$(MAKE) --no-print-directory --silent $(VENV)/.dev
+	@$(BIN)/python -m docs.words --peers
 
 proto:
 	@echo "skipstone: generating protocol/generated"
