@@ -44,7 +44,6 @@ PATTERNS = (
     r"\b(is|are|was|were|be) (taken|held) (for|as|to be)\b",  # counts as
     r"\bof (its|their|one's|his|our|your) own\b",  # "a thread of its own"
     r"\b(of ours|of theirs|of it|of them all|of those that|of these)\b(?= ?[.,;:]|\Z)",  # genitive alone
-    r"\bof (a|an) \w+'s\b",  # "the norm of a module's update"
     r"\b([Ll]ikewise|alike|anew|afresh|hardly|[Aa]gain and again|now and then|all the same|but for|save for)\b",
     r"\b(astray|strand(s|ed)?|bef[ae]ll(s|en)?|behold\w*|thereof|therein|thence|henceforth)\b",  # old words
     r"\b(news|ladder|seals?|lanes?|departures?|(from|at) home|out and back|way (out|back)|(its|their|a peer's) word)\b",
@@ -59,7 +58,7 @@ PATTERNS = (
     r"\b(has|have|had|having) (it|them)\b",  # holds
     r"\bwhere (it|they|that|this) (is|are|was|were|lies|stands)\b",  # its position
     r"\b(by (itself|themselves)|without (one|it|them)|(has|had|have) done|done with|in place of)\b",
-    r"\bfrom \S+ on\b",  # "from stage 1 on"
+    r"\bfrom (?!now)\S+ on\b",  # "from stage 1 on"
     r"\bat most[.:]",  # "Texts that wait at most."
     r"\b(for want of|in want of|without company|in company|by way of|in its stead|in their stead)\b",
     r"(\A|[.:;] )\s*(The same (of|for|as|where|in|if|with|at|to)|Nor|Else|Until then|(All|One|Those) that)\b",
