@@ -21,17 +21,17 @@ from protocol.interfaces.tensor_spec import BLOCK, INT4_BLOCK, blocks_of
 from swarm.vocabulary.errors import ProtocolViolation, StateError
 from swarm.vocabulary.types import Codec
 
+# Smallest normal float32: processors disagree about smaller numbers, and their inverse overflows
 SMALLEST_SCALE: Final = float(np.finfo(np.float32).tiny)
-"""Smallest normal float32: processors disagree about smaller numbers, and their inverse overflows."""
 
+# 128 KiB of float32: just too small for torch to share among threads, which was far slower on a busy machine
 SLICE_ELEMENTS: Final = 255 * 128
-"""128 KiB of float32: just too small for torch to share among threads, which was far slower on a busy machine."""
 SLICES_OF_ONE_THREAD: Final = 4  # Slices taken at once if torch has one thread
 SPAN_ELEMENTS: Final = 24 * SLICE_ELEMENTS  # 3 MiB of float32, whose scales are computed together
 EVERYTHING: Final = 2**62
 
+# Added to a float32 below 2^22, rounds it, ties to even, into the lowest bits (two's complement)
 _ROUNDING: Final = 1.5 * 2.0**23
-"""Added to a float32 below 2^22, rounds it, ties to even, into the lowest bits (two's complement)."""
 _ROUNDED_ZERO: Final = 0x4B400000
 _EIGHT: Final = torch.int64  # Eight INT4 codes are handled as one number; no step carries into the next code
 _LOWER_HALVES: Final = 0x0F0F0F0F0F0F0F0F
@@ -39,8 +39,8 @@ _SIGNS: Final = -0x7F7F7F7F7F7F7F80  # 0x80 in each byte: adding 0x78 to a code 
 _SIGNS_LESS_8: Final = 0x7878787878787878
 
 
+# Takes a bool on the device that must hold, and the fault otherwise. Looking at it waits for the device.
 Expect = Callable[[Tensor, str], None]
-"""Takes a bool on the device that must hold, and the fault otherwise. Looking at it waits for the device."""
 
 
 def or_cannot_express(holds: Tensor, fault: str) -> None:

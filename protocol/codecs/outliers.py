@@ -21,8 +21,8 @@ from swarm.vocabulary.errors import StateError
 TIMES_THE_MEDIAN: Final = 8.0  # Largest element of an outlier channel, in medians of all channels' largest elements
 SAMPLED_ROWS: Final = 64  # The same channels stand out in all rows. A missed one costs accuracy in its own blocks only.
 LARGEST_CHANNEL: Final = 2**16
+# Two int64 behind a device's encoding: number of outliers, and whether the rest can be expressed
 _FIGURES_BYTES: Final = 16
-"""Two int64 behind a device's encoding: number of outliers, and whether the rest can be expressed."""
 
 
 def encode(values: Tensor, spec: TensorSpec, codec: Blockwise) -> tuple[TensorSpec, Tensor]:

@@ -45,15 +45,15 @@ MAX_REMEMBERED_PEERS = 8192
 class DirectorySettings:
     """How this node takes part in the DHT."""
 
+    # Empty: none, for a client that only asks
     host: str = "0.0.0.0"  # noqa: S104  # peers are to reach it
-    """Empty: none, for a client that only asks."""
     port: int = 0  # 0: any, kept over restarts of the DHT
     announce: tuple[str, ...] = ()  # Multiaddrs for others, for a forwarded port
     initial_peers: tuple[str, ...] = ()  # Multiaddrs (`/ip4/.../tcp/.../p2p/12D3Koo...`); none for a swarm's first node
     client: bool = False  # Keeps nothing for others and is not asked
     relay_bytes_per_hour: int = 0  # 0: no relay
+    # Modules of each stage; records of others are not kept
     experts: tuple[int, ...] = (1, *(MAX_EXPERTS for _ in range(1, MAX_STAGES)))
-    """Modules of each stage; records of others are not kept."""
     startup_timeout_s: float = 60.0
     publish_timeout_s: float = 15.0
     look_up_timeout_s: float = 15.0

@@ -26,8 +26,7 @@ from swarm.vocabulary.bounds import Distinct, Inherits, Length, Range, Rising
 from swarm.vocabulary.errors import ProtocolViolation
 from swarm.vocabulary.types import AnchorVersion, PeerId
 
-Around = Any
-"""Values that the surrounding message gives to its parts, by name."""
+Around = Any  # Values that the surrounding message gives to its parts, by name
 MessageType = Any  # A descriptor
 Convert = Callable[[Any, Around], Any]
 Made = TypeVar("Made")

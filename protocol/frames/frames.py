@@ -256,8 +256,7 @@ _ALONG_A_PATH: Final[dict[type, Converter]] = {
 }
 
 
-MAX_SMALL_FRAME_BYTES: Final = 72 * 1024
-"""Every frame but a chunk: a path of 256 hops takes about 20 KiB, an answer 68."""
+MAX_SMALL_FRAME_BYTES: Final = 72 * 1024  # Every frame but a chunk: a path of 256 hops takes about 20 KiB, an answer 68
 
 MAX_AGE_MS: Final = 2**48
 
@@ -446,6 +445,7 @@ _BY_HAND: Final[dict[type, Converter]] = {
     **_ALONG_A_PATH,
     **CONVERTERS,
 }
+# Names in link.proto by class
 _NAMES: Final[dict[str, type]] = {
     **{kind.__name__: kind for kind in (Hello, Ping, Pong, Cancel, Farewell, *_WITH_TENSOR, *_TOPIC_OF)},
     "Roster": SignedRoster,
@@ -453,7 +453,6 @@ _NAMES: Final[dict[str, type]] = {
     "Answer": AnswerFrame,
     "announcement": AnnouncementFrame,
 }
-"""Names in link.proto by class."""
 
 
 def _kind(field: Any) -> _Kind:
@@ -463,8 +462,8 @@ def _kind(field: Any) -> _Kind:
     )
 
 
+# Kinds by field name
 _KINDS: Final = {field.name: _kind(field) for field in wire.Frame.DESCRIPTOR.fields if field.name != "chunk"}
-"""Kinds by field name."""
 _FIELD_OF: Final = {kind.what: name for name, kind in _KINDS.items()}
 _BY_TAG: Final = {
     field.number << 3 | _BYTES: field.name for field in wire.Frame.DESCRIPTOR.fields if field.name in _KINDS

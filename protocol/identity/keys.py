@@ -27,8 +27,8 @@ PEER_ID_CHARACTERS: Final = 52
 MAX_KEY_FILE_BYTES: Final = 4096
 KEYS_KEPT: Final = 4096  # Reading base58 takes half as long as verifying a signature
 
+# libp2p's PublicKey protobuf before the key: type 1 (Ed25519), 32 bytes
 LIBP2P_PUBLIC_KEY_PREFIX: Final = bytes.fromhex("08011220")
-"""libp2p's PublicKey protobuf before the key: type 1 (Ed25519), 32 bytes."""
 _LIBP2P_PRIVATE_KEY_PREFIX: Final = bytes.fromhex("08011240")
 _IDENTITY_MULTIHASH_PREFIX: Final = bytes.fromhex("0024")
 

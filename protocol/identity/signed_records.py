@@ -68,8 +68,8 @@ def encode_record(announcement: Announcement, identity: Identity) -> bytes:
     return record
 
 
+# Verified records by their bytes: the two signatures are expensive and repeat at every look-up
 _verified: OrderedDict[bytes, Announcement] = OrderedDict()
-"""Verified records by their bytes: the two signatures are expensive and repeat at every look-up."""
 
 
 def decode_announced(data: bytes, *, run: RunId, now: float | None) -> Announcement:

@@ -28,8 +28,8 @@ class DType(enum.Enum):
         return 4 if self is DType.FLOAT32 else 2
 
 
+# Elements per chunk. A shorter last chunk sends an equal share, rounded up.
 KEPT: Final = {Codec.TOP_K_4: 192, Codec.TOP_K_2: 256}
-"""Elements per chunk. A shorter last chunk sends an equal share, rounded up."""
 
 _BLOCKWISE: Final = frozenset({Codec.INT8, Codec.INT4})
 _WHOLE_FLOATS: Final = frozenset({DType.FLOAT32, DType.BFLOAT16})

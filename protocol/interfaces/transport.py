@@ -69,13 +69,13 @@ class Question:
     microbatches: Annotated[int, Range(1, MAX_EVALUATION_MICROBATCHES)] = 0
     module: ModuleId | None = None
     digest: Digest = b""
+    # `evaluate`: the stages after stage 0; none: all
     stages: Annotated[tuple[Stage, ...], Length(0, MAX_STAGES - 1), Rising()] = ()
-    """`evaluate`: the stages after stage 0; none: all."""
     port: Annotated[int, Range(1, 65_535)] = 0  # `dial_back`: the asker's
     peer: PeerId | None = None  # `call`: the peer to call
     record: Record = b""  # `call` and `called`: of the peer that wants the link
+    # `tokenizer`: the number of the TOKENIZER_PIECE_BYTES
     piece: Annotated[int, Range(0, MAX_TOKENIZER_PIECES - 1)] = 0
-    """`tokenizer`: the number of the TOKENIZER_PIECE_BYTES."""
 
 
 class QuestionAbout(enum.Enum):

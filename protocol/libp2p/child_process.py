@@ -14,6 +14,7 @@ from typing import Final
 
 _PR_SET_PDEATHSIG = 1
 _MAX_OPEN_FILES = 4096  # p2pd has no limits of its own
+# Not PYTHONSTARTUP, PYTHONINSPECT, PYTHONHOME or PYTHONPYCACHEPREFIX, nor LD_PRELOAD: they say which code runs
 NAMES: Final = frozenset(
     {
         *("HOME", "USER", "LOGNAME", "LANG", "LANGUAGE", "TZ", "TERM", "NO_COLOR", "COLUMNS"),
@@ -25,14 +26,13 @@ NAMES: Final = frozenset(
         *("PYTHONFAULTHANDLER", "PYTHONNOUSERSITE", "PYTHONSAFEPATH"),
     }
 )
-"""Not PYTHONSTARTUP, PYTHONINSPECT, PYTHONHOME or PYTHONPYCACHEPREFIX, nor LD_PRELOAD: they say which code runs."""
 PREFIXES: Final = (
     *("SKIPSTONE_", "LC_", "GRPC_"),
     *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "NUMEXPR_", "TORCH_", "PYTORCH_"),
     *("CUDA_", "NVIDIA_", "CUBLAS_", "CUDNN_", "NCCL_", "HIP_", "ROCR_", "HSA_"),
 )
+# Without relative and empty entries, which would mean the current folder
 PATHS: Final = frozenset({"PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH"})
-"""Without relative and empty entries, which would mean the current folder."""
 
 
 def child_environment(inherited: Mapping[str, str], **more: str) -> dict[str, str]:

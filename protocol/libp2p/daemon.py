@@ -24,8 +24,8 @@ from swarm.vocabulary.errors import ConfigError, IdentityError, Unreachable
 from swarm.vocabulary.types import PeerId
 
 _MEMORY_GOAL = "512MiB"  # For Go's garbage collector
+# Its defaults (256, 512, two minutes) keep a flood of idle connections too long
 _CONNECTIONS = {"connLo": 160, "connHi": 256, "connGrace": "20s"}
-"""Its defaults (256, 512, two minutes) keep a flood of idle connections too long."""
 
 
 class _Daemon(P2P):  # type: ignore[misc]  # hivemind has no types
@@ -101,10 +101,10 @@ def _check_port(address: ipaddress.IPv4Address | ipaddress.IPv6Address, port: in
 
 PROTOCOL: Final = "/skipstone/relay/1"
 DIAL_S: Final = 5.0
+# Announced by peers; libp2p knows transports that peers must not have us use
 _RELAY: Final = re.compile(
     r"(?P<way>/(ip4|ip6|dns4|dns6)/[A-Za-z0-9.:-]+/tcp/[0-9]{1,5})/p2p/(?P<peer>[1-9A-HJ-NP-Za-km-z]{46,64})"
 )
-"""Announced by peers; libp2p knows transports that peers must not have us use."""
 
 
 class Libp2pStreams:

@@ -15,8 +15,8 @@ from protocol.generated import link_pb2 as wire
 from swarm.vocabulary.bounds import Detail, Length
 from swarm.vocabulary.errors import ProtocolViolation
 
+# For the connection and the handshake together: a home's round trip is less than a tenth of that
 DIAL_BACK_S: Final = 3.0
-"""For the connection and the handshake together: a home's round trip is less than a tenth of that."""
 MAX_RESULT_BYTES: Final = 1536
 MAX_HOST_CHARACTERS: Final = 64
 
@@ -35,8 +35,8 @@ class DialBackOutcome(enum.Enum):
 class DialBackResult:
     """The result that one peer reports."""
 
+    # The IP address that it has for the asker; empty when it knows none
     host: Annotated[str, Length(0, MAX_HOST_CHARACTERS)]
-    """The IP address that it has for the asker; empty when it knows none."""
     outcome: DialBackOutcome
     detail: Detail = ""
 

@@ -149,8 +149,8 @@ async def _pump(
 
 
 HOUR_S: Final = 3600.0
+# With less than this left no tunnel is opened: a TLS handshake alone takes some thousand bytes
 MIN_OPEN_BYTES: Final = 64 * 1024
-"""With less than this left no tunnel is opened: a TLS handshake alone takes some thousand bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -426,12 +426,12 @@ PING_S: Final = 20.0  # Routers at home forget connections that are silent for s
 SILENCE_S: Final = 60.0
 ANSWER_S: Final = 8.0
 IDLE_S: Final = 90.0  # Longer than the relay's own, so that it is the relay that says when a tunnel is idle
+# First and longest pause before attaching again; doubled each time, shortened at random by up to half
 RETRY_S: Final = (1.0, 60.0)
-"""First and longest pause before attaching again; doubled each time, shortened at random by up to half."""
 MAX_INCOMING: Final = 32  # Tunnels to this peer at once, through all relays
 TAKEN_BURST: Final = 64
+# Tunnels taken at once through one relay, and seconds until one more: each is work that the relay can cause
 TAKEN_REFILL_S: Final = 0.5
-"""Tunnels taken at once through one relay, and seconds until one more: each is work that the relay can cause."""
 
 
 @dataclass(slots=True)

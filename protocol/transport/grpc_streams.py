@@ -22,8 +22,8 @@ from swarm.vocabulary.errors import PeerError, ProtocolViolation, Rejected, Unre
 SERVICE: Final = "skipstone.Skipstone"
 METHOD: Final = "Connect"
 
+# Unread bytes of a sender. gRPC's own probing would let it grow with the link's speed.
 _RECEIVE_WINDOW_BYTES: Final = 4 * 1024 * 1024
-"""Unread bytes of a sender. gRPC's own probing would let it grow with the link's speed."""
 _WRITE_BUFFER_BYTES: Final = 1024 * 1024  # Making the next chunk overlaps with sending the last
 
 _COMMON_OPTIONS: Final = (
@@ -59,8 +59,8 @@ _ADDRESS: Final = re.compile(
     r"(?P<host>[A-Za-z0-9](?:[A-Za-z0-9.-]{0,252})|\[[0-9A-Fa-f:.]{2,45}\]):(?P<port>[0-9]{1,5})"
 )
 _WRONG_CERTIFICATE: Final = re.compile("CERTIFICATE_VERIFY_FAILED|Hostname Verification")
+# A TLS 1.3 server refuses a client's certificate only after the client has finished its handshake
 _HUNG_UP: Final = re.compile("failed to connect.*(closed|reset|pipe)", re.IGNORECASE | re.DOTALL)
-"""A TLS 1.3 server refuses a client's certificate only after the client has finished its handshake."""
 _MISBEHAVED: Final = (grpc.aio.BaseError, grpc.RpcError, asyncio.InvalidStateError)
 
 

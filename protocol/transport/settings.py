@@ -26,8 +26,8 @@ class TransportSettings:
     max_links: int = 256
     ping_period_s: float = 2.0
     stall_after_s: float = 10.0  # A silent peer, or a transfer without progress; at least two ping periods
+    # Slowest average transfer after `stall_after_s`, so that no buffer is held for ever
     slowest_bytes_per_s: float = 16 * 1024
-    """Slowest average transfer after `stall_after_s`, so that no buffer is held for ever."""
     dial_timeout_s: float = 5.0  # Connecting, TLS and both Hellos, over all addresses
     hello_timeout_s: float = 3.0
     proof_of_life_s: float = 2.0  # For the ping that tells a duplicate process from a restarted one
