@@ -48,7 +48,7 @@ def deal(costs: Sequence[float], devices: int, cutting: float = CUTTING) -> Reas
                 found = tried
     if not found.cut:
         return Reasoned(found, f"whole documents; the largest load is {uncut:.2f} of the mean")
-    return Reasoned(found, f"{len(found.cut)} documents cut; without that the largest load is {uncut:.2f} of the mean")
+    return Reasoned(found, f"{len(found.cut)} cut; without that the largest load is {uncut:.2f} of the mean")
 
 
 def deal_whole(costs: Sequence[float], devices: int) -> Dealing:

@@ -277,8 +277,8 @@ async def test_a_flood_of_microbatches_leaves_room_for_others(scene: Siege) -> N
         told = Counter(receipt.status for receipt in receipts)
         assert told == {ReceiptStatus.ACCEPTED: 12, ReceiptStatus.BUSY: FORWARDS - 12}
         reasons = {receipt.detail for receipt in receipts} - {""}
-        assert "12 slots are taken by this data node, the rest is for others" in reasons
-        assert reasons <= {"12 slots are taken by this data node, the rest is for others", "all 16 slots are taken"}
+        assert "this data node uses 12 slots, the rest is for others" in reasons
+        assert reasons <= {"this data node uses 12 slots, the rest is for others", "all 16 slots are used"}
         await scene.goes_on(5)
     assert scene.peak_bytes(targets.victim) - before < MAY_GROW_BYTES
 
