@@ -29,7 +29,7 @@ PATTERNS = (
     r"\bSo (?!that\b|far\b)(\w+)",  # "So it waits"
     r"\bTimes\b (?!are|is)",  # "Times that ..."
     r"\b(None|none) (of|where|when there|for one|for what|but|at)\b(?! the\b)",  # "None where there is none"
-    r"\b(of (whom|which)|no more(?! than)|besides?)\b",  # "replicas of which one ...", "and no more"
+    r"\b(of (whom|which)|no more(?! \w)|besides?)\b",  # "replicas of which one ...", "and no more"
     r"\bthat of (?!the two\b)",  # "that of the leader"
     r"\b(so|as) (many|much|few|large|little) (?!as\b|that\b|\w+ as\b)\w+",  # "so many tokens"
     r"\b([Nn]obody|[Ss]omebody|whoever|[Ww]homever|whatever|whichever)\b",  # a person in place of a peer
@@ -46,9 +46,9 @@ PATTERNS = (
     r"\b(of ours|of theirs|of it|of them all|of those that|of these)\b(?= ?[.,;:]|\Z)",  # genitive alone
     r"\b([Ll]ikewise|alike|anew|afresh|hardly|[Aa]gain and again|now and then|all the same|but for|save for)\b",
     r"\b(astray|strand(s|ed)?|bef[ae]ll(s|en)?|behold\w*|thereof|therein|thence|henceforth)\b",  # old words
-    r"\b(news|ladder|seals?|lanes?|departures?|(from|at) home|out and back|way (out|back)|(its|their|a peer's) word)\b",
+    r"\b(news|ladder|seals?|lanes?|departures?|from home|out and back|way (out|back)|(its|their|a peer's) word)\b",
     r"\b(conveners?|stand-ins?|rungs?|vouch\w*|twins?)\b",  # the "instead of" column of the rules of style
-    r"(?<!in[- ])\bflights?\b(?! recorder)",  # a microbatch in flight
+    r"(?<![Ii]n[- ])\bflights?\b(?! recorder)",  # a microbatch in flight
     r"\b(as (it is|they are)(?= ?[.,;:])|(is|was|be) (not )?there|there are none|there is none|"
     r"is none|are none|was none)\b",  # presence by "there"
     r"\b(makes?|made|saying|says?|come|comes|came|to) nothing\b",  # "comes to nothing"

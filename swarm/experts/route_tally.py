@@ -34,7 +34,7 @@ class RouteTally:
 
     def __init__(self) -> None:
         self.routes: dict[Route, RouteFigures] = {}
-        # Completed microbatches per replaced module of their own route
+        # Completed microbatches by the module that was replaced
         self.rerouted: Counter[ModuleId] = Counter()
 
     def completed(self, route: Route, path: Path, loss: float | None) -> None:
