@@ -232,7 +232,7 @@ class OutgoingTransfer:
 
 @dataclass(slots=True, eq=False)
 class Arrival:
-    """Checks the chunks of one transfer and discards them; `Assembly` stores the data."""
+    """An incoming transfer whose chunks are checked and discarded; `Assembly` stores them."""
 
     frame: TensorFrame
     _received: int = 0
@@ -271,7 +271,7 @@ class Arrival:
 
 
 class Assembly(Arrival):
-    """An admitted arrival, reassembled in a buffer."""
+    """An admitted incoming transfer, reassembled in a buffer."""
 
     __slots__ = ("_target", "buffer", "deadline", "progressed_at")
 

@@ -142,7 +142,7 @@ class LinkHandler(Protocol):
         """Takes an admitted tensor that is complete and verified."""
 
     def broken_off(self, sender: PeerId, message: TensorMessage, buffer: memoryview, error: PeerError) -> None:
-        """Takes the buffer of an admitted tensor back that will not be completed."""
+        """Takes back the buffer of an admitted tensor that will not be completed."""
 
     def serves(self, sender: PeerId) -> bool:
         """Whether the peer is known to host a module. Such peers may send more small frames."""

@@ -63,7 +63,7 @@ class ModelSection(Section):
     """A decoder of the Llama family: RMSNorm, rotary embedding, SwiGLU, grouped-query attention."""
 
     family: Literal["llama", "mistral", "qwen2", "qwen3"] = "llama"
-    """`mistral` equals `llama`. `qwen2` adds biases of queries, keys and values, `qwen3` an RMSNorm of queries and keys."""
+    """`mistral` equals `llama`. `qwen2` adds biases to queries, keys, values; `qwen3` RMSNorm of queries and keys."""
     vocabulary: Annotated[int, Field(ge=2, le=1_000_000)]
     """Rows of the embedding, at least the tokenizer's size."""
     hidden: Annotated[int, Field(ge=8, le=65_536)]
@@ -550,7 +550,7 @@ class Manifest(Section):
 
 
 def _local_name(value: str, path: str) -> str:
-    """Checks a path. Raises ValueError for one on another machine, to which Windows would send our credentials."""
+    """Checks a local path. Raises ValueError for one on another machine: Windows would send it our credentials."""
     if "\0" in value:
         raise ValueError("has a zero byte")
     if len(path) > 1 and path[0] in "/\\" and path[1] in "/\\":

@@ -192,7 +192,7 @@ class Turnover:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Calls:
-    """Calls a peer through the peers named in its contact, in turn. `own_record` has the addresses to dial."""
+    """`Caller` through the peers named in a contact, in turn. `own_record` has the addresses to dial."""
 
     book: AddressBook
     clock: Clock

@@ -70,7 +70,7 @@ def _oddity(piece: Beside, coefficient: float, norm: float, scale: float, longes
 def _length(piece: Beside, norm: float, scale: float) -> float:
     """Returns the result's norm over the norm that all members' norms allow in this piece.
 
-    The norms are assumed to spread over pieces like ours, but at least evenly.
+    Assumes that norms are distributed over pieces like ours, or evenly where ours is smaller.
     """
     there = scale * math.sqrt(max(piece.own_squares, piece.share * norm * norm))
     return math.sqrt(piece.result_squares) / there if there > 0 else 0.0
