@@ -388,7 +388,7 @@ class RelayService:
             except TimeoutError:
                 raise Rejected(f"the far end did not accept within {self._limits.handshake_s:g} s") from None
             except Unreachable:
-                raise Rejected("the peer is no longer attached here") from None
+                raise Rejected("the peer is not attached here any longer") from None
             yield far
         finally:
             del self._waiting[number]
@@ -410,7 +410,7 @@ class RelayService:
 
     def _check_run(self, run: str) -> None:
         if run != self._run:
-            raise Rejected("this peer relays for a different run")
+            raise Rejected("this peer relays for another run")
 
 
 @contextmanager
@@ -447,7 +447,7 @@ class Incoming:
         if self.tunnels >= MAX_INCOMING:
             return f"the peer has {MAX_INCOMING} tunnels already"
         if not self.allowance.take(relay, now):
-            return "too many tunnels arrived through this relay"
+            return "too many tunnels through this relay for now"
         return ""
 
 

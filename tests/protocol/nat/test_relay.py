@@ -155,7 +155,7 @@ async def test_a_peer_cannot_open_and_end_tunnels_for_ever() -> None:
             near, _ = await ends.tunnel(ANNA, attachment)
             near.cut()
         await until_idle(ends)
-        assert "often enough" in await ends.refused(ANNA, wish(BERT))
+        assert "too often" in await ends.refused(ANNA, wish(BERT))
         await ends.tunnel(CARL, attachment)
 
 
