@@ -205,7 +205,7 @@ class RecordRules(RecordValidatorBase):  # type: ignore[misc]  # hivemind has no
         if announcement.expires_at != expires_at:
             raise ProtocolViolation("dht: the expiry is not the signed one")
         if record.key != _key_id(announcement.run, announcement.module):
-            raise ProtocolViolation("dht: stored under a key other than the signed one")
+            raise ProtocolViolation("dht: stored under another key, not the signed one")
         if record.subkey != MSGPackSerializer.dumps(str(announcement.peer)):
             raise ProtocolViolation("dht: the subkey is not the owner's peer id")
         self._check_module(announcement)
