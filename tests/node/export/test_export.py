@@ -412,7 +412,7 @@ def test_a_module_that_nobody_serves_is_named() -> None:
 
 
 def test_replicas_that_do_not_agree_are_no_source() -> None:
-    with pytest.raises(NoQuorum, match=r"module 2\.0: 3 replicas stand on 3 states"):
+    with pytest.raises(NoQuorum, match=r"module 2\.0: 3 replicas have 3 states"):
         state_to_take(MODULE, {A: version(7), B: version(8), C: version(8, 2)}, 50)
 
 

@@ -333,7 +333,7 @@ async def test_the_next_one_is_asked_when_the_first_cannot_pass_it_on() -> None:
 async def test_a_call_in_vain_says_why() -> None:
     async with subscriber() as (caller, phone), subscriber() as (hidden, _), subscriber() as (through, _):
         hide(hidden, (caller,), through.peer)
-        with pytest.raises(Unreachable, match="none of those who could tell it is known"):
+        with pytest.raises(Unreachable, match="all peers that could forward the call are unknown"):
             await caller.transport.ask(hidden.peer, STATUS, LONG)
         introduce(caller, through)
         with pytest.raises(Unreachable, match="no link to this one"):
@@ -355,7 +355,7 @@ async def test_a_peer_that_does_not_come_is_given_up_after_the_dial_timeout() ->
         lines.gate.set()
         through.handler.board = Switchboard(RUN, through.peer, lines, lambda *_: None, SystemClock())
         caller.persona.book.contacts[absent.peer] = replace(absent.contact(), via=(through.peer,))
-        with pytest.raises(Unreachable, match=r"was called and has opened no link within 0\.5 s"):
+        with pytest.raises(Unreachable, match=r"was called, but opened no link within 0\.5 s"):
             await caller.transport.ask(absent.peer, STATUS, LONG)
 
 
@@ -364,7 +364,7 @@ async def test_two_that_cannot_be_dialled_need_a_tunnel() -> None:
         introduce(caller, through)
         hide(hidden, (caller,), through.peer)
         phone.dialable = False
-        with pytest.raises(Unreachable, match="both are behind address translation and nobody relays"):
+        with pytest.raises(Unreachable, match="both are behind address translation and no relay is available"):
             await caller.transport.ask(hidden.peer, STATUS, LONG)
 
 
