@@ -158,17 +158,17 @@ def rung_of(codecs: RoundCodecs) -> Rung:
 class ModuleRounds:
     """Rounds of a node's module, and the RoundHost through which they see the node."""
 
-    def __init__(self, given: ModuleContext, replica: LocalReplica, start: Anchor, averaging: ComputeThread) -> None:
-        manifest, own, session, module = given.manifest, given.session.own, given.session, given.module
-        self.news = RoundNews(own.peer, module, own.clock, given.events)
+    def __init__(self, context: ModuleContext, replica: LocalReplica, start: Anchor, averaging: ComputeThread) -> None:
+        manifest, own, session, module = context.manifest, context.session.own, context.session, context.module
+        self.news = RoundNews(own.peer, module, own.clock, context.events)
         self.accused = self.news.accused
-        self._given = given
+        self._context = context
         self._own = own
         self._store = AnchorStore(start)
         rules, outer = round_rules(manifest, start.layout), outer_rule(manifest)
         seal = EntrySeal(session.identity, session.run)
         self._machine = RoundMachine(own.peer, module, rules, start.version, seal)
-        self._replica_sync = ReplicaSync(replica, self._store, given.compute, averaging, rules, outer, own.clock)
+        self._replica_sync = ReplicaSync(replica, self._store, context.compute, averaging, rules, outer, own.clock)
         means = ExchangeMeans(
             codecs=rules.codecs,
             rule=outer,
@@ -180,8 +180,8 @@ class ModuleRounds:
             watch=self.news.exchanging,
         )
         self.runner = RoundRunner(own.peer, module, self._machine, self._store, self._replica_sync, means, self)
-        codecs, folder = STATE_CODECS[manifest.codecs.state], given.options.checkpoint_dir
-        self._donor = Donor(module, self._store, own.clock, codecs, averaging, session.transport, given.start)
+        codecs, folder = STATE_CODECS[manifest.codecs.state], context.options.checkpoint_dir
+        self._donor = Donor(module, self._store, own.clock, codecs, averaging, session.transport, context.start)
         self._downloads = StateDownloads(
             session,
             module,
@@ -196,7 +196,7 @@ class ModuleRounds:
         self._saved_at = -BETWEEN_SAVES_S
 
     async def run(self) -> None:
-        dispatcher = self._given.session.dispatcher
+        dispatcher = self._context.session.dispatcher
         with self._donor.receiving(dispatcher), self.runner.receiving(dispatcher):
             async with task_scope() as tasks:
                 tasks.create_task(self._donor.run())
@@ -207,12 +207,12 @@ class ModuleRounds:
         version = self._store.current.version
         if version.round:
             self._resumed = version
-            restored = events.Restored(self._own.peer, str(self._given.module), version.round, version.digest.hex())
-            self._given.events.emit(restored)
+            restored = events.Restored(self._own.peer, str(self._context.module), version.round, version.digest.hex())
+            self._context.events.emit(restored)
 
     async def prepare(self) -> None:
         """Waits until the replica has the module's agreed state. Without other replicas, that is its own."""
-        await self._given.session.membership_sync.looked.wait()
+        await self._context.session.membership_sync.looked.wait()
         await self._settled_down()
         if self._store.current.version == self._resumed:
             await self._seen_who_resumes_with_us()
@@ -229,7 +229,7 @@ class ModuleRounds:
         begun = clock.monotonic()
         while (waited := clock.monotonic() - begun) < RESUMING_WITHIN_S:
             # The lowest peer id stops waiting early; the others wait for it.
-            here = [known for known in self._given.session.membership.peers() if known.module == self._given.module]
+            here = [known for known in self._context.session.membership.peers() if known.module == self._context.module]
             first = not any(known.peer < self._own.peer for known in here)
             if self._machine.in_company or (first and waited >= ALONE_AFTER_S):
                 break
@@ -252,7 +252,7 @@ class ModuleRounds:
         """Returns the other replicas. Until we serve, leaving ones count too: one may be the last with the state."""
         found = (
             OtherReplica(known.peer, known.anchor, known.state is PeerState.SERVING or not self._ready)
-            for known in self._given.session.membership.with_state(self._given.module)
+            for known in self._context.session.membership.with_state(self._context.module)
             if known.anchor is not None
         )
         return tuple(sorted(found, key=lambda replica: replica.peer))
@@ -265,36 +265,36 @@ class ModuleRounds:
         return anchor
 
     def anchored(self, anchor: Anchor) -> None:
-        self._given.proofs.shared_round(frozenset())
+        self._context.proofs.shared_round(frozenset())
         if self._ready:
             self._own.anchor = anchor.version
-            self._given.session.membership_sync.announce()
+            self._context.session.membership_sync.announce()
 
     def settled(self, version: AnchorVersion, event: RoundCommitted, reason: str = "", clipping: float = 1.0) -> None:
         self.news.committed(event, reason, clipping)
         # Another anchor may have been adopted meanwhile.
         if version == self._store.current.version:
-            self._given.proofs.shared_round(frozenset(map(PeerId, event.contributors)) - {self._own.peer})
+            self._context.proofs.shared_round(frozenset(map(PeerId, event.contributors)) - {self._own.peer})
         # Rounds may be short, so limit the saves.
         now = self._own.clock.monotonic()
         if now - self._saved_at >= BETWEEN_SAVES_S:
             self._saved_at = now
-            self._given.saves.request_save(f"round {event.round}")
+            self._context.saves.request_save(f"round {event.round}")
 
 
 @asynccontextmanager
 async def module_rounds(
-    given: ModuleContext, replica: LocalReplica, first: Anchor | None = None
+    context: ModuleContext, replica: LocalReplica, first: Anchor | None = None
 ) -> AsyncIterator[ModuleRounds]:
     """Runs the rounds of the hosted module within the block. `first` replaces the replica's state, if given."""
-    start = await given.compute.run(Priority.UPKEEP, partial(_put_on, replica, first))
-    saved, since = given.resumed.state, Work()
+    start = await context.compute.run(Priority.UPKEEP, partial(_put_on, replica, first))
+    saved, since = context.resumed.state, Work()
     with ComputeThread(set_up=lambda: torch.set_num_threads(1), name="averaging") as averaging:
         if saved is not None and saved.anchor is not None:
-            restored = await averaging.run(Priority.UPKEEP, partial(_restored, given, replica.layout, saved.anchor))
+            restored = await averaging.run(Priority.UPKEEP, partial(_restored, context, replica.layout, saved.anchor))
             start = restored or start
             since = Work(saved.counters.steps_since_anchor, saved.counters.tokens_since_anchor)
-        rounds = ModuleRounds(given, replica, start, averaging)
+        rounds = ModuleRounds(context, replica, start, averaging)
         if first is None:
             rounds.resume(since)
         del start, first, saved  # references here would keep old anchors in memory
@@ -328,11 +328,11 @@ def _put_on(replica: LocalReplica, first: Anchor | None) -> Anchor:
     return first
 
 
-def _restored(given: ModuleContext, layout: Layout, saved: AnchorState) -> Anchor | None:
+def _restored(context: ModuleContext, layout: Layout, saved: AnchorState) -> Anchor | None:
     try:
         return restored_anchor(layout, saved)
     except CorruptSnapshot as error:
-        given.events.emit(events.Note("warning", f"{error}. The parameters saved with it become the anchor."))
+        context.events.emit(events.Note("warning", f"{error}. The parameters saved with it become the anchor."))
         return None
 
 
@@ -347,29 +347,29 @@ class FirstState:
     anchor: Anchor | None = None
 
 
-async def first_state(given: ModuleContext) -> FirstState:
+async def first_state(context: ModuleContext) -> FirstState:
     """Gets the replica's initial anchor, waiting as long as needed. Raises ConfigError, ResourceExhausted."""
     # Weights from the seed or a checkpoint need no download.
-    if given.manifest.start is None or given.resumed.state is not None:
+    if context.manifest.start is None or context.resumed.state is not None:
         return FirstState()
-    allowance = given.options.allowance
-    require_room(given.manifest, (given.module,), given.device, allowance.slots, allowance.moments)
-    if given.start is not None:
-        return FirstState(await asyncio.to_thread(given.start.anchor, given.module))
-    return FirstState(await _Fetch(given).anchor())
+    allowance = context.options.allowance
+    require_room(context.manifest, (context.module,), context.device, allowance.slots, allowance.moments)
+    if context.start is not None:
+        return FirstState(await asyncio.to_thread(context.start.anchor, context.module))
+    return FirstState(await _Fetch(context).anchor())
 
 
 class _Fetch:
     """Download of a replica's first anchor."""
 
-    def __init__(self, given: ModuleContext) -> None:
-        session, manifest, module = given.session, given.manifest, given.module
-        self._given = given
+    def __init__(self, context: ModuleContext) -> None:
+        session, manifest, module = context.session, context.manifest, context.module
+        self._context = context
         self._layout = module_layout(manifest, module)
         self._first = first_version(manifest, module)
-        self._news = RoundNews(session.own.peer, module, session.own.clock, given.events)
+        self._news = RoundNews(session.own.peer, module, session.own.clock, context.events)
         self._random = Random()  # noqa: S311 - spreads the load over donors; no secret
-        folder = given.options.checkpoint_dir
+        folder = context.options.checkpoint_dir
         self._downloads = StateDownloads(
             session,
             module,
@@ -380,23 +380,23 @@ class _Fetch:
         )
 
     async def anchor(self) -> Anchor:
-        await self._given.session.membership_sync.looked.wait()
+        await self._context.session.membership_sync.looked.wait()
         pause_s = PAUSE_S
         while True:
             try:
                 return await self._agreed() or await self._from_the_start()
             except (NoQuorum, Stalled) as error:
-                log.info("module %s: %s", self._given.module, error)
+                log.info("module %s: %s", self._context.module, error)
                 # Tell the user once.
                 if pause_s == PAUSE_S:
-                    self._given.events.emit(
-                        Note("info", f"waiting for a peer that has the weights of module {self._given.module}")
+                    self._context.events.emit(
+                        Note("info", f"waiting for a peer that has the weights of module {self._context.module}")
                     )
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     async def _agreed(self) -> Anchor | None:
-        membership, module = self._given.session.membership, self._given.module
+        membership, module = self._context.session.membership, self._context.module
         announced = {a.peer: a.anchor for a in membership.with_state(module) if a.anchor is not None}
         version = choose_version(announced).value
         if version is None or version.round == 0:
@@ -411,7 +411,7 @@ class _Fetch:
 
     async def _from_the_start(self) -> Anchor:
         """Downloads the module's part of the existing model. Raises NoQuorum or Stalled."""
-        known = list(self._given.session.membership.peers())
+        known = list(self._context.session.membership.peers())
         self._random.shuffle(known)  # only some are asked at once; each attempt picks others
         # First peers that announce this state, then data nodes (the author runs one), then all others.
         known.sort(key=lambda a: (a.anchor != self._first, a.module is None or a.module.stage > 0))

@@ -79,7 +79,7 @@ class DataNode(PathEnds):
 
     def __init__(
         self,
-        given: ModuleContext,
+        context: ModuleContext,
         training: Training,
         planner: Planner,
         times: PathTimes,
@@ -90,7 +90,7 @@ class DataNode(PathEnds):
     ) -> None:
         self.training = training
         self.flights, self.progress = training.flights, training.progress
-        self._clock = given.session.own.clock
+        self._clock = context.session.own.clock
         self.rate = Rate(self._clock)
         self.vouched = Vouched()
         self._is_stopping = False
@@ -98,12 +98,12 @@ class DataNode(PathEnds):
         self._planner, self._times, self._evaluator = planner, times, evaluator
         self._departures, self._reading = departures, training.reading
         self.window = window
-        manifest = given.manifest
+        manifest = context.manifest
         self._round_microbatches = manifest.training.inner_steps * self.flights.rules.per_step
         self._outliers: dict[Route, LossOutliers] = {}
-        self._events = given.events
+        self._events = context.events
         self._packs_documents = manifest.packs_documents
-        self._on_finished = given.finished
+        self._on_finished = context.finished
         self._line = DepartureLine(planner, texts.ready, training.reading.drawn, self.flights.next_number)
         self._missing: dict[ModuleId, str] = {}
         """Unserved modules, with the consequence that was reported."""

@@ -141,25 +141,26 @@ class DataRole:
 
 
 @asynccontextmanager
-async def data_role(given: ModuleContext, first: Anchor | None) -> AsyncIterator[DataRole]:
+async def data_role(context: ModuleContext, first: Anchor | None) -> AsyncIterator[DataRole]:
     """Builds the role of a data node, with its text open and the first microbatches being packed."""
-    manifest, own, clock = given.manifest, given.session.own, SystemClock()
-    allowance, per_step = given.options.allowance, manifest.microbatches_per_step
-    worker = await given.compute.run(
-        Priority.UPKEEP, lambda: host_stage_zero(manifest, given.device, allowance, given.threads, given.compute.submit)
+    manifest, own, clock = context.manifest, context.session.own, SystemClock()
+    allowance, per_step = context.options.allowance, manifest.microbatches_per_step
+    worker = await context.compute.run(
+        Priority.UPKEEP,
+        lambda: host_stage_zero(manifest, context.device, allowance, context.threads, context.compute.submit),
     )
-    if given.resumed.state is not None:
-        await given.compute.run(Priority.UPKEEP, partial(restore_stage_zero, worker, given.resumed.state, per_step))
-    position = position_of(given.resumed)
+    if context.resumed.state is not None:
+        await context.compute.run(Priority.UPKEEP, partial(restore_stage_zero, worker, context.resumed.state, per_step))
+    position = position_of(context.resumed)
     if position is not None:
-        given.events.emit(Continued(own.peer, _reported(counts_of(position))))
-    tell_moments(given, worker.stage.optimizer)
+        context.events.emit(Continued(own.peer, _reported(counts_of(position))))
+    tell_moments(context, worker.stage.optimizer)
     # A restored optimizer already has steps.
     own.steps = worker.stage.optimizer.steps
-    assert given.text.value is not None, given.text.reason
-    documents = await asyncio.to_thread(open_documents, manifest, given.text.value, given.router)
-    membership, times = given.session.membership, MeasuredTimes(own.peer, manifest.microbatch_tokens)
-    rules = _flight_rules(given.options, manifest)
+    assert context.text.value is not None, context.text.reason
+    documents = await asyncio.to_thread(open_documents, manifest, context.text.value, context.router)
+    membership, times = context.session.membership, MeasuredTimes(own.peer, manifest.microbatch_tokens)
+    rules = _flight_rules(context.options, manifest)
     paths = path_rules(manifest)
     planner = Planner(paths, membership, times)
     # A record has room for a bounded number of stages.
@@ -178,24 +179,26 @@ async def data_role(given: ModuleContext, first: Anchor | None) -> AsyncIterator
     replica = LocalReplica(stage.parts, manifest.training.fragments, stage.optimizer, worker.parameters_changed)
     # One more than the window, so that a launch never waits for packing.
     prefetcher = Prefetcher(feed, live_data_nodes, lambda: data_node.wake(), rules.window + 1)
-    async with module_rounds(given, replica, first) as rounds, AsyncExitStack() as stack:
+    async with module_rounds(context, replica, first) as rounds, AsyncExitStack() as stack:
         del first  # free the anchor; the rounds hold their own
-        runner = microbatch_runner_for(given, worker, planner, link_codecs(given, worker), rounds)
-        departures = Departures(worker, runner, given.session.routes.signed, tells_labels=manifest.tells_labels)
+        runner = microbatch_runner_for(context, worker, planner, link_codecs(context, worker), rounds)
+        departures = Departures(worker, runner, context.session.routes.signed, tells_labels=manifest.tells_labels)
         evaluator = Evaluator(own.peer, planner, departures, clock, measured)
         flights = Flights(own.peer, rules, number, counts_of(position), worker.steps)
         reading = ReadingPosition(
             start, rules.per_step * (rules.staleness + 2) + max(rules.window, rules.most_by_staleness)
         )
-        training = Training(flights, progress_of(given.resumed), reading)
-        window = WindowFinder(manifest, flights, membership, clock, asked=given.options.window, memory=allowance.slots)
+        training = Training(flights, progress_of(context.resumed), reading)
+        window = WindowFinder(
+            manifest, flights, membership, clock, asked=context.options.window, memory=allowance.slots
+        )
         path_times = PathTimes(own.peer, times, membership.slots_of)
-        data_node = DataNode(given, training, planner, path_times, evaluator, departures, prefetcher, window)
+        data_node = DataNode(context, training, planner, path_times, evaluator, departures, prefetcher, window)
         held_out = HeldOut(manifest, documents, evaluator)
         stack.enter_context(runner.ending_at(data_node))
         stack.enter_context(prefetcher)
         yield DataRole(
-            given.session,
+            context.session,
             worker,
             runner,
             data_node,

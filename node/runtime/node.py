@@ -111,7 +111,7 @@ async def run_node(
                     session.own.memory_bytes, session.own.device_bytes = fitting.announced()
                     chosen = await fitting.choose(session, resumed, text, logged)
                     logged.emit(Note("info", f"module {chosen.value}: {chosen.reason}"))
-                    given = ModuleContext(
+                    context = ModuleContext(
                         options=options,
                         session=session,
                         manifest=signed.manifest,
@@ -128,7 +128,7 @@ async def run_node(
                         router=router,
                         text=text,
                     )
-                    await _serve(given, signed, fitting, moving or partial(readiness_to_move, fitting), stop)
+                    await _serve(context, signed, fitting, moving or partial(readiness_to_move, fitting), stop)
 
 
 async def _joined(
@@ -153,30 +153,30 @@ async def _joined(
 
 
 async def _serve(
-    given: ModuleContext, signed: SignedManifest, fitting: FittingModules, moving: Moving, stop: asyncio.Event
+    context: ModuleContext, signed: SignedManifest, fitting: FittingModules, moving: Moving, stop: asyncio.Event
 ) -> None:
     """Serves one module after another; after OutOfMemory a smaller one, if possible."""
-    session, folder = given.session, None
-    if given.options.checkpoint_dir is not None:
-        router = b"" if given.router is None else given.router.to_bytes()
-        folder = CheckpointFolder(given.options.checkpoint_dir, signed.run, signed.text, router=router)
+    session, folder = context.session, None
+    if context.options.checkpoint_dir is not None:
+        router = b"" if context.router is None else context.router.to_bytes()
+        folder = CheckpointFolder(context.options.checkpoint_dir, signed.run, signed.text, router=router)
     while not stop.is_set():
         shortage = None
         module = None
         try:
-            module = await serve_module(given, moving, folder, stop)
+            module = await serve_module(context, moving, folder, stop)
         except OutOfMemory as error:
             shortage = OutOfMemory(str(error), hint=error.hint)  # the frames of `error` keep the module alive
         # Deferred work holds tensors of the last module, so drop it before the free memory is measured.
-        await given.compute.run(Priority.UPKEEP, given.compute.give_up_idle_work)
+        await context.compute.run(Priority.UPKEEP, context.compute.give_up_idle_work)
         if shortage is not None:
-            chosen = await fitting.choose_smaller(shortage, given.module, session)
+            chosen = await fitting.choose_smaller(shortage, context.module, session)
             session.own.memory_bytes, session.own.device_bytes = fitting.announced()
-            given.events.emit(Note("warning", f"{shortage}; module {chosen.value}: {chosen.reason}"))
+            context.events.emit(Note("warning", f"{shortage}; module {chosen.value}: {chosen.reason}"))
             module = chosen.value
         if module is None:
             break
-        given = replace(given, module=module, saves=SaveRequests(), proofs=Proofs(session), resumed=Resumed())
+        context = replace(context, module=module, saves=SaveRequests(), proofs=Proofs(session), resumed=Resumed())
     await session.withdraw(WITHDRAW_S)
 
 
@@ -190,10 +190,10 @@ async def _router(options: NodeOptions, session: NetworkSession, manifest: Manif
     return await fetch_router(session, manifest, options.patience_s)
 
 
-def readiness_to_move(fitting: FittingModules, given: ModuleContext) -> NextModule:
-    if given.module.stage == 0 or not given.options.may_move:
+def readiness_to_move(fitting: FittingModules, context: ModuleContext) -> NextModule:
+    if context.module.stage == 0 or not context.options.may_move:
         return stay_for_ever
-    return Mover(given.session, given.manifest, given.proofs, fitting).next_module
+    return Mover(context.session, context.manifest, context.proofs, fitting).next_module
 
 
 @contextmanager

@@ -49,26 +49,26 @@ class NodeRole(Protocol):
 class ReplicaHost:
     """Reports a replica's microbatches to rounds, events and proofs (`node.pipeline.runner.Host`)."""
 
-    def __init__(self, given: ModuleContext, rounds: ModuleRounds) -> None:
-        self._given = given
-        self._own, self._module = given.session.own, str(given.module)
+    def __init__(self, context: ModuleContext, rounds: ModuleRounds) -> None:
+        self._context = context
+        self._own, self._module = context.session.own, str(context.module)
         self._rounds = rounds
 
     def visited(self, microbatch: MicrobatchId) -> None:
-        self._given.proofs.worked_on(microbatch)
-        self._given.events.emit(Visit(self._own.peer, self._module, str(microbatch)))
+        self._context.proofs.worked_on(microbatch)
+        self._context.events.emit(Visit(self._own.peer, self._module, str(microbatch)))
 
     def retracted(self, microbatch: MicrobatchId) -> None:
-        self._given.events.emit(Retracted(self._own.peer, self._module, str(microbatch)))
+        self._context.events.emit(Retracted(self._own.peer, self._module, str(microbatch)))
 
     def stepped(self, figures: StepFigures) -> None:
         self._own.steps = figures.step
         self._rounds.runner.stepped()
         visits, norm, rate = max(figures.visits), figures.gradient_norm, figures.learning_rate
-        self._given.events.emit(InnerStep(self._own.peer, self._module, figures.step, visits, norm, rate))
+        self._context.events.emit(InnerStep(self._own.peer, self._module, figures.step, visits, norm, rate))
 
     def not_reached(self, peer: PeerId, error: PeerError) -> None:
-        self._given.session.membership_sync.link_down(peer, error)
+        self._context.session.membership_sync.link_down(peer, error)
 
 
 class PlannedReplicas:
@@ -106,18 +106,18 @@ class PlannedReplicas:
 
 
 def microbatch_runner_for(
-    given: ModuleContext, worker: Worker, planner: Planner, codecs: LinkCodecs, rounds: ModuleRounds
+    context: ModuleContext, worker: Worker, planner: Planner, codecs: LinkCodecs, rounds: ModuleRounds
 ) -> MicrobatchRunner:
     """Builds the microbatch runner of the node's replica. The planner chooses substitutes for lost hops."""
-    session, clock = given.session, SystemClock()
+    session, clock = context.session, SystemClock()
     own = session.own
     replicas = PlannedReplicas(planner, session.membership, clock, session.transport.is_linked)
-    custody = Custody(own.peer, given.options.slots_held, replicas)
+    custody = Custody(own.peer, context.options.slots_held, replicas)
     own.slots, own.used_slots = custody.slots, lambda: custody.used_slots
-    admission = Admission(given.manifest, own.peer, given.module, session.routes.fault)
-    allocate = receive_buffers(given.device)
-    on_thread = WorkerThread(worker, given.compute, clock, rounds.runner.after_inner_step, allocate)
-    host = ReplicaHost(given, rounds)
+    admission = Admission(context.manifest, own.peer, context.module, session.routes.fault)
+    allocate = receive_buffers(context.device)
+    on_thread = WorkerThread(worker, context.compute, clock, rounds.runner.after_inner_step, allocate)
+    host = ReplicaHost(context, rounds)
     return MicrobatchRunner(custody, admission, on_thread, session.transport, codecs, host, clock)
 
 
@@ -125,19 +125,19 @@ def moments_status(optimizer: InnerOptimizer) -> MomentsStatus:
     return MomentsStatus(optimizer.moments.value.value, optimizer.moments.reason, optimizer.state_bytes)
 
 
-def tell_moments(given: ModuleContext, optimizer: InnerOptimizer) -> None:
+def tell_moments(context: ModuleContext, optimizer: InnerOptimizer) -> None:
     """Tells the person the effect of `--moments`, also on saved moments."""
-    if given.options.moments is MomentType.FLOAT32:
+    if context.options.moments is MomentType.FLOAT32:
         return
-    resumed = given.resumed.state is not None and optimizer.moments.value is not MomentType.FLOAT32
+    resumed = context.resumed.state is not None and optimizer.moments.value is not MomentType.FLOAT32
     then = "; float32 moments of the checkpoint are rounded to it" if resumed else ""
-    given.events.emit(Note("info", f"moments: {optimizer.moments.reason}{then}"))
+    context.events.emit(Note("info", f"moments: {optimizer.moments.reason}{then}"))
 
 
-def link_codecs(given: ModuleContext, worker: Worker) -> LinkCodecs:
+def link_codecs(context: ModuleContext, worker: Worker) -> LinkCodecs:
     """Builds the codecs of the node's links. The slower end of a link determines the time of a visit."""
-    own, membership, transport = given.session.own, given.session.membership, given.session.transport
-    tokens = given.manifest.microbatch_tokens
+    own, membership, transport = context.session.own, context.session.membership, context.session.transport
+    tokens = context.manifest.microbatch_tokens
 
     def visit_s(peer: PeerId) -> float:
         announced = membership.get(peer)
@@ -146,4 +146,4 @@ def link_codecs(given: ModuleContext, worker: Worker) -> LinkCodecs:
         known = [speed for speed in speeds if speed > 0]
         return tokens / min(known) if known else 0.0
 
-    return LinkCodecs(given.manifest, worker.tensor, visit_s, transport.goodput_bytes_per_s)
+    return LinkCodecs(context.manifest, worker.tensor, visit_s, transport.goodput_bytes_per_s)

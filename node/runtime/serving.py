@@ -43,35 +43,35 @@ Moving = Callable[[ModuleContext], NextModule]
 
 
 async def serve_module(
-    given: ModuleContext, moving: Moving, folder: CheckpointFolder | None, stop: asyncio.Event
+    context: ModuleContext, moving: Moving, folder: CheckpointFolder | None, stop: asyncio.Event
 ) -> ModuleId | None:
     """Serves a module from JOINING to drained. Returns the next module, or None if `stop` was set."""
-    session, own, events = given.session, given.session.own, given.events
-    own.take(given.module)
+    session, own, events = context.session, context.session.own, context.events
+    own.take(context.module)
     tell_state(session, events)
-    make = data_role if given.module.stage == 0 else stage_role
-    first = await unless(stop, first_state(given))
+    make = data_role if context.module.stage == 0 else stage_role
+    first = await unless(stop, first_state(context))
     if first is None:
         return None
-    async with make(given, first.anchor) as role:
+    async with make(context, first.anchor) as role:
         # Free the state on disk and the first anchor: the replica holds its own copies now.
-        given.resumed.state = None
+        context.resumed.state = None
         del first
 
         async def status(asker: PeerId, question: Question) -> bytes:
-            return status_json(own, role, given.compute, session.tunnels)
+            return status_json(own, role, context.compute, session.tunnels)
 
         with session.dispatcher.registered(answers={QuestionAbout.STATUS: status}):
             if await unless(stop, _prepared(role)) is None:
                 return None
-            with _saver(given, role, folder) as saver:
-                async with _at_work(role, given, saver):
-                    goal = await _serve(role, given, moving(given), stop)
+            with _saver(context, role, folder) as saver:
+                async with _at_work(role, context, saver):
+                    goal = await _serve(role, context, moving(context), stop)
                     await hand_over(role.rounds.finish_round, HAND_OVER_S)
                 # A node that moves leaves the module to its other replicas, so only a stop saves.
                 if goal is None and saver is not None:
                     await saver.save_at_the_end()
-                events.emit(node_summary(own, role, given.compute))
+                events.emit(node_summary(own, role, context.compute))
                 return goal
 
 
@@ -96,61 +96,63 @@ async def _prepared(role: NodeRole) -> bool:
     return True
 
 
-async def _serve(role: NodeRole, given: ModuleContext, next_module: NextModule, stop: asyncio.Event) -> ModuleId | None:
+async def _serve(
+    role: NodeRole, context: ModuleContext, next_module: NextModule, stop: asyncio.Event
+) -> ModuleId | None:
     """Serves until a stop or a move, then drains. Cancels a move that would leave the module empty."""
-    own, events = given.session.own, given.events
+    own, events = context.session.own, context.events
     while True:
-        _become(PeerState.SERVING, given)
+        _become(PeerState.SERVING, context)
         role.runner.take_new_work(True)
         goal = await unless(stop, next_module())
-        if goal is not None and not await others_serve(given):
+        if goal is not None and not await others_serve(context):
             continue
         if goal is not None:
-            events.emit(Move(own.peer, str(given.module), str(goal.value), goal.reason))
+            events.emit(Move(own.peer, str(context.module), str(goal.value), goal.reason))
         # Announce first. Refuse late work if another replica can take it, else finish it.
-        _become(PeerState.DRAINING, given)
+        _become(PeerState.DRAINING, context)
         crash_point("draining")
-        role.runner.take_new_work(not _replicas(given))
+        role.runner.take_new_work(not _replicas(context))
         await role.drain(DRAIN_S)
         if stop.is_set():
-            if not _replicas(given):
-                folder = given.options.checkpoint_dir
-                events.emit(LastPeer(own.peer, str(given.module), None if folder is None else str(folder)))
+            if not _replicas(context):
+                folder = context.options.checkpoint_dir
+                events.emit(LastPeer(own.peer, str(context.module), None if folder is None else str(folder)))
             return None
         assert goal is not None, "without a stop there was a goal"
-        if await others_serve(given):  # another replica may have left meanwhile
+        if await others_serve(context):  # another replica may have left meanwhile
             return goal.value
-        events.emit(Note("info", f"stays in module {given.module}: no other peer serves it now"))
+        events.emit(Note("info", f"stays in module {context.module}: no other peer serves it now"))
 
 
-async def others_serve(given: ModuleContext) -> bool:
+async def others_serve(context: ModuleContext) -> bool:
     """Whether a replica with proven work answers that it serves the module."""
     # Without the proof, a liar could announce itself and so empty the module.
-    await given.proofs.refresh()
-    session, proven = given.session, given.proofs.proven
-    asked = [a.peer for a in _replicas(given) if a.peer in proven][:MAX_ASKED]
-    answers = await asyncio.gather(*(session.membership_sync.serves(peer, given.module) for peer in asked))
+    await context.proofs.refresh()
+    session, proven = context.session, context.proofs.proven
+    asked = [a.peer for a in _replicas(context) if a.peer in proven][:MAX_ASKED]
+    answers = await asyncio.gather(*(session.membership_sync.serves(peer, context.module) for peer in asked))
     return any(answers)
 
 
-def _replicas(given: ModuleContext) -> list[Announcement]:
-    session = given.session
-    return session.membership.replicas(given.module, session.own.clock.monotonic())
+def _replicas(context: ModuleContext) -> list[Announcement]:
+    session = context.session
+    return session.membership.replicas(context.module, session.own.clock.monotonic())
 
 
-def _become(state: PeerState, given: ModuleContext) -> None:
-    given.session.own.state = state
-    tell_state(given.session, given.events)
+def _become(state: PeerState, context: ModuleContext) -> None:
+    context.session.own.state = state
+    tell_state(context.session, context.events)
 
 
 @asynccontextmanager
-async def _at_work(role: NodeRole, given: ModuleContext, saver: Saver | None) -> AsyncIterator[None]:
+async def _at_work(role: NodeRole, context: ModuleContext, saver: Saver | None) -> AsyncIterator[None]:
     async with task_scope() as tasks:
-        work = [role.runner.run(), role.run(), _report(role, given.events), *([] if saver is None else [saver.run()])]
+        work = [role.runner.run(), role.run(), _report(role, context.events), *([] if saver is None else [saver.run()])]
         running = [tasks.create_task(each) for each in work]
         try:
             await asyncio.sleep(0)  # the runner must run before it can take work
-            with role.runner.receiving(given.session.dispatcher):
+            with role.runner.receiving(context.session.dispatcher):
                 yield
         finally:
             for task in running:
@@ -164,13 +166,13 @@ async def _report(role: NodeRole, events: EventSink) -> None:
 
 
 def _saver(
-    given: ModuleContext, role: NodeRole, folder: CheckpointFolder | None
+    context: ModuleContext, role: NodeRole, folder: CheckpointFolder | None
 ) -> AbstractContextManager[Saver | None]:
     if folder is None:
         return nullcontext()
-    write = partial(save_state, folder, given.session.own.peer, given.module)
-    capture = partial(role.capture, partial(given.compute.post, Priority.UPKEEP))
-    return Saver(capture, write, given.compute, given.saves, given.events, given.options.checkpoint_every_s)
+    write = partial(save_state, folder, context.session.own.peer, context.module)
+    capture = partial(role.capture, partial(context.compute.post, Priority.UPKEEP))
+    return Saver(capture, write, context.compute, context.saves, context.events, context.options.checkpoint_every_s)
 
 
 # ---- reports ---------------------------------------------------------------------------------------------------------

@@ -37,18 +37,20 @@ LARGEST_DEFAULT_GRAPHS = 2 * 2**30
 class StageRole:
     """A peer that hosts stage 1 or above."""
 
-    def __init__(self, given: ModuleContext, worker: HopWorker, runner: MicrobatchRunner, rounds: ModuleRounds) -> None:
+    def __init__(
+        self, context: ModuleContext, worker: HopWorker, runner: MicrobatchRunner, rounds: ModuleRounds
+    ) -> None:
         self.runner = runner
         self.rounds = rounds
-        self._given = given
+        self._context = context
         self._worker = worker
         self._rate = Rate(SystemClock())
         self._seen = worker.accumulated_tokens
 
     async def prepare(self) -> None:
-        own, passes, given = self._given.session.own, self._worker.passes, self._given
-        own.speed = await given.compute.run(
-            Priority.UPKEEP, lambda: measure_speed(passes, given.manifest, given.device)
+        own, passes, context = self._context.session.own, self._worker.passes, self._context
+        own.speed = await context.compute.run(
+            Priority.UPKEEP, lambda: measure_speed(passes, context.manifest, context.device)
         )
         await self.rounds.prepare()
 
@@ -59,7 +61,7 @@ class StageRole:
             self._seen = self._worker.accumulated_tokens
             # The speed measured at the start stays until real work replaces it.
             if self._worker.speed.tokens_per_s:
-                self._given.session.own.speed = self._worker.speed
+                self._context.session.own.speed = self._worker.speed
 
     async def drain(self, patience_s: float) -> None:
         quiet_since = None
@@ -80,8 +82,8 @@ class StageRole:
         return capture_hop(self._worker, self.rounds.agreed(), post)
 
     def load(self) -> Load:
-        own, custody = self._given.session.own, self.runner.custody
-        return Load(own.peer, str(self._given.module), custody.slots, custody.used_slots, self._rate.per_second())
+        own, custody = self._context.session.own, self.runner.custody
+        return Load(own.peer, str(self._context.module), custody.slots, custody.used_slots, self._rate.per_second())
 
     def account(self) -> Account:
         worker, put_off, chosen = self._worker, self._worker.deferred, self._worker.deferred.chosen
@@ -99,36 +101,36 @@ class StageRole:
 
 
 @asynccontextmanager
-async def stage_role(given: ModuleContext, first: Anchor | None) -> AsyncIterator[StageRole]:
+async def stage_role(context: ModuleContext, first: Anchor | None) -> AsyncIterator[StageRole]:
     """Builds the role of a stage peer, not prepared yet; `first` as in `module_rounds`."""
-    manifest, device = given.manifest, given.device
-    budget = _graph_budget(given)
-    allowance, submit = given.options.allowance, given.compute.submit
-    worker = await given.compute.run(
-        Priority.UPKEEP, lambda: host_hop(manifest, given.module, device, budget, allowance, given.threads, submit)
+    manifest, device = context.manifest, context.device
+    budget = _graph_budget(context)
+    allowance, submit = context.options.allowance, context.compute.submit
+    worker = await context.compute.run(
+        Priority.UPKEEP, lambda: host_hop(manifest, context.module, device, budget, allowance, context.threads, submit)
     )
-    if given.resumed.state is not None:
-        await given.compute.run(Priority.UPKEEP, partial(restore_hop, worker, given.resumed.state))
-    tell_moments(given, worker.optimizer)
-    given.session.own.steps = worker.optimizer.steps
-    times = MeasuredTimes(given.session.own.peer, manifest.microbatch_tokens)
-    planner = Planner(path_rules(manifest), given.session.membership, times)
+    if context.resumed.state is not None:
+        await context.compute.run(Priority.UPKEEP, partial(restore_hop, worker, context.resumed.state))
+    tell_moments(context, worker.optimizer)
+    context.session.own.steps = worker.optimizer.steps
+    times = MeasuredTimes(context.session.own.peer, manifest.microbatch_tokens)
+    planner = Planner(path_rules(manifest), context.session.membership, times)
     replica = LocalReplica((worker.part,), manifest.training.fragments, worker.optimizer, worker.parameters_changed)
-    async with module_rounds(given, replica, first) as rounds:
+    async with module_rounds(context, replica, first) as rounds:
         del first
-        runner = microbatch_runner_for(given, worker, planner, link_codecs(given, worker), rounds)
-        yield StageRole(given, worker, runner, rounds)
+        runner = microbatch_runner_for(context, worker, planner, link_codecs(context, worker), rounds)
+        yield StageRole(context, worker, runner, rounds)
 
 
-def _graph_budget(given: ModuleContext) -> int:
-    options = given.options
-    budget = _default_graph_budget(given.device) if options.graph_bytes is None else options.graph_bytes
+def _graph_budget(context: ModuleContext) -> int:
+    options = context.options
+    budget = _default_graph_budget(context.device) if options.graph_bytes is None else options.graph_bytes
     limit = options.memory_limit_bytes
     if limit is None:
         return budget
     # The limit covers stage and kept graphs together.
-    need = need_of(given.manifest, (given.module,), options.slots_held, options.moments)
-    return min(budget, max(0, limit.value - (need.all if given.device.type == "cpu" else need.device)))
+    need = need_of(context.manifest, (context.module,), options.slots_held, options.moments)
+    return min(budget, max(0, limit.value - (need.all if context.device.type == "cpu" else need.device)))
 
 
 def _default_graph_budget(device: torch.device) -> int:

@@ -57,7 +57,7 @@ def context(
     looked = asyncio.Event()
     looked.set()
     seen = SimpleNamespace(peers=lambda: peers, with_state=lambda module: [p for p in peers if p.module == module])
-    given = SimpleNamespace(
+    context = SimpleNamespace(
         session=SimpleNamespace(
             own=session.own,
             transport=session.transport,
@@ -73,11 +73,11 @@ def context(
         resumed=resumed or Resumed(),
         start=start,
     )
-    return cast(ModuleContext, given)
+    return cast(ModuleContext, context)
 
 
-async def begun(given: ModuleContext) -> Anchor:
-    found = (await first_state(given)).anchor
+async def begun(context: ModuleContext) -> Anchor:
+    found = (await first_state(context)).anchor
     assert found is not None
     return found
 
@@ -189,7 +189,7 @@ async def test_sizes_are_compared_with_the_machine_before_anything_is_fetched(
 ) -> None:
     manifest, _ = run
 
-    def full(*given: object) -> None:
+    def full(*context: object) -> None:
         raise ResourceExhausted("there is no room")
 
     monkeypatch.setattr("node.averaging.module_rounds.require_room", full)

@@ -112,12 +112,12 @@ async def test_before_it_lets_go_a_replica_wants_an_answer_from_one_that_is_prov
             membership=there.membership, membership_sync=there.membership_sync, own=SimpleNamespace(clock=there.clock)
         )
         proofs = proofs_of(Asked())
-        given = cast(ModuleContext, SimpleNamespace(session=session, module=MODULE, proofs=proofs))
+        context = cast(ModuleContext, SimpleNamespace(session=session, module=MODULE, proofs=proofs))
         there.links.outcome.set_result(json.dumps({"module": str(MODULE), "state": "serving"}).encode())
-        assert not await others_serve(given), "it has only announced itself"
+        assert not await others_serve(context), "it has only announced itself"
         assert there.links.asked == []
         proofs.shared_round(frozenset({replica.peer}))
-        assert await others_serve(given)
+        assert await others_serve(context)
         assert there.links.asked == [replica.peer]
 
 

@@ -160,9 +160,9 @@ async def test_a_node_that_runs_out_of_memory_goes_on_with_a_smaller_module(monk
     """Through the node's own loop: nothing is restarted, and the person is told."""
     served: list[ModuleId] = []
 
-    async def serve(given: Any, moving: object, folder: object, stop: asyncio.Event) -> None:
-        served.append(given.module)
-        if given.module != SMALL:
+    async def serve(context: Any, moving: object, folder: object, stop: asyncio.Event) -> None:
+        served.append(context.module)
+        if context.module != SMALL:
             raise OutOfMemory("the compute device is out of memory")
 
     async def withdraw(patience_s: float) -> None:
@@ -170,15 +170,15 @@ async def test_a_node_that_runs_out_of_memory_goes_on_with_a_smaller_module(monk
 
     monkeypatch.setattr(node, "serve_module", serve)
     monkeypatch.setattr(node, "Proofs", lambda session: None)
-    monkeypatch.setattr(node, "replace", lambda given, **changes: SimpleNamespace(**{**vars(given), **changes}))
+    monkeypatch.setattr(node, "replace", lambda context, **changes: SimpleNamespace(**{**vars(context), **changes}))
     session, events, options = Session(announcement("data", 0)), Events(), told()
     session.withdraw = withdraw  # type: ignore[attr-defined]
-    given: Any = SimpleNamespace(
+    context: Any = SimpleNamespace(
         module=LARGE, options=options, session=session, manifest=MANIFEST, events=events, router=None
     )
     fitting = FittingModules(MANIFEST, options, CPU)
-    with ComputeThread() as given.compute:
-        await node._serve(given, None, fitting, None, asyncio.Event())  # type: ignore[arg-type]
+    with ComputeThread() as context.compute:
+        await node._serve(context, None, fitting, None, asyncio.Event())  # type: ignore[arg-type]
     assert served == [LARGE, MIDDLE, SMALL]
     assert [event.level for event in events] == ["warning", "warning"]
     assert "out of memory; module 3.0: module 2.0 ran out of memory" in events[0].message
