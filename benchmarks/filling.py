@@ -29,7 +29,7 @@ from lab.world.world import Ledger, Peer, World
 from node.pipeline.runner import slot_of
 from swarm.pipeline.compute_queue import ArrivalForecast, ComputeQueue, IdleWork, Priority
 from swarm.pipeline.custody_events import Work
-from swarm.pipeline.in_flight import FlightRules
+from swarm.pipeline.in_flight import InFlightRules
 from swarm.routing.path_rules import PathRules
 from swarm.vocabulary.pipeline_messages import MicrobatchTensor, Receipt
 from swarm.vocabulary.types import ModuleId, PeerId
@@ -82,8 +82,8 @@ class EmulatedPipeline:
         self._slowness = {stage_peer(at): drawn.uniform(1 - spread, 1 + spread) for at in range(setting.stages + 1)}
         self._links = random.Random(setting.seed)
 
-    def flight_rules(self, data_node: PeerId) -> FlightRules:
-        return FlightRules(self.setting.per_step, self.setting.staleness, self.setting.window)
+    def flight_rules(self, data_node: PeerId) -> InFlightRules:
+        return InFlightRules(self.setting.per_step, self.setting.staleness, self.setting.window)
 
     def slots_of(self, peer: PeerId) -> int:
         return max(SLOTS, 2 * self.setting.window)

@@ -140,8 +140,8 @@ class KfacWorld(FillingWorld):
         return KfacPeer(self, own, module, incarnation)
 
     def run_steps(self, steps: int) -> None:
-        ((_, flights),) = self.data_nodes()
-        self.time.run_until(math.inf, lambda: flights.steps_done >= steps)
+        ((_, in_flight),) = self.data_nodes()
+        self.time.run_until(math.inf, lambda: in_flight.steps_done >= steps)
 
 
 def pipeline(profile: Profile, stages: int, microbatches: int) -> Setting:

@@ -17,7 +17,7 @@ from lab.world.instance import Instance
 from lab.world.world import CONTROL_S, Ledger, Peer, World
 from swarm.pipeline.custody import LONGEST_LIFETIME_S, SHORTEST_LIFETIME_S
 from swarm.pipeline.custody_events import Work
-from swarm.pipeline.in_flight import FlightRules
+from swarm.pipeline.in_flight import InFlightRules
 from swarm.routing.planner import Planner
 from swarm.vocabulary.types import PeerId
 
@@ -99,8 +99,8 @@ class InstanceGround:
             Work.REPLAY: 1 + backward,
         }
 
-    def flight_rules(self, data_node: PeerId) -> FlightRules:
-        return FlightRules(self._instance.microbatches, self._staleness, self._costs.slots[data_node])
+    def flight_rules(self, data_node: PeerId) -> InFlightRules:
+        return InFlightRules(self._instance.microbatches, self._staleness, self._costs.slots[data_node])
 
     def slots_of(self, peer: PeerId) -> int:
         return self._costs.slots[peer]
@@ -158,7 +158,7 @@ class _Deaths:
 
     def _report(self, seconds: float) -> Throughput:
         ledger = self._world.ledger
-        under_way = sum(len(flights.in_flight) for _, flights in self._world.data_nodes())
+        under_way = sum(len(in_flight.entries) for _, in_flight in self._world.data_nodes())
         launched, completed = len(ledger.started), len(ledger.completed)
         per_stage = Counter(hop.module.stage for path in ledger.completed.values() for hop in path.hops)
         return Throughput(

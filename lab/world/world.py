@@ -40,7 +40,7 @@ from swarm.pipeline.custody_events import (
     Tick,
     Work,
 )
-from swarm.pipeline.in_flight import Flight, FlightRules, Flights
+from swarm.pipeline.in_flight import InFlight, InFlightRules, InFlightTable
 from swarm.routing.latency_attribution import PathTimes
 from swarm.routing.measured_times import MeasuredTimes
 from swarm.routing.path_rules import PathRules
@@ -152,7 +152,7 @@ class DataNode:
     def __init__(self, peer: Peer) -> None:
         self.peer, self.world = peer, peer.world
         rules = self.world.ground.flight_rules(peer.id)
-        self.flights = Flights(peer.id, rules, first_number=peer.incarnation * NUMBERS_A_LIFE)
+        self.in_flight = InFlightTable(peer.id, rules, first_number=peer.incarnation * NUMBERS_A_LIFE)
         self.stopping = False
         measured = MeasuredTimes(peer.id, TOKENS)
         self._times = PathTimes(peer.id, measured, peer.membership.slots_of)
@@ -164,15 +164,15 @@ class DataNode:
 
     def launch(self) -> None:
         """As many microbatches as may start now."""
-        while not self.stopping and self.flights.may_start().value:
+        while not self.stopping and self.in_flight.may_start().value:
             now = self.world.time.now
-            load = in_flight_by_peer([flight.path for flight in self.flights.in_flight])
+            load = in_flight_by_peer([flight.path for flight in self.in_flight.entries])
             began = time.process_time()
-            plan = self.planner.plan(self.flights.next_number % NUMBERS_A_LIFE, (), load, now).value
+            plan = self.planner.plan(self.in_flight.next_number % NUMBERS_A_LIFE, (), load, now).value
             self.world.ledger.planning_cpu_s += time.process_time() - began
             if isinstance(plan, NoReplica):
                 return
-            flight = self.flights.start(plan, now)
+            flight = self.in_flight.start(plan, now)
             self._times.launched(flight.microbatch, plan, load, now)
             self.started(flight)
             lifetime_s = self.world.ground.lifetime_s(self.planner.usual_s(plan))
@@ -183,7 +183,7 @@ class DataNode:
         holding = self.peer.custody.get(key)
         self._times.turned(key.microbatch, self.world.time.now)
         if holding is not None:
-            self.flights.returned(key.microbatch, holding.path, 1.0)
+            self.in_flight.returned(key.microbatch, holding.path, 1.0)
 
     def passed(self, sender: PeerId, receipt: Receipt) -> None:
         """A hop has passed on a microbatch of ours."""
@@ -196,8 +196,8 @@ class DataNode:
     def finished(self, microbatch: MicrobatchId, path: Path) -> None:
         """It is home."""
         self._times.completed(microbatch, self.world.time.now)
-        flight = self.flights.get(microbatch)
-        self.flights.complete(microbatch)
+        flight = self.in_flight.get(microbatch)
+        self.in_flight.complete(microbatch)
         if flight is not None:
             self.completed(flight, path)
         self.launch()
@@ -210,7 +210,7 @@ class DataNode:
         if message.direction is Direction.FORWARD and all(ends) and message.position > -1:
             return
         self._times.lost(microbatch, self.world.time.now)
-        flight = self.flights.abandon(microbatch)
+        flight = self.in_flight.abandon(microbatch)
         self.peer.carry_out(custody.abandon(microbatch, message.detail))
         if flight is not None:
             self.abandoned(flight)
@@ -218,21 +218,21 @@ class DataNode:
 
     # ---- accounts ------------------------------------------------------------------------------------------------
 
-    def started(self, flight: Flight) -> None:
+    def started(self, flight: InFlight) -> None:
         """Notes what was planned."""
         self.world.ledger.started[flight.microbatch] = self.world.time.now
         self.planned[flight.microbatch] = flight.path
         if self._swarm is not None:
             self._swarm.launched(flight.microbatch, flight.path, self.world.time.now)
 
-    def completed(self, flight: Flight, path: Path) -> None:
+    def completed(self, flight: InFlight, path: Path) -> None:
         """Notes what came of it: the path whose gradients count."""
         self.world.ledger.completed[flight.microbatch] = path
         self.world.ledger.repaired_at.update(repaired_positions(self.planned.pop(flight.microbatch), path))
         if self._swarm is not None:
             self._swarm.ended(flight.microbatch, path)
 
-    def abandoned(self, flight: Flight) -> None:
+    def abandoned(self, flight: InFlight) -> None:
         """Nothing came of it."""
         del self.planned[flight.microbatch]
         if self._swarm is not None:
@@ -362,7 +362,7 @@ class Peer:
             if 0 <= position < len(hops) and hops[position].module != self.module:
                 return answer(ReceiptStatus.REFUSED, "not hosted here")
             return _answer_to(self.custody.admit_backward(message, self.world.time.now), answer)
-        if self.data_node is not None and self.data_node.flights.get(message.microbatch) is None:
+        if self.data_node is not None and self.data_node.in_flight.get(message.microbatch) is None:
             return answer(ReceiptStatus.REFUSED, "this microbatch is not under way")
         return _answer_to(self.custody.admit_forward(message, self.world.time.now), answer)
 
@@ -458,7 +458,7 @@ class Ground(Protocol):
     overhead_s: float
     """A peer is blocked so long after each task."""
 
-    def flight_rules(self, data_node: PeerId) -> FlightRules: ...
+    def flight_rules(self, data_node: PeerId) -> InFlightRules: ...
 
     def slots_of(self, peer: PeerId) -> int: ...
 
@@ -524,9 +524,9 @@ class World:
     def living(self) -> list[Peer]:
         return [peer for peer in self.peers.values() if peer.alive]
 
-    def data_nodes(self) -> Iterator[tuple[Peer, Flights]]:
+    def data_nodes(self) -> Iterator[tuple[Peer, InFlightTable]]:
         """Those alive."""
-        return ((peer, peer.data_node.flights) for peer in self.living if peer.data_node is not None)
+        return ((peer, peer.data_node.in_flight) for peer in self.living if peer.data_node is not None)
 
     def run(self, seconds: float) -> None:
         """Lets so much time pass."""

@@ -20,7 +20,7 @@ from node.routing.evaluation import Departures, Evaluator
 from node.routing.window_finder import WindowFinder
 from swarm.experts.route_tally import MAX_ROUTES, RouteTally
 from swarm.pipeline.custody import LONGEST_LIFETIME_S, SHORTEST_LIFETIME_S
-from swarm.pipeline.in_flight import Flight, Flights
+from swarm.pipeline.in_flight import InFlight, InFlightTable
 from swarm.routing.departure_line import DepartureLine
 from swarm.routing.latency_attribution import PathTimes
 from swarm.routing.loss_outliers import LossOutliers, Outlier
@@ -69,7 +69,7 @@ class Progress:
 class Training:
     """A data node's position in its training: saved in checkpoints and resumed."""
 
-    flights: Flights
+    in_flight: InFlightTable
     progress: Progress
     reading: ReadingPosition
 
@@ -89,7 +89,7 @@ class DataNode(PathEnds):
         window: WindowFinder,
     ) -> None:
         self.training = training
-        self.flights, self.progress = training.flights, training.progress
+        self.in_flight, self.progress = training.in_flight, training.progress
         self._clock = context.session.own.clock
         self.rate = Rate(self._clock)
         self.vouched = Vouched()
@@ -99,12 +99,12 @@ class DataNode(PathEnds):
         self._departures, self._reading = departures, training.reading
         self.window = window
         manifest = context.manifest
-        self._round_microbatches = manifest.training.inner_steps * self.flights.rules.per_step
+        self._round_microbatches = manifest.training.inner_steps * self.in_flight.rules.per_step
         self._outliers: dict[Route, LossOutliers] = {}
         self._events = context.events
         self._packs_documents = manifest.packs_documents
         self._on_finished = context.finished
-        self._line = DepartureLine(planner, texts.ready, training.reading.drawn, self.flights.next_number)
+        self._line = DepartureLine(planner, texts.ready, training.reading.drawn, self.in_flight.next_number)
         self._missing: dict[ModuleId, str] = {}
         """Unserved modules, with the consequence that was reported."""
         self._wake = asyncio.Event()
@@ -112,7 +112,7 @@ class DataNode(PathEnds):
 
     async def all_landed(self) -> None:
         """Returns once no microbatch is in flight."""
-        while self.flights.in_flight:
+        while self.in_flight.entries:
             self._landed.clear()
             await self._landed.wait()
 
@@ -128,28 +128,28 @@ class DataNode(PathEnds):
 
     async def run(self) -> None:
         """Launches until cancelled."""
-        if self.flights.finished:  # resumed after its last step
+        if self.in_flight.finished:  # resumed after its last step
             self._on_finished()
         while True:
             self._tell_who_is_missing()
-            while not self._is_stopping and self.flights.may_start().value and self._launch():
+            while not self._is_stopping and self.in_flight.may_start().value and self._launch():
                 pass
             await set_or_after(self._wake, LOOK_AGAIN_S)
 
     def _launch(self) -> bool:
         """Launches the next microbatch; False if it has no path or no text now."""
         now = self._clock.monotonic()
-        queue = in_flight_by_peer([flight.path for flight in self.flights.in_flight])
-        departure = self._line.next(self.flights.next_number, queue, now)
+        queue = in_flight_by_peer([entry.path for entry in self.in_flight.entries])
+        departure = self._line.next(self.in_flight.next_number, queue, now)
         if departure is None:
             return False
         text, path = departure.text, departure.path
-        flight = self.flights.start(path, now, text.size, text.scored)
-        self._reading.sent(text, flight.microbatch)
+        entry = self.in_flight.start(path, now, text.size, text.scored)
+        self._reading.sent(text, entry.microbatch)
         in_usual_ones = self.sizes.add(text.workload)
-        self._times.launched(flight.microbatch, path, queue, now, in_usual_ones)
-        log.debug("%s: %s", flight.microbatch, departure.reason)
-        self._departures.depart(flight.microbatch, text, path, Purpose.TRAIN, self._lifetime(path, in_usual_ones))
+        self._times.launched(entry.microbatch, path, queue, now, in_usual_ones)
+        log.debug("%s: %s", entry.microbatch, departure.reason)
+        self._departures.depart(entry.microbatch, text, path, Purpose.TRAIN, self._lifetime(path, in_usual_ones))
         return True
 
     def _tell_who_is_missing(self) -> None:
@@ -174,7 +174,7 @@ class DataNode(PathEnds):
     def expects(self, message: Forward) -> bool:
         if message.purpose is Purpose.EVALUATE:
             return self._evaluator.awaits(message.microbatch)
-        return self.flights.get(message.microbatch) is not None
+        return self.in_flight.get(message.microbatch) is not None
 
     def loss_known(self, microbatch: MicrobatchId, path: Path, purpose: Purpose, loss: float) -> None:
         if purpose is Purpose.EVALUATE:
@@ -183,7 +183,7 @@ class DataNode(PathEnds):
             self._times.turned(microbatch, self._clock.monotonic())
             text = self._departures.text_of(microbatch)
             loss = loss if text is None else text.per_label(loss)
-            self.flights.returned(microbatch, path, loss)
+            self.in_flight.returned(microbatch, path, loss)
             outlier = self._outliers_of(microbatch).returned(path, loss)
             if outlier is not None:
                 self._leave_out(outlier)
@@ -207,32 +207,32 @@ class DataNode(PathEnds):
         text = self._departures.end(microbatch)
         if text is not None:
             self._reading.came_back(text)
-        flight = self.flights.get(microbatch)
-        if flight is not None:
-            self.window.completed(flight, self._clock.monotonic())
-        step = self.flights.complete(microbatch)
-        if flight is not None:
+        entry = self.in_flight.get(microbatch)
+        if entry is not None:
+            self.window.completed(entry, self._clock.monotonic())
+        step = self.in_flight.complete(microbatch)
+        if entry is not None:
             hops = tuple(f"{hop.module}@{hop.peer}" for hop in path.hops)
             crash_point("before completed")
             # Log the completion before the visit: a crash in between loses a visit instead of adding one.
             route = None if text is None else text.route or None
-            self._events.emit(Completed(self.flights.own, str(microbatch), hops, flight.tokens, route))
+            self._events.emit(Completed(self.in_flight.own, str(microbatch), hops, entry.tokens, route))
             crash_point("after completed")
-            self._events.emit(Visit(self.flights.own, str(ModuleId(0)), str(microbatch)))
+            self._events.emit(Visit(self.in_flight.own, str(ModuleId(0)), str(microbatch)))
             for hop in path.hops:
                 self.vouched.add(hop.peer)
                 self.progress.visits[hop.module] = self.progress.visits.get(hop.module, 0) + 1
             if text is not None:
-                self.progress.routes.completed(text.route, path, flight.loss)
-            self.progress.tokens += flight.tokens
-            self.rate.add(flight.tokens)
+                self.progress.routes.completed(text.route, path, entry.loss)
+            self.progress.tokens += entry.tokens
+            self.rate.add(entry.tokens)
         if step is not None:
             if self.progress.loss_first is None:
                 self.progress.loss_first = step.loss
             self.progress.loss_last = step.loss
             tokens, rate = self.progress.tokens, self.rate.per_second()
-            self._events.emit(Step(step.step, step.loss, tokens, rate, self.flights.own, self._packed()))
-        if self.flights.finished:
+            self._events.emit(Step(step.step, step.loss, tokens, rate, self.in_flight.own, self._packed()))
+        if self.in_flight.finished:
             self._on_finished()
         # A completed microbatch makes room for the next launch.
         self._landed.set()
@@ -244,10 +244,10 @@ class DataNode(PathEnds):
             self._evaluator.lost(microbatch, detail)
             return
         self._times.lost(microbatch, self._clock.monotonic())
-        flight = self.flights.abandon(microbatch)
+        entry = self.in_flight.abandon(microbatch)
         text = self._departures.abandon(microbatch, detail)
-        if flight is not None:
-            self._abandoned(flight, text, detail)
+        if entry is not None:
+            self._abandoned(entry, text, detail)
         self._landed.set()
         self.wake()
 
@@ -255,10 +255,10 @@ class DataNode(PathEnds):
         return self.sizes.summary() if self._packs_documents else None
 
     def may_hold(self, peer: PeerId, microbatch: MicrobatchId) -> bool:
-        flight = self.flights.get(microbatch)
-        if flight is None:
+        entry = self.in_flight.get(microbatch)
+        if entry is None:
             return self._evaluator.awaits(microbatch)
-        return self._planner.hosts_one_of(peer, flight.path)
+        return self._planner.hosts_one_of(peer, entry.path)
 
     def may_have_held(self, peer: PeerId, microbatch: MicrobatchId) -> bool:
         path = self._times.path_of(microbatch)
@@ -267,12 +267,12 @@ class DataNode(PathEnds):
     def passed(self, sender: PeerId, receipt: Receipt) -> None:
         self._times.passed(sender, receipt, self._clock.monotonic())
 
-    def _abandoned(self, flight: Flight, text: Microbatch | None, detail: str) -> None:
-        self._events.emit(Abandoned(str(flight.microbatch), detail))
+    def _abandoned(self, entry: InFlight, text: Microbatch | None, detail: str) -> None:
+        self._events.emit(Abandoned(str(entry.microbatch), detail))
         if text is None:
             return
         # Without a loss, no stage has learnt from the text, so launch it again.
-        if flight.loss is None:
+        if entry.loss is None:
             self._line.sets_out_again(text)
         else:
             self._reading.dropped(text)

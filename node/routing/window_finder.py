@@ -8,7 +8,7 @@ from node.observability.status import WindowStatus
 from protocol.interfaces.clock import Clock
 from protocol.manifest.manifest import Manifest
 from swarm.membership.membership import Membership
-from swarm.pipeline.in_flight import Flight, Flights, Window, least_of, room_at_hops
+from swarm.pipeline.in_flight import InFlight, InFlightTable, Window, least_of, room_at_hops
 from swarm.vocabulary.types import ModuleId, Reasoned
 
 
@@ -22,17 +22,17 @@ class WindowFinder:
     def __init__(
         self,
         manifest: Manifest,
-        flights: Flights,
+        in_flight: InFlightTable,
         membership: Membership,
         clock: Clock,
         *,
         asked: int | None,
         memory: int,
     ) -> None:
-        self._manifest, self._flights = manifest, flights
+        self._manifest, self._in_flight = manifest, in_flight
         self._membership, self._clock = membership, clock
         self._memory = memory
-        start = flights.rules.window
+        start = in_flight.rules.window
         # Never below the start value, which keeps every stage busy when links cost nothing. Compute times vary, and a
         # window that covers only their mean left hops idle 2 % longer.
         self._window = None if asked is not None else Window(start, start, least_of(self._bounds()))
@@ -42,26 +42,26 @@ class WindowFinder:
     def value(self) -> Reasoned[int]:
         """Largest number of microbatches in flight, with the reason."""
         if self._window is None:
-            return Reasoned(self._flights.window, "set by --window")
+            return Reasoned(self._in_flight.window, "set by --window")
         return self._window.value
 
     def describe(self) -> WindowStatus:
         """Describes the window for the node's status."""
         value = self.value
-        return WindowStatus(value.value, len(self._flights.in_flight), value.reason)
+        return WindowStatus(value.value, len(self._in_flight.entries), value.reason)
 
-    def completed(self, flight: Flight, now: float) -> None:
-        """Notes that a microbatch has returned. Call it before `Flights.complete`."""
+    def completed(self, entry: InFlight, now: float) -> None:
+        """Notes that a microbatch has returned. Call it before `InFlightTable.complete`."""
         if self._window is not None:
             self._window.bound(least_of(self._bounds()))
-            self._window.completed(flight.started, now, len(self._flights.in_flight))
+            self._window.completed(entry.started, now, len(self._in_flight.entries))
             self._follow()
 
     def _follow(self) -> None:
-        self._flights.window = self.value.value
+        self._in_flight.window = self.value.value
 
     def _bounds(self) -> Iterator[Reasoned[int]]:
-        rules = self._flights.rules
+        rules = self._in_flight.rules
         yield Reasoned(rules.most_by_staleness, f"limited by a staleness of {rules.staleness}")
         yield Reasoned(self._memory, "limited by the memory reserved for --slots")
         now, stages = self._clock.monotonic(), self._manifest.stages

@@ -40,7 +40,7 @@ from protocol.interfaces.clock import SystemClock
 from protocol.interfaces.transport import QuestionAbout
 from protocol.manifest.manifest import Manifest
 from swarm.experts.route_tally import RouteTally
-from swarm.pipeline.in_flight import Counts, FlightRules, Flights
+from swarm.pipeline.in_flight import Counts, InFlightRules, InFlightTable
 from swarm.routing.latency_attribution import PathTimes
 from swarm.routing.measured_times import MeasuredTimes
 from swarm.routing.planner import Planner
@@ -93,8 +93,8 @@ class DataRole:
             async with asyncio.timeout(patience_s):
                 await self._data_node.all_landed()
         except TimeoutError:
-            for flight in self._data_node.flights.in_flight:
-                self._data_node.lost(flight.microbatch, "its data node stops")
+            for entry in self._data_node.in_flight.entries:
+                self._data_node.lost(entry.microbatch, "its data node stops")
         # Hops wait for the word that their gradients count.
         await self.runner.nothing_owed(LAST_WORDS_S)
 
@@ -102,15 +102,15 @@ class DataRole:
         return capture_stage_zero(self._worker, self._data_node.training, self.rounds.agreed(), post)
 
     def load(self) -> Load:
-        flights = self._data_node.flights
+        in_flight = self._data_node.in_flight
         own, rate = self._session.own, self._data_node.rate.per_second()
-        return Load(own.peer, str(ModuleId(0)), flights.window, len(flights.in_flight), rate)
+        return Load(own.peer, str(ModuleId(0)), in_flight.window, len(in_flight.entries), rate)
 
     def account(self) -> Account:
-        flights, progress = self._data_node.flights, self._data_node.progress
-        counts = flights.counts
+        in_flight, progress = self._data_node.in_flight, self._data_node.progress
+        counts = in_flight.counts
         return Account(
-            steps=flights.steps_done,
+            steps=in_flight.steps_done,
             accumulated=self._worker.accumulated,
             recomputed=self._worker.recomputed,
             tokens=progress.tokens,
@@ -126,7 +126,7 @@ class DataRole:
             routes=_routes(progress.routes) if self._has_experts else None,
             measured=self._data_node.vouched.peers(),
             paths=_paths(self._planner, self._times),
-            sizes=self._data_node.sizes.summary() if flights.counts.started else None,
+            sizes=self._data_node.sizes.summary() if in_flight.counts.started else None,
             window=self._data_node.window.describe(),
             moments=moments_status(self._worker.stage.optimizer),
         )
@@ -160,7 +160,7 @@ async def data_role(context: ModuleContext, first: Anchor | None) -> AsyncIterat
     assert context.text.value is not None, context.text.reason
     documents = await asyncio.to_thread(open_documents, manifest, context.text.value, context.router)
     membership, times = context.session.membership, MeasuredTimes(own.peer, manifest.microbatch_tokens)
-    rules = _flight_rules(context.options, manifest)
+    rules = _in_flight_rules(context.options, manifest)
     paths = path_rules(manifest)
     planner = Planner(paths, membership, times)
     # A record has room for a bounded number of stages.
@@ -184,13 +184,13 @@ async def data_role(context: ModuleContext, first: Anchor | None) -> AsyncIterat
         runner = microbatch_runner_for(context, worker, planner, link_codecs(context, worker), rounds)
         departures = Departures(worker, runner, context.session.routes.signed, tells_labels=manifest.tells_labels)
         evaluator = Evaluator(own.peer, planner, departures, clock, measured)
-        flights = Flights(own.peer, rules, number, counts_of(position), worker.steps)
+        in_flight = InFlightTable(own.peer, rules, number, counts_of(position), worker.steps)
         reading = ReadingPosition(
             start, rules.per_step * (rules.staleness + 2) + max(rules.window, rules.most_by_staleness)
         )
-        training = Training(flights, progress_of(context.resumed), reading)
+        training = Training(in_flight, progress_of(context.resumed), reading)
         window = WindowFinder(
-            manifest, flights, membership, clock, asked=context.options.window, memory=allowance.slots
+            manifest, in_flight, membership, clock, asked=context.options.window, memory=allowance.slots
         )
         path_times = PathTimes(own.peer, times, membership.slots_of)
         data_node = DataNode(context, training, planner, path_times, evaluator, departures, prefetcher, window)
@@ -242,9 +242,9 @@ def _reported(counts: Counts) -> MicrobatchCounts:
     return MicrobatchCounts(counts.started, counts.completed, counts.abandoned, counts.duplicated)
 
 
-def _flight_rules(options: NodeOptions, manifest: Manifest) -> FlightRules:
+def _in_flight_rules(options: NodeOptions, manifest: Manifest) -> InFlightRules:
     # To begin with: one microbatch per stage keeps every stage busy, and two more cover those on the wire.
     # `WindowFinder` adapts the window later.
     window = options.window or manifest.stages.visited_per_path + 3
     staleness, tokens = manifest.training.staleness, manifest.microbatch_tokens
-    return FlightRules(manifest.microbatches_per_step, staleness, window, options.steps, tokens)
+    return InFlightRules(manifest.microbatches_per_step, staleness, window, options.steps, tokens)

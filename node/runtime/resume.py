@@ -30,14 +30,14 @@ def capture_hop(worker: HopWorker, agreed: Agreed | None, post: Post) -> Replica
 
 def capture_stage_zero(worker: DataWorker, training: Training, agreed: Agreed | None, post: Post) -> ReplicaState:
     """Captures a data node's replica, and the reading position that belongs to exactly these parameters."""
-    stage, flights, progress = worker.stage, training.flights, training.progress
-    counts = flights.counts
+    stage, in_flight, progress = worker.stage, training.in_flight, training.progress
+    counts = in_flight.counts
     unapplied = stage.embedding_sum
     visits, tokens = worker.accumulated - unapplied.visits, worker.accumulated_tokens - unapplied.tokens
     plain = capture_module(stage.parts, stage.optimizer, post, visits=visits, tokens=tokens, agreed=agreed)
     data = DataState(
         cursor=training.reading.resume_at(stage.embedding_sum.has_applied),
-        next_number=flights.next_number,
+        next_number=in_flight.next_number,
         completed=visits,
         steps=worker.steps,
         abandoned=counts.abandoned,

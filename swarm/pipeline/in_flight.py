@@ -26,7 +26,7 @@ class Counts:
 
 
 @dataclass(frozen=True, slots=True)
-class Flight:
+class InFlight:
     """One microbatch in flight. `scored`: predicted tokens; `loss`: nats per predicted token."""
 
     microbatch: MicrobatchId
@@ -47,7 +47,7 @@ class StepDone:
 
 
 @dataclass(frozen=True, slots=True)
-class FlightRules:
+class InFlightRules:
     """The limits of microbatches in flight.
 
     Args:
@@ -73,7 +73,7 @@ class FlightRules:
 
 
 @dataclass(slots=True)
-class Flights:
+class InFlightTable:
     """A data node's microbatches in flight, with their counts.
 
     Args:
@@ -81,66 +81,66 @@ class Flights:
     """
 
     own: PeerId
-    rules: FlightRules
+    rules: InFlightRules
     first_number: int = 0
     counts: Counts = field(default_factory=Counts)
     steps_done: int = 0
     window: int = field(init=False)
     next_number: int = field(init=False)
-    _flying: dict[MicrobatchId, Flight] = field(default_factory=dict)
-    _done: list[Flight] = field(default_factory=list)  # Completed microbatches of the current step
+    _flying: dict[MicrobatchId, InFlight] = field(default_factory=dict)
+    _done: list[InFlight] = field(default_factory=list)  # Completed microbatches of the current step
 
     def __post_init__(self) -> None:
         self.next_number = self.first_number
         self.window = self.rules.window
 
     @property
-    def in_flight(self) -> tuple[Flight, ...]:
+    def entries(self) -> tuple[InFlight, ...]:
         return tuple(self._flying.values())
 
     @property
     def finished(self) -> bool:
         return self.rules.steps is not None and self.steps_done >= self.rules.steps and not self._flying
 
-    def get(self, microbatch: MicrobatchId) -> Flight | None:
+    def get(self, microbatch: MicrobatchId) -> InFlight | None:
         return self._flying.get(microbatch)
 
     def may_start(self) -> Reasoned[bool]:
         rules = self.rules
         if len(self._flying) >= self.window:
             return Reasoned(False, f"the window of {self.window} is full")
-        begun = sum(flight.tokens for flight in (*self._done, *self._flying.values()))
+        begun = sum(entry.tokens for entry in (*self._done, *self._flying.values()))
         if rules.steps is not None and rules.step.is_complete(begun, rules.steps - self.steps_done):
             return Reasoned(False, f"all {rules.steps} steps are in flight or complete")
         if rules.step.is_complete(begun, 1 + rules.staleness):
             return Reasoned(False, f"step {self.steps_done + 1} is not complete")
         return Reasoned(True, "the window has room")
 
-    def start(self, path: Path, now: float, tokens: int = 1, scored: int | None = None) -> Flight:
+    def start(self, path: Path, now: float, tokens: int = 1, scored: int | None = None) -> InFlight:
         """Adds a new microbatch with the next number. `scored`: predicted tokens; None: all."""
         microbatch = MicrobatchId(self.own, self.next_number)
         self.next_number += 1
-        flight = Flight(microbatch, path, now, tokens, tokens if scored is None else scored)
-        self._flying[microbatch] = flight
+        entry = InFlight(microbatch, path, now, tokens, tokens if scored is None else scored)
+        self._flying[microbatch] = entry
         self.counts = replace(self.counts, started=self.counts.started + 1)
-        return flight
+        return entry
 
     def returned(self, microbatch: MicrobatchId, path: Path, loss: float) -> None:
-        flight = self._flying.get(microbatch)
-        if flight is not None:
-            self._flying[microbatch] = replace(flight, path=path, loss=loss)
+        entry = self._flying.get(microbatch)
+        if entry is not None:
+            self._flying[microbatch] = replace(entry, path=path, loss=loss)
 
     def complete(self, microbatch: MicrobatchId) -> StepDone | None:
         """Completes a microbatch. Returns the step that this completes, if any."""
-        flight = self._flying.pop(microbatch, None)
-        if flight is None:
+        entry = self._flying.pop(microbatch, None)
+        if entry is None:
             self.counts = replace(self.counts, duplicated=self.counts.duplicated + 1)
             return None
-        if flight.loss is None:  # an honest path reaches its end, where the loss is computed, before it returns
+        if entry.loss is None:  # an honest path reaches its end, where the loss is computed, before it returns
             self.counts = replace(self.counts, abandoned=self.counts.abandoned + 1)
             return None
         self.counts = replace(self.counts, completed=self.counts.completed + 1)
-        self._done.append(flight)
+        self._done.append(entry)
         if not self.rules.step.is_complete(sum(done.tokens for done in self._done)):
             return None
         done, self._done = self._done, []
@@ -148,12 +148,12 @@ class Flights:
         losses = [each.scored * each.loss for each in done if each.loss is not None]
         return StepDone(self.steps_done, sum(losses) / sum(each.scored for each in done), len(done))
 
-    def abandon(self, microbatch: MicrobatchId) -> Flight | None:
+    def abandon(self, microbatch: MicrobatchId) -> InFlight | None:
         """Abandons a microbatch. If it has no loss yet, its text may be launched again under a new number."""
-        flight = self._flying.pop(microbatch, None)
-        if flight is not None:
+        entry = self._flying.pop(microbatch, None)
+        if entry is not None:
             self.counts = replace(self.counts, abandoned=self.counts.abandoned + 1)
-        return flight
+        return entry
 
 
 # ---- the window ------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from swarm.pipeline.custody_events import (
     Retract,
     Work,
 )
-from swarm.pipeline.in_flight import Flight
+from swarm.pipeline.in_flight import InFlight
 from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.pipeline_messages import Direction, Forward, MicrobatchTensor, Receipt, ReceiptStatus
 from swarm.vocabulary.types import MicrobatchId, ModuleId, Path, PeerId, PeerState
@@ -122,22 +122,22 @@ class AccountingDataNode(DataNode):
         self._again: deque[int] = deque()
         self._cargo: dict[MicrobatchId, int] = {}
 
-    def started(self, flight: Flight) -> None:
-        self._cargo[flight.microbatch] = self._again.popleft() if self._again else next(self._data)
-        super().started(flight)
+    def started(self, entry: InFlight) -> None:
+        self._cargo[entry.microbatch] = self._again.popleft() if self._again else next(self._data)
+        super().started(entry)
 
-    def completed(self, flight: Flight, path: Path) -> None:
-        ledger, planned = self.world.ledger, self.planned[flight.microbatch]
+    def completed(self, entry: InFlight, path: Path) -> None:
+        ledger, planned = self.world.ledger, self.planned[entry.microbatch]
         ledger.skipped += len(planned.hops) - len(path.hops)
         ledger.left_out += self.world.shape.per_path - len(planned.hops)
-        ledger.repaired_back.update(repaired_positions(flight.path, path))
-        data = self.peer.incarnation * NUMBERS_A_LIFE + self._cargo.pop(flight.microbatch)
+        ledger.repaired_back.update(repaired_positions(entry.path, path))
+        data = self.peer.incarnation * NUMBERS_A_LIFE + self._cargo.pop(entry.microbatch)
         ledger.data_completed[self.peer.id, data] += 1
-        super().completed(flight, path)
+        super().completed(entry, path)
 
-    def abandoned(self, flight: Flight) -> None:
+    def abandoned(self, entry: InFlight) -> None:
         self.world.ledger.abandoned += 1
-        data = self._cargo.pop(flight.microbatch)
-        if flight.loss is None:
+        data = self._cargo.pop(entry.microbatch)
+        if entry.loss is None:
             self._again.append(data)
-        super().abandoned(flight)
+        super().abandoned(entry)

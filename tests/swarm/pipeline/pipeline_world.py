@@ -12,7 +12,7 @@ from random import Random
 
 from lab.world.world import NUMBERS_A_LIFE, TICK_S, Ledger, World
 from swarm.pipeline.custody_events import Key, Phase, Work
-from swarm.pipeline.in_flight import FlightRules
+from swarm.pipeline.in_flight import InFlightRules
 from swarm.routing.path_rules import PathRules
 from swarm.vocabulary.types import MicrobatchId, ModuleId, PeerId
 from tests.swarm.pipeline.pipeline_peer import RoughPeer
@@ -21,7 +21,7 @@ STALL_S = 1.5
 """After so much silence the others take a peer's links for broken."""
 LONGEST_FREEZE_S = 4.0
 LIFETIME_S = 10.0
-ORDINARY_RULES = FlightRules(per_step=4, staleness=1, window=5)
+ORDINARY_RULES = InFlightRules(per_step=4, staleness=1, window=5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Shape:
     replicas: tuple[int, ...] = (2, 2, 2)
     per_path: int = 3
     slots: int = 3
-    rules: FlightRules = ORDINARY_RULES
+    rules: InFlightRules = ORDINARY_RULES
     compute_failures: float = 0.01
     """Share of the computations that fail."""
 
@@ -58,7 +58,7 @@ class ChanceGround:
         self._speed_s = {peer: random.uniform(0.02, 0.3) for stage in shape.stages for peer in stage}
         self._delay_s: dict[frozenset[PeerId], float] = {}
 
-    def flight_rules(self, data_node: PeerId) -> FlightRules:
+    def flight_rules(self, data_node: PeerId) -> InFlightRules:
         return self._shape.rules
 
     def slots_of(self, peer: PeerId) -> int:
@@ -168,10 +168,10 @@ class RoughWorld(World):
 
     def progresses(self, within_s: float) -> bool:
         """Whether every data node completes something new, at least a step's worth, within this time."""
-        wanted = {peer.id: flights.counts.completed + 4 for peer, flights in self.data_nodes()}
+        wanted = {peer.id: in_flight.counts.completed + 4 for peer, in_flight in self.data_nodes()}
 
         def enough() -> bool:
-            return all(flights.counts.completed >= wanted[peer.id] for peer, flights in self.data_nodes())
+            return all(in_flight.counts.completed >= wanted[peer.id] for peer, in_flight in self.data_nodes())
 
         self.time.run_until(self.time.now + within_s, enough)
         return enough()
@@ -185,7 +185,7 @@ class RoughWorld(World):
         left = {peer.id: list(peer.custody.entries()) for peer in self.living if len(peer.custody)}
         assert not left, left
         assert all(peer.custody.used_slots == 0 for peer in self.living)
-        assert not any(flights.in_flight for _, flights in self.data_nodes())
+        assert not any(in_flight.entries for _, in_flight in self.data_nodes())
         self.time.run_until(self.time.now + 10.0)  # the last gradients are taken back
         self.check_settled()
 
@@ -200,11 +200,11 @@ class RoughWorld(World):
         """After everything that happens to a peer."""
         assert peer.custody.used_slots <= peer.custody.slots
         if peer.data_node is not None:
-            counts, flying = peer.data_node.flights.counts, peer.data_node.flights.in_flight
+            counts, flying = peer.data_node.in_flight.counts, peer.data_node.in_flight.entries
             assert counts.started == counts.completed + counts.abandoned + len(flying), counts
             assert counts.duplicated == 0
-            for flight in flying:  # so that its deadline will come, whatever has become of it elsewhere
-                assert peer.custody.get(Key(flight.microbatch, -1)) is not None, flight
+            for entry in flying:  # so that its deadline will come, whatever has become of it elsewhere
+                assert peer.custody.get(Key(entry.microbatch, -1)) is not None, entry
 
     def check_all(self) -> None:
         """Nothing turns round twice, completes twice, or outlives its deadline when nobody acts for it."""
@@ -240,7 +240,7 @@ class RoughWorld(World):
         acting = {
             h.key.microbatch for peer in self.living for h in peer.custody.entries() if h.phase is not Phase.AWAITING
         }
-        flying = {f.microbatch for _, flights in self.data_nodes() for f in flights.in_flight}
+        flying = {f.microbatch for _, in_flight in self.data_nodes() for f in in_flight.entries}
         self._orphaned = {m: self._orphaned.get(m, self.time.now) for m in flying - acting}
         for microbatch, since in self._orphaned.items():
             assert self.time.now - since <= LIFETIME_S + LONGEST_FREEZE_S + 2 * TICK_S, microbatch

@@ -6,14 +6,14 @@ from collections import Counter
 
 import pytest
 
-from swarm.pipeline.in_flight import FlightRules
+from swarm.pipeline.in_flight import InFlightRules
 from swarm.vocabulary.types import PeerId
 from tests.swarm.pipeline.pipeline_world import RoughWorld, Shape
 
 SHAPES = (
     Shape(),
     Shape(replicas=(3, 2, 2, 2), per_path=3),
-    Shape(data_nodes=3, replicas=(2, 1), per_path=2, slots=2, rules=FlightRules(per_step=2, staleness=2, window=6)),
+    Shape(data_nodes=3, replicas=(2, 1), per_path=2, slots=2, rules=InFlightRules(per_step=2, staleness=2, window=6)),
     Shape(replicas=(1, 2, 1, 1), per_path=3),
 )
 SEEDS_A_SHAPE = 40
@@ -116,7 +116,7 @@ def test_a_stage_without_a_peer_stops_the_training_until_one_comes() -> None:
     before = len(world.ledger.completed)
     world.run(5.0)
     assert len(world.ledger.completed) == before
-    assert not any(flights.in_flight for _, flights in world.data_nodes())
+    assert not any(in_flight.entries for _, in_flight in world.data_nodes())
     world.revive(only)
     assert world.progresses(within_s=2 * LONGEST_BACK_OFF_S)
     world.drain()
