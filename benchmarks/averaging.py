@@ -49,7 +49,7 @@ from node.observability.events import RoundCommitted
 from node.runtime.malloc import keep_freed_memory
 from protocol.codecs import encoded_bytes
 from protocol.identity.keys import Identity
-from protocol.identity.signatures import EntrySeal, PieceSignatures
+from protocol.identity.signatures import EntrySigner, PieceSignatures
 from protocol.interfaces.clock import SystemClock
 from protocol.interfaces.transport import Contact, Question, QuestionAbout
 from protocol.transport.grpc_transport import GrpcTransport
@@ -132,7 +132,7 @@ class RoundPeer:
         self.compute = stack.enter_context(ComputeThread(set_up=lambda: torch.set_num_threads(1)))
         averaging = stack.enter_context(ComputeThread(name="averaging"))
         store = AnchorStore(anchor)
-        machine = RoundMachine(identity.peer, module, rules, anchor.version, EntrySeal(identity, RUN))
+        machine = RoundMachine(identity.peer, module, rules, anchor.version, EntrySigner(identity, RUN))
         signatures = PieceSignatures(RUN, identity)
         means = ExchangeMeans(rules.codecs, outer, averaging, self.transport, clock, signatures, SystemRandom())
         sync = ReplicaSync(replica, store, self.compute, averaging, rules, outer, clock)

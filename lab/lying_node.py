@@ -22,7 +22,7 @@ from node.averaging.replica_sync import ReplicaSync, Snapshot
 from node.averaging.round_runner import RoundRunner
 from node.network.local_peer import LocalPeer
 from protocol.codecs import encode_into
-from protocol.identity.signatures import EntrySeal
+from protocol.identity.signatures import EntrySigner
 from protocol.interfaces.tensor_spec import TensorSpec
 from protocol.transport.grpc_transport import GrpcTransport
 from swarm.vocabulary.announcement import Announcement
@@ -128,7 +128,7 @@ def install(liar: Liar) -> None:
 
 
 def _lie_as_contributor(liar: Liar) -> None:
-    take, fix, seal = RoundRunner.take_snapshot, ReplicaSync.snapshot, EntrySeal.sign
+    take, fix, signer = RoundRunner.take_snapshot, ReplicaSync.snapshot, EntrySigner.sign
 
     async def take_snapshot(self: RoundRunner, round_id: RoundId) -> Snapshot | None:
         liar.begin(round_id.number)
@@ -144,17 +144,17 @@ def _lie_as_contributor(liar: Liar) -> None:
             return replace(honest, norm=honest.norm * 1e-30)
         return honest
 
-    def sign(self: EntrySeal, entry: Entry) -> Entry:
+    def sign(self: EntrySigner, entry: Entry) -> Entry:
         if liar.tells("claims far more steps and tokens"):
             entry = replace(entry, steps=2**31, tokens=2**47)
         if liar.tells("claims an invented result"):
             made_up = AnchorVersion(entry.round.number, 1, 2**40, entry.base.fragment, os.urandom(32))
             entry = replace(entry, staged=made_up)
-        return seal(self, entry)
+        return signer(self, entry)
 
     _replace(RoundRunner, take_snapshot=take_snapshot)
     _replace(ReplicaSync, snapshot=snapshot)
-    _replace(EntrySeal, sign=sign)
+    _replace(EntrySigner, sign=sign)
 
 
 def _lie_as_reducer(liar: Liar) -> None:

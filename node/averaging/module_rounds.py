@@ -33,7 +33,7 @@ from node.observability.events import CatchingUp, EventSink, Note, RoundCommitte
 from node.observability.status import Accusation, DownloadStatus, RoundStatus
 from node.start.cut_model import first_version, module_layout
 from protocol.codecs import encoded_bytes
-from protocol.identity.signatures import EntrySeal, PieceSignatures
+from protocol.identity.signatures import EntrySigner, PieceSignatures
 from protocol.interfaces.clock import Clock
 from protocol.manifest.manifest import Manifest
 from swarm.averaging.round_events import Caught, OtherReplica, RoundRules
@@ -166,8 +166,8 @@ class ModuleRounds:
         self._own = own
         self._store = AnchorStore(start)
         rules, outer = round_rules(manifest, start.layout), outer_rule(manifest)
-        seal = EntrySeal(session.identity, session.run)
-        self._machine = RoundMachine(own.peer, module, rules, start.version, seal)
+        signer = EntrySigner(session.identity, session.run)
+        self._machine = RoundMachine(own.peer, module, rules, start.version, signer)
         self._replica_sync = ReplicaSync(replica, self._store, context.compute, averaging, rules, outer, own.clock)
         means = ExchangeMeans(
             codecs=rules.codecs,

@@ -26,8 +26,8 @@ _PIECE_DOMAIN: Final = b"skipstone-piece:2\0"
 _PIECE_NUMBERS: Final = struct.Struct("<6Q")
 
 
-class EntrySeal:
-    """Signs and verifies entries of one run (`Seal`). Run, round, attempt and anchor are part of the signed bytes."""
+class EntrySigner:
+    """Signs and verifies entries of one run (`Signer`). Run, round, attempt and anchor are part of the signed bytes."""
 
     def __init__(self, identity: Identity, run: RunId) -> None:
         self._identity = identity

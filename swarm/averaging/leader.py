@@ -103,7 +103,7 @@ class Leader:
         # liar could exclude all others one by one.
         self._doubted = frozenset(view.attempt_log.doubted)
         self._rules = view.rules
-        self._seal = view.seal
+        self._signer = view.signer
         self._usual = view.usual
         self._opened = view.now
         self._interval_s = view.anchored_s
@@ -154,7 +154,7 @@ class Leader:
             return [Tell(sender, Dissolved(self.round, "the roster was fixed without you"))]
         if entry == invitee.entry:
             return []
-        signed = sender == self._own or self._seal.verify(entry)
+        signed = sender == self._own or self._signer.verify(entry)
         if entry.peer != sender or not sound_entry(entry) or not signed:
             self.forgers.add(sender)
         elif entry.base == self._base:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from swarm.averaging.roster import MOST_STEPS
-from swarm.averaging.round_events import OtherReplica, RoundRules, Seal, Tell
+from swarm.averaging.round_events import OtherReplica, RoundRules, Signer, Tell
 from swarm.averaging.schedule import due, leader_order, next_number, plausible_round, standing
 from swarm.averaging.trust import Penalties, UsualLength
 from swarm.vocabulary.averaging_messages import MAX_ATTEMPTS, MAX_MEMBERS, Commit, Progress, Roster, RoundId
@@ -169,9 +169,11 @@ RETRY_S: Final = ExponentialBackoff(5.0, 60.0)
 class ReplicaView:
     """State shared by the parts of one `RoundMachine`, which keeps `now` up to date."""
 
-    def __init__(self, own: PeerId, module: ModuleId, rules: RoundRules, version: AnchorVersion, seal: Seal) -> None:
+    def __init__(
+        self, own: PeerId, module: ModuleId, rules: RoundRules, version: AnchorVersion, signer: Signer
+    ) -> None:
         self.own = own
-        self.seal = seal
+        self.signer = signer
         self.module = module
         self.rules = rules
         self.version = version

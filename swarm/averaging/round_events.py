@@ -33,7 +33,7 @@ class RoundRules:
         return tuple(rung.codecs for rung in self.rungs)
 
 
-class Seal(Protocol):
+class Signer(Protocol):
     """Signs our entries and verifies those of others."""
 
     def sign(self, entry: Entry) -> Entry: ...

@@ -31,7 +31,7 @@ from swarm.averaging.roster import (
     objection,
     oddity,
 )
-from swarm.averaging.round_events import Action, RoundRules, Seal, Tell
+from swarm.averaging.round_events import Action, RoundRules, Signer, Tell
 from swarm.averaging.schedule import INFORMED, leader_order, plausible_round, precedence
 from swarm.averaging.trust import measured_of
 from swarm.vocabulary import averaging_messages as messages
@@ -154,8 +154,10 @@ ToLeader = messages.Accepting | messages.Entry | messages.Declined | messages.Pu
 class RoundMachine:
     """One replica's part in the rounds of its module."""
 
-    def __init__(self, own: PeerId, module: ModuleId, rules: RoundRules, version: AnchorVersion, seal: Seal) -> None:
-        self._view = ReplicaView(own, module, rules, version, seal)
+    def __init__(
+        self, own: PeerId, module: ModuleId, rules: RoundRules, version: AnchorVersion, signer: Signer
+    ) -> None:
+        self._view = ReplicaView(own, module, rules, version, signer)
         self._leading: Leader | None = None
         self._part: Participation | None = None
         self._staged: events.CommitStaged | None = None
@@ -466,7 +468,7 @@ class RoundMachine:
         if sender != view.own:
             here = view.others.on(view.version, view.now)
             strange = oddity(signed, view.own, view.others.all, here)
-            wrong = strange or objection(view.rules, signed, part.entry, view.seal.verify)
+            wrong = strange or objection(view.rules, signed, part.entry, view.signer.verify)
             if wrong is not None:
                 return self._refuse(part, wrong, lie=strange is None)
             leader = next(entry for entry in signed.entries if entry.peer == sender)
@@ -540,7 +542,7 @@ class RoundMachine:
         measured = measured_of(taken.received, view.version)
         figures = (taken.steps, taken.tokens, taken.norm)
         entry = messages.Entry(view.own, taken.round, view.version, *figures, measured, staged)
-        part.entry, part.phase, part.bandwidth = view.seal.sign(entry), Phase.ENTERED, taken.bandwidth
+        part.entry, part.phase, part.bandwidth = view.signer.sign(entry), Phase.ENTERED, taken.bandwidth
         if self._leading is not None:
             self._leading.bandwidth = taken.bandwidth
         return self._tell_leader(part)

@@ -26,7 +26,7 @@ from node.averaging.exchange.reduction import Reduction, Source
 from node.averaging.replica_sync import ReplicaSync, Snapshot
 from node.pipeline.runner import Job, Output
 from node.pipeline.worker import HopWorker
-from protocol.identity.signatures import EntrySeal
+from protocol.identity.signatures import EntrySigner
 from protocol.interfaces.tensor_spec import TensorSpec
 from protocol.transport.grpc_transport import GrpcTransport
 from swarm.averaging import leader as convening
@@ -139,13 +139,13 @@ def forged_rosters() -> None:
 
 def another_claim(**claim: int) -> Callable[[], None]:
     """Its entries claim other work than it has done, and it signs that."""
-    honestly = EntrySeal.sign
+    honestly = EntrySigner.sign
 
-    def sign(self: EntrySeal, entry: Entry) -> Entry:
+    def sign(self: EntrySigner, entry: Entry) -> Entry:
         return honestly(self, replace(entry, **claim) if entry.base.round >= FIRST_LIE else entry)  # type: ignore[arg-type]
 
     def install() -> None:
-        EntrySeal.sign = sign  # type: ignore[method-assign]
+        EntrySigner.sign = sign  # type: ignore[method-assign]
 
     return install
 

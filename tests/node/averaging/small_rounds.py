@@ -32,13 +32,13 @@ from node.model.optimizer import StepFigures
 from node.network.dispatcher import Dispatcher
 from node.network.local_peer import LocalPeer
 from node.observability.events import RoundCommitted
-from protocol.identity.signatures import EntrySeal, PieceSignatures
+from protocol.identity.signatures import EntrySigner, PieceSignatures
 from protocol.interfaces.clock import SystemClock
 from protocol.interfaces.tensor_spec import TensorSpec
 from protocol.interfaces.transport import LinkFigures, Question, Refusal, Transport
 from protocol.transport.grpc_transport import GrpcTransport
 from protocol.transport.settings import TransportSettings
-from swarm.averaging.round_events import Caught, Event, OtherReplica, RoundRules, Seal
+from swarm.averaging.round_events import Caught, Event, OtherReplica, RoundRules, Signer
 from swarm.averaging.round_machine import RoundMachine
 from swarm.compression.round_codecs import RoundCodecs, Rung
 from swarm.membership.membership import Membership
@@ -47,7 +47,7 @@ from swarm.vocabulary.errors import StateError, Unreachable
 from swarm.vocabulary.pipeline_messages import ControlMessage, TensorMessage
 from swarm.vocabulary.types import AnchorVersion, Codec, ModuleId, PeerId
 from tests.protocol.transport.link_peers import RUN, Persona
-from tests.swarm.averaging.round_world import VirtualSeal
+from tests.swarm.averaging.round_world import VirtualSigner
 
 RULE = OuterRule(0.7, 0.9)
 
@@ -421,7 +421,7 @@ class Hall:
         threads: tuple[ComputeThread, ComputeThread],
         dispatcher: Dispatcher,
         transport: Transport,
-        seal: Seal | None = None,
+        signer: Signer | None = None,
         signatures: PieceSignatures | None = None,
     ) -> Replica:
         part = Blocks(self._elements)
@@ -429,7 +429,7 @@ class Hall:
         local = LocalReplica([part], self._fragments, optimizer)
         store, clock = AnchorStore(anchor_of(local)), SystemClock()
         rules = self._rules(local)
-        machine = RoundMachine(peer, MODULE, rules, store.current.version, seal or VirtualSeal())
+        machine = RoundMachine(peer, MODULE, rules, store.current.version, signer or VirtualSigner())
         compute, averaging = threads
         means = ExchangeMeans(
             rules.codecs,
@@ -561,7 +561,7 @@ async def grpc_hall(
                 persona.credentials, persona.book, receives, SystemClock(), TransportSettings(), own_record=lambda: b""
             )
             signatures = PieceSignatures(RUN, persona.identity)
-            here.add(persona.peer, pair, receives, transport, EntrySeal(persona.identity, RUN), signatures)
+            here.add(persona.peer, pair, receives, transport, EntrySigner(persona.identity, RUN), signatures)
             await stack.enter_async_context(transport)
             for other in personas:
                 other.knows(persona, transport.port)

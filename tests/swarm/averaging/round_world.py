@@ -85,8 +85,8 @@ def hash_of(*parts: object) -> bytes:
     return hashlib.sha256(repr(parts).encode()).digest()
 
 
-class VirtualSeal:
-    """`swarm.averaging.round_events.Seal` for names without keys: whoever has not changed anything in an entry has it
+class VirtualSigner:
+    """`swarm.averaging.round_events.Signer` for names without keys: whoever has not changed anything in an entry has it
     signed by who is named in it."""
 
     def sign(self, entry: Entry) -> Entry:
@@ -192,7 +192,7 @@ class VirtualReplica:
     def __init__(self, world: RoundWorld, own: PeerId, version: AnchorVersion, newcomer: bool) -> None:
         self.world = world
         self.id = own
-        self.machine = RoundMachine(own, MODULE, world.rules, version, VirtualSeal())
+        self.machine = RoundMachine(own, MODULE, world.rules, version, VirtualSigner())
         self.history = [version]
         self.serving = not newcomer
         self.alive = True

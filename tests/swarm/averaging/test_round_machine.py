@@ -28,7 +28,7 @@ from swarm.vocabulary.averaging_messages import (
     SignedRoster,
 )
 from swarm.vocabulary.types import MAX_ROUND, AnchorVersion, Codec, ModuleId, PeerId
-from tests.swarm.averaging.round_world import VirtualSeal
+from tests.swarm.averaging.round_world import VirtualSigner
 
 MODULE = ModuleId(1)
 RULES = RoundRules(inner_steps=10, fragments=1, chunks=8, longest_s=60.0)
@@ -36,7 +36,7 @@ US, B, C, D, STRANGER = (PeerId(name) for name in ("us", "b", "c", "d", "strange
 BASE = AnchorVersion(4, 40, 4000, 0, b"base")
 RESULT = AnchorVersion(5, 50, 4300, 0, b"result")
 ATTEMPT = RoundId(MODULE, 5, 0, B)
-SEAL = VirtualSeal()
+SIGNER = VirtualSigner()
 
 
 class Desk:
@@ -44,7 +44,7 @@ class Desk:
 
     def __init__(self) -> None:
         self.now = 100.0
-        self.machine = RoundMachine(US, MODULE, RULES, BASE, SEAL)
+        self.machine = RoundMachine(US, MODULE, RULES, BASE, SIGNER)
         self.feed(events.ReplicasChanged(tuple(events.OtherReplica(peer, BASE, True) for peer in (B, C, D))))
 
     def feed(self, event: events.Event) -> list[Action]:
@@ -71,7 +71,7 @@ class Desk:
 
 
 def entry(attempt: RoundId = ATTEMPT, peer: PeerId = US, steps: int = 10, staged: AnchorVersion | None = None) -> Entry:
-    return SEAL.sign(Entry(peer, attempt, BASE, steps, 10 * steps, 1.0, (), staged))
+    return SIGNER.sign(Entry(peer, attempt, BASE, steps, 10 * steps, 1.0, (), staged))
 
 
 def signed(attempt: RoundId = ATTEMPT, staged: AnchorVersion | None = None) -> SignedRoster:
@@ -224,14 +224,14 @@ def test_of_two_the_one_that_declares_next_to_nothing_has_no_say() -> None:
     desk = Desk()
     desk.feed(events.ReplicasChanged((events.OtherReplica(B, BASE, True),)))
     desk.enter()
-    tiny = SEAL.sign(replace(entry(peer=B), norm=1e-30))
+    tiny = SIGNER.sign(replace(entry(peer=B), norm=1e-30))
     actions = desk.hear(B, SignedRoster(ATTEMPT, BASE, (tiny, entry())))
     assert told(actions, B) == [Declined(ATTEMPT, DeclineReason.NOT_READY, BASE)]
     desk.feed(Worked(2 * RULES.inner_steps, 1000))
     while desk.machine.under_way is None:
         desk.wait(0.1)
     attempt = desk.machine.under_way
-    desk.hear(B, SEAL.sign(replace(tiny, round=attempt)))
+    desk.hear(B, SIGNER.sign(replace(tiny, round=attempt)))
     actions = desk.feed(SnapshotTaken(attempt, 20, 1000, 1.0, 1e6)) + desk.wait(0.1)
     (alone,) = [action.roster for action in actions if isinstance(action, events.Exchange)]
     assert alone.peers == (US,)
@@ -330,7 +330,7 @@ def test_a_guest_whose_entry_is_forged_is_named(what: str) -> None:
     forged = {
         "not signed": replace(entry(attempt, C), tokens=7),
         "somebody else's": entry(attempt, B),
-        "impossible": SEAL.sign(replace(entry(attempt, C), steps=-1)),
+        "impossible": SIGNER.sign(replace(entry(attempt, C), steps=-1)),
     }[what]
     assert accused(desk.hear(C, forged)) == [C]
 
@@ -340,7 +340,7 @@ def test_a_guest_that_stands_elsewhere_by_now_is_not_named() -> None:
     desk.feed(Worked(2 * RULES.inner_steps, 1000))
     while desk.machine.under_way is None:
         desk.wait(0.1)
-    other = SEAL.sign(replace(entry(desk.machine.under_way, C), base=RESULT))
+    other = SIGNER.sign(replace(entry(desk.machine.under_way, C), base=RESULT))
     assert accused(desk.hear(C, other)) == []
 
 
@@ -441,7 +441,7 @@ def test_it_says_where_it_stands() -> None:
 
 def test_who_stands_on_the_last_number_there_is_opens_no_round_and_does_not_hang() -> None:
     last = replace(BASE, round=MAX_ROUND)
-    machine = RoundMachine(US, MODULE, RULES, last, SEAL)
+    machine = RoundMachine(US, MODULE, RULES, last, SIGNER)
     machine.handle(events.ReplicasChanged((events.OtherReplica(B, last, True),)), 0.0)
     actions = machine.handle(Worked(10 * RULES.inner_steps, 1000), 0.1) + machine.handle(Tick(), 0.2)
     assert not any(isinstance(action, Tell) and isinstance(action.message, Invitation) for action in actions)

@@ -35,18 +35,18 @@ from swarm.averaging.schedule import (
 from swarm.averaging.trust import ASTRAY, FADING, FEWEST_APART, AnchorDrift, UsualLength, mark_of, measured_of, rates
 from swarm.vocabulary.averaging_messages import Entry, LinkRate, Roster, RoundId, SignedRoster
 from swarm.vocabulary.types import MAX_COUNT, MAX_ROUND, AnchorVersion, Codec, ModuleId, PeerId
-from tests.swarm.averaging.round_world import VirtualSeal
+from tests.swarm.averaging.round_world import VirtualSigner
 
 MODULE = ModuleId(2)
 RULES = RoundRules(inner_steps=10, fragments=1, chunks=16, longest_s=60.0, step_tokens=1000)
 A, B, C, D = (PeerId(name) for name in "abcd")
 BASE = AnchorVersion(4, 40, 4000, 0, b"base")
 ATTEMPT = RoundId(MODULE, 5, 0, A)
-SEAL = VirtualSeal()
+SIGNER = VirtualSigner()
 
 
 def entry(tokens: int, norm: float = 1.0, steps: int = 10, peer: PeerId = A, attempt: RoundId = ATTEMPT) -> Entry:
-    return SEAL.sign(Entry(peer, attempt, BASE, steps if tokens else 0, tokens, norm, (), None))
+    return SIGNER.sign(Entry(peer, attempt, BASE, steps if tokens else 0, tokens, norm, (), None))
 
 
 def version(number: int, tokens: int = 0, digest: bytes = b"x") -> AnchorVersion:
@@ -281,7 +281,7 @@ def roster(attempt: RoundId = ATTEMPT) -> Roster:
 def test_a_roster_counts_the_work_and_says_what_it_leads_to() -> None:
     made = roster()
     assert (made.steps, made.tokens) == (55, 4400)
-    assert objection(RULES, signed(), signed().entries[0], SEAL.verify) is None
+    assert objection(RULES, signed(), signed().entries[0], SIGNER.verify) is None
     assert leads_to(RULES, made, AnchorVersion(5, 55, 4400, 0, b"any"))
     assert not leads_to(RULES, made, AnchorVersion(5, 55, 4401, 0, b"any"))
     assert make_roster(RULES, replace(signed(), entries=(entry(0),))) is None
@@ -327,15 +327,15 @@ def test_rosters_that_cannot_be_right_are_objected_to() -> None:
         (first, replace(second, tokens=1), third),
         (first, replace(second, signature=b""), third),
         (first, replace(second, peer=D), third),
-        (first, SEAL.sign(other_anchor), third),
-        (first, SEAL.sign(replace(second, round=replace(ATTEMPT, number=4))), third),
-        (first, SEAL.sign(replace(second, norm=math.inf)), third),
+        (first, SIGNER.sign(other_anchor), third),
+        (first, SIGNER.sign(replace(second, round=replace(ATTEMPT, number=4))), third),
+        (first, SIGNER.sign(replace(second, norm=math.inf)), third),
         (),
     ]
-    assert objection(RULES, made, third, SEAL.verify) is None
+    assert objection(RULES, made, third, SIGNER.verify) is None
     for entries in wrong:
-        assert objection(RULES, replace(made, entries=entries), third, SEAL.verify) is not None
-    not_allowed = objection(RULES, replace(made, codec=Codec.INT8), third, SEAL.verify)
+        assert objection(RULES, replace(made, entries=entries), third, SIGNER.verify) is not None
+    not_allowed = objection(RULES, replace(made, codec=Codec.INT8), third, SIGNER.verify)
     assert not_allowed == "this run's rounds do not use INT8"
 
 
