@@ -38,7 +38,7 @@ from node.averaging.anchor.anchor import Anchor, AnchorStore
 from node.averaging.anchor.local_replica import LocalReplica, anchor_of
 from node.averaging.anchor.outer_step import OuterRule
 from node.averaging.exchange.all_reduce import ExchangeMeans
-from node.averaging.module_rounds import rung_of
+from node.averaging.module_rounds import level_of
 from node.averaging.replica_sync import ReplicaSync
 from node.averaging.round_runner import RoundRunner
 from node.concurrency.compute_thread import ComputeThread
@@ -224,8 +224,8 @@ def round_process(connection: Connection, elements: int, codec: str) -> None:
     numbers = torch.Generator().manual_seed(1)  # the same in every process
     module = nn.ParameterList(nn.Parameter(torch.randn(elements // 8, generator=numbers)) for _ in range(8))
     replica = LocalReplica([module], 1, Schedule())
-    rungs = (rung_of(RoundCodecs(Codec[codec])),)
-    rules = RoundRules(inner_steps=1, fragments=1, chunks=replica.layout.chunks, longest_s=1e9, rungs=rungs)
+    levels = (level_of(RoundCodecs(Codec[codec])),)
+    rules = RoundRules(inner_steps=1, fragments=1, chunks=replica.layout.chunks, longest_s=1e9, levels=levels)
 
     async def main() -> None:
         with ExitStack() as stack:

@@ -32,7 +32,7 @@ from node.averaging.anchor.anchor import Anchor, version_of
 from node.averaging.anchor.local_replica import LocalReplica, anchor_of
 from node.averaging.anchor.outer_step import outer_rule
 from node.averaging.anchor.shared_vector import Vector
-from node.averaging.module_rounds import rungs_to
+from node.averaging.module_rounds import levels_up_to
 from node.concurrency.compute_thread import Priority
 from node.concurrency.task_groups import task_scope
 from node.data.documents import Documents
@@ -268,7 +268,7 @@ def _peer(replica: Replica, manifest: Manifest, stack: ExitStack) -> RoundPeer:
         answer_s=PATIENCE_S,
         prepare_s=PATIENCE_S,
         silence_s=PATIENCE_S,
-        rungs=rungs_to(Codec[manifest.codecs.pseudo_gradients.upper()]),
+        levels=levels_up_to(Codec[manifest.codecs.pseudo_gradients.upper()]),
     )
     # The anchor has the replica's steps behind it, so that the schedule goes on from there.
     first = anchor_of(replica.replica)

@@ -39,7 +39,7 @@ from protocol.manifest.manifest import Manifest
 from swarm.averaging.round_events import Caught, OtherReplica, RoundRules
 from swarm.averaging.round_machine import RoundMachine
 from swarm.averaging.schedule import choose_version
-from swarm.compression.round_codecs import RoundCodecs, Rung, ladder
+from swarm.compression.round_codecs import CodecLevel, RoundCodecs, codec_levels
 from swarm.vocabulary.averaging_messages import RoundId
 from swarm.vocabulary.errors import CorruptSnapshot, NoQuorum, Stalled
 from swarm.vocabulary.types import AnchorVersion, Codec, ModuleId, PeerId, PeerState
@@ -146,13 +146,13 @@ RESUMING_WITHIN_S = 12.0
 """Seconds to wait for replicas that resume at the same time."""
 
 
-def rungs_to(limit: Codec) -> tuple[Rung, ...]:
-    return tuple(rung_of(codecs) for codecs in ladder(limit))
+def levels_up_to(limit: Codec) -> tuple[CodecLevel, ...]:
+    return tuple(level_of(codecs) for codecs in codec_levels(limit))
 
 
-def rung_of(codecs: RoundCodecs) -> Rung:
+def level_of(codecs: RoundCodecs) -> CodecLevel:
     encoded = sum(encoded_bytes(codec, _ELEMENTS) for codec in (codecs.contribution, codecs.result))
-    return Rung(codecs, encoded / (2 * 4 * _ELEMENTS))
+    return CodecLevel(codecs, encoded / (2 * 4 * _ELEMENTS))
 
 
 class ModuleRounds:
@@ -314,7 +314,7 @@ def round_rules(manifest: Manifest, layout: Layout) -> RoundRules:
         chunks=layout.chunks,
         longest_s=training.round_seconds,
         step_tokens=training.inner_tokens,
-        rungs=rungs_to(Codec[manifest.codecs.pseudo_gradients.upper()]),
+        levels=levels_up_to(Codec[manifest.codecs.pseudo_gradients.upper()]),
     )
 
 

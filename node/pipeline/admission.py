@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from protocol.interfaces.tensor_spec import DType, TensorSpec
 from protocol.manifest.manifest import Manifest
-from swarm.compression.microbatch_codecs import Traffic, ladder
+from swarm.compression.microbatch_codecs import Traffic, codec_levels
 from swarm.routing.path_rules import PathRules
 from swarm.vocabulary.errors import ProtocolViolation
 from swarm.vocabulary.pipeline_messages import Backward, Forward, MicrobatchTensor, Purpose
@@ -38,7 +38,7 @@ def allowed_codecs(manifest: Manifest) -> dict[Traffic, tuple[Codec, ...]]:
     """Returns the codecs that the run allows, least compressed first. Senders choose, and receivers accept them."""
     half = hidden_tensor(manifest).dtype is DType.BFLOAT16
     limits = {Traffic.ACTIVATIONS: manifest.codecs.activations, Traffic.GRADIENTS: manifest.codecs.gradients}
-    return {traffic: ladder(Codec[limit.upper()], half_precision=half) for traffic, limit in limits.items()}
+    return {traffic: codec_levels(Codec[limit.upper()], half_precision=half) for traffic, limit in limits.items()}
 
 
 class Admission:

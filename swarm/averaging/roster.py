@@ -117,7 +117,7 @@ def codec_of(
 ) -> Reasoned[RoundCodecs]:
     """Chooses the round's codec, at the leader. `own`: goodput of its best link, used if rounds measured no link."""
     slowest = slowest_bytes_per_s(entries) or own
-    return choose(rules.rungs, exchanged_bytes(rules, base, len(entries), number.attempt), slowest, interval_s)
+    return choose(rules.levels, exchanged_bytes(rules, base, len(entries), number.attempt), slowest, interval_s)
 
 
 def exchanged_bytes(rules: RoundRules, base: AnchorVersion, members: int, attempt: int) -> float:

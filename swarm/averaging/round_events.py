@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from swarm.compression.round_codecs import FLOAT32, RoundCodecs, Rung
+from swarm.compression.round_codecs import FLOAT32, CodecLevel, RoundCodecs
 from swarm.vocabulary.averaging_messages import Entry, Roster, RoundControl, RoundId
 from swarm.vocabulary.types import AnchorVersion, PeerId
 
@@ -25,12 +25,12 @@ class RoundRules:
     pulse_s: float = 0.5
     step_tokens: int = 2**20  # Approximate tokens of one inner step of one replica
     chunk_bytes: int = 4 * 2**20
-    rungs: tuple[Rung, ...] = (FLOAT32,)  # Codec levels that the run allows in rounds, mildest first
+    levels: tuple[CodecLevel, ...] = (FLOAT32,)  # Codec levels that the run allows in rounds, mildest first
 
     @property
     def codecs(self) -> tuple[RoundCodecs, ...]:
         """Codecs that the run's rosters may name."""
-        return tuple(rung.codecs for rung in self.rungs)
+        return tuple(level.codecs for level in self.levels)
 
 
 class Signer(Protocol):

@@ -24,7 +24,7 @@ class Traffic(enum.Enum):
 # Largest usual relative error of each codec. Above it, the next milder codec is used.
 MOST_ERROR: Final[Mapping[Codec, float]] = {Codec.BF16: 4e-3, Codec.INT8: 1.2e-2, Codec.INT4: 0.13}
 
-_LADDERS: Final[Mapping[Codec, tuple[Codec, ...]]] = {
+_LEVELS: Final[Mapping[Codec, tuple[Codec, ...]]] = {
     Codec.NONE: (),
     Codec.BF16: (Codec.BF16,),
     Codec.INT8: (Codec.BF16, Codec.INT8),
@@ -32,16 +32,16 @@ _LADDERS: Final[Mapping[Codec, tuple[Codec, ...]]] = {
 }
 
 
-def ladder(limit: Codec, *, half_precision: bool) -> tuple[Codec, ...]:
+def codec_levels(limit: Codec, *, half_precision: bool) -> tuple[Codec, ...]:
     """Lists the codecs from the mildest to `limit`. With bfloat16 elements BF16 equals NONE and is omitted."""
-    rungs = (Codec.NONE, *_LADDERS[limit])
-    return tuple(codec for codec in rungs if not (half_precision and codec is Codec.BF16))
+    levels = (Codec.NONE, *_LEVELS[limit])
+    return tuple(codec for codec in levels if not (half_precision and codec is Codec.BF16))
 
 
 def choose(
-    rungs: Sequence[Codec], sizes: Mapping[Codec, int], current: Codec | None, bytes_per_s: float, visit_s: float
+    levels: Sequence[Codec], sizes: Mapping[Codec, int], current: Codec | None, bytes_per_s: float, visit_s: float
 ) -> Reasoned[Codec]:
-    """Chooses one of `rungs` (mildest first, at least one) for a link.
+    """Chooses one of `levels` (mildest first, at least one) for a link.
 
     Args:
         sizes: encoded bytes of the tensor by codec.
@@ -49,18 +49,18 @@ def choose(
         bytes_per_s: goodput of the link; 0 if unknown.
         visit_s: compute time of a microbatch at the slower end, both directions; 0 if unknown.
     """
-    if len(rungs) == 1:
-        return Reasoned(rungs[0], NO_CHOICE)
+    if len(levels) == 1:
+        return Reasoned(levels[0], NO_CHOICE)
     if not bytes_per_s or not visit_s:
-        return Reasoned(rungs[0], "the link is not measured yet")
+        return Reasoned(levels[0], "the link is not measured yet")
     allowed = MOST_OF_A_VISIT * visit_s
-    if current is not None and current in rungs:
-        kept = rungs.index(current)
+    if current is not None and current in levels:
+        kept = levels.index(current)
         if sizes[current] / bytes_per_s <= allowed:
-            milder = [codec for codec in rungs[:kept] if sizes[codec] / bytes_per_s <= BACK_AT * allowed]
+            milder = [codec for codec in levels[:kept] if sizes[codec] / bytes_per_s <= BACK_AT * allowed]
             return _reason(milder[0] if milder else current, sizes, bytes_per_s, visit_s)
-    fitting = [codec for codec in rungs if sizes[codec] / bytes_per_s <= allowed]
-    return _reason(fitting[0] if fitting else rungs[-1], sizes, bytes_per_s, visit_s)
+    fitting = [codec for codec in levels if sizes[codec] / bytes_per_s <= allowed]
+    return _reason(fitting[0] if fitting else levels[-1], sizes, bytes_per_s, visit_s)
 
 
 def _reason(codec: Codec, sizes: Mapping[Codec, int], bytes_per_s: float, visit_s: float) -> Reasoned[Codec]:

@@ -25,7 +25,7 @@ _RESULTS: Final[Mapping[Codec, Codec]] = {
     Codec.TOP_K_4: Codec.INT4,
     Codec.TOP_K_2: Codec.INT4,
 }
-_LADDER: Final = (Codec.INT8, Codec.INT4, Codec.TOP_K_4, Codec.TOP_K_2)
+_LEVELS: Final = (Codec.INT8, Codec.INT4, Codec.TOP_K_4, Codec.TOP_K_2)
 _LEAVE_LITTLE: Final = frozenset({Codec.NONE, Codec.BF16, Codec.INT8})
 
 
@@ -50,42 +50,42 @@ class RoundCodecs:
 
 
 @dataclass(frozen=True, slots=True)
-class Rung:
+class CodecLevel:
     """One codec level. `share`: bytes on the wire relative to float32, mean of both directions."""
 
     codecs: RoundCodecs
     share: float
 
 
-FLOAT32: Final = Rung(RoundCodecs(Codec.NONE), 1.0)
+FLOAT32: Final = CodecLevel(RoundCodecs(Codec.NONE), 1.0)
 
 
-def ladder(limit: Codec) -> tuple[RoundCodecs, ...]:
+def codec_levels(limit: Codec) -> tuple[RoundCodecs, ...]:
     """Lists the codecs that a run allows, from the mildest to `limit`. NONE and BF16 leave no choice."""
-    rungs = _LADDER[: _LADDER.index(limit) + 1] if limit in _LADDER else (limit,)
-    return tuple(RoundCodecs(codec) for codec in rungs)
+    levels = _LEVELS[: _LEVELS.index(limit) + 1] if limit in _LEVELS else (limit,)
+    return tuple(RoundCodecs(codec) for codec in levels)
 
 
 def choose(
-    rungs: Sequence[Rung], both_ways_bytes: float, slowest_bytes_per_s: float, interval_s: float
+    levels: Sequence[CodecLevel], both_ways_bytes: float, slowest_bytes_per_s: float, interval_s: float
 ) -> Reasoned[RoundCodecs]:
-    """Chooses one of `rungs` (mildest first, at least one) for a round.
+    """Chooses one of `levels` (mildest first, at least one) for a round.
 
     Args:
         both_ways_bytes: float32 bytes that the slowest member sends and receives.
         slowest_bytes_per_s: goodput of its link; 0 if unknown.
         interval_s: seconds of local work between rounds.
     """
-    if len(rungs) == 1:
-        return Reasoned(rungs[0].codecs, NO_CHOICE)
+    if len(levels) == 1:
+        return Reasoned(levels[0].codecs, NO_CHOICE)
     if not slowest_bytes_per_s:
-        return Reasoned(rungs[0].codecs, "no link was measured yet")
+        return Reasoned(levels[0].codecs, "no link was measured yet")
 
-    def takes_s(rung: Rung) -> float:
-        return rung.share * both_ways_bytes / slowest_bytes_per_s
+    def takes_s(level: CodecLevel) -> float:
+        return level.share * both_ways_bytes / slowest_bytes_per_s
 
     allowed_s = MOST_OF_AN_INTERVAL * interval_s
-    chosen = next((rung for rung in rungs if takes_s(rung) <= allowed_s), rungs[-1])
+    chosen = next((level for level in levels if takes_s(level) <= allowed_s), levels[-1])
     return Reasoned(
         chosen.codecs,
         f"{chosen.share * both_ways_bytes / 1e6:.1f} MB over {slowest_bytes_per_s * 8 / 1e6:.0f} Mbit/s take "

@@ -23,7 +23,7 @@ from node.averaging.anchor.shared_vector import SpareArrays, Vector, empty_part
 from node.averaging.exchange.all_reduce import AllReduce, ExchangeMeans
 from node.averaging.exchange.pieces import Arrivals, Plan
 from node.averaging.exchange.reduction import Source
-from node.averaging.module_rounds import rung_of, rungs_to
+from node.averaging.module_rounds import level_of, levels_up_to
 from node.averaging.replica_sync import ReplicaSync
 from node.averaging.round_runner import RoundRunner
 from node.concurrency.compute_thread import ComputeThread, Priority
@@ -40,7 +40,7 @@ from protocol.transport.grpc_transport import GrpcTransport
 from protocol.transport.settings import TransportSettings
 from swarm.averaging.round_events import Caught, Event, OtherReplica, RoundRules, Signer
 from swarm.averaging.round_machine import RoundMachine
-from swarm.compression.round_codecs import RoundCodecs, Rung
+from swarm.compression.round_codecs import CodecLevel, RoundCodecs
 from swarm.membership.membership import Membership
 from swarm.vocabulary.averaging_messages import Contribution, Member, Reduced, Roster, RoundId
 from swarm.vocabulary.errors import StateError, Unreachable
@@ -511,7 +511,7 @@ def dispatcher() -> Dispatcher:
     return Dispatcher(cast(LocalPeer, SimpleNamespace(module=MODULE)), cast(Membership, Everybody()))
 
 
-def rules_for(inner_steps: int, fragments: int, rungs: tuple[Rung, ...]) -> Callable[[LocalReplica], RoundRules]:
+def rules_for(inner_steps: int, fragments: int, levels: tuple[CodecLevel, ...]) -> Callable[[LocalReplica], RoundRules]:
     """Patience is short: nobody is slow in a test."""
     return lambda local: RoundRules(
         inner_steps,
@@ -522,7 +522,7 @@ def rules_for(inner_steps: int, fragments: int, rungs: tuple[Rung, ...]) -> Call
         prepare_s=5.0,
         silence_s=1.0,
         pulse_s=0.2,
-        rungs=rungs,
+        levels=levels,
     )
 
 
@@ -537,9 +537,9 @@ async def hall(
     fragments: int = 1,
 ) -> AsyncIterator[Hall]:
     """Replicas that reach each other in memory. Rounds use `codec`, or what is chosen up to `limit`."""
-    rungs = (rung_of(RoundCodecs(codec)),) if limit is None else rungs_to(limit)
+    levels = (level_of(RoundCodecs(codec)),) if limit is None else levels_up_to(limit)
     async with _threads(count) as threads:
-        here = Hall(elements, rules_for(inner_steps, fragments, rungs), fragments)
+        here = Hall(elements, rules_for(inner_steps, fragments, levels), fragments)
         for number, pair in enumerate(threads):
             peer = PeerId(f"peer-{number}")
             here.add(peer, pair, dispatcher(), MemoryWire(peer, here))
@@ -553,7 +553,7 @@ async def grpc_hall(
 ) -> AsyncIterator[Hall]:
     """Replicas with real links between them: gRPC, mutual TLS."""
     async with _threads(count) as threads, AsyncExitStack() as stack:
-        here = Hall(elements, rules_for(inner_steps, 1, (rung_of(RoundCodecs(codec)),)), 1)
+        here = Hall(elements, rules_for(inner_steps, 1, (level_of(RoundCodecs(codec)),)), 1)
         personas = [Persona() for _ in range(count)]
         for persona, pair in zip(personas, threads, strict=True):
             receives = dispatcher()

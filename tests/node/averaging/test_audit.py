@@ -16,13 +16,13 @@ import pytest
 from node.averaging.auditor import PATIENCE, Auditor
 from node.averaging.exchange.all_reduce import AllReduce
 from node.averaging.exchange.reduction import Reduction
-from swarm.compression.round_codecs import RoundCodecs, ladder
+from swarm.compression.round_codecs import RoundCodecs, codec_levels
 from swarm.vocabulary.averaging_messages import Accusation, AuditRefused, Contribution, Evidence
 from swarm.vocabulary.types import Codec, PeerId
 from tests.node.averaging.small_rounds import LONG_S, Hall, hall
 
 INNER = 2
-EVERY = (RoundCodecs(Codec.NONE), RoundCodecs(Codec.BF16), *ladder(Codec.TOP_K_2))
+EVERY = (RoundCodecs(Codec.NONE), RoundCodecs(Codec.BF16), *codec_levels(Codec.TOP_K_2))
 LIAR = PeerId("peer-2")
 
 

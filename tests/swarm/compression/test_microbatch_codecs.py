@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.compression.microbatch_codecs import BACK_AT, MOST_OF_A_VISIT, choose, ladder
+from swarm.compression.microbatch_codecs import BACK_AT, MOST_OF_A_VISIT, choose, codec_levels
 from swarm.vocabulary.types import Codec
 
-RUNGS = ladder(Codec.INT4, half_precision=False)
+LEVELS = codec_levels(Codec.INT4, half_precision=False)
 SIZES = {Codec.NONE: 4_000_000, Codec.BF16: 2_000_000, Codec.INT8: 1_031_250, Codec.INT4: 531_250}
 VISIT_S = 0.4
 
@@ -20,35 +20,35 @@ def rate_for(codec: Codec, share: float = 1.0) -> float:
     return SIZES[codec] / (MOST_OF_A_VISIT * VISIT_S * share)
 
 
-def test_the_ladders() -> None:
-    assert ladder(Codec.NONE, half_precision=False) == (Codec.NONE,)
-    assert ladder(Codec.INT8, half_precision=False) == (Codec.NONE, Codec.BF16, Codec.INT8)
-    assert ladder(Codec.INT8, half_precision=True) == (Codec.NONE, Codec.INT8)
-    assert RUNGS == (Codec.NONE, Codec.BF16, Codec.INT8, Codec.INT4)
+def test_the_codec_levels() -> None:
+    assert codec_levels(Codec.NONE, half_precision=False) == (Codec.NONE,)
+    assert codec_levels(Codec.INT8, half_precision=False) == (Codec.NONE, Codec.BF16, Codec.INT8)
+    assert codec_levels(Codec.INT8, half_precision=True) == (Codec.NONE, Codec.INT8)
+    assert LEVELS == (Codec.NONE, Codec.BF16, Codec.INT8, Codec.INT4)
 
 
 @pytest.mark.parametrize("limit", [Codec.NONE, Codec.BF16, Codec.INT8, Codec.INT4])
 @pytest.mark.parametrize("half", [False, True])
 def test_what_may_be_chosen_is_accepted_and_so_is_what_it_falls_back_to(limit: Codec, half: bool) -> None:
-    accepted = ladder(limit, half_precision=half)
+    accepted = codec_levels(limit, half_precision=half)
     assert limit in accepted or (half and limit is Codec.BF16)
     assert (Codec.NONE if half or limit is Codec.NONE else Codec.BF16) in accepted
 
 
-@pytest.mark.parametrize("codec", RUNGS)
+@pytest.mark.parametrize("codec", LEVELS)
 def test_a_link_that_just_carries_a_codec_gets_it(codec: Codec) -> None:
-    assert choose(RUNGS, SIZES, None, rate_for(codec) * 1.01, VISIT_S).value is codec
+    assert choose(LEVELS, SIZES, None, rate_for(codec) * 1.01, VISIT_S).value is codec
 
 
 def test_a_link_that_carries_nothing_gets_the_hardest() -> None:
-    chosen = choose(RUNGS, SIZES, None, 1000.0, VISIT_S)
+    chosen = choose(LEVELS, SIZES, None, 1000.0, VISIT_S)
     assert chosen.value is Codec.INT4
     assert "Mbit/s" in chosen.reason
 
 
 @pytest.mark.parametrize(("rate", "visit_s"), [(0.0, VISIT_S), (1e6, 0.0)])
 def test_before_anything_is_known_nothing_is_lost(rate: float, visit_s: float) -> None:
-    assert choose(RUNGS, SIZES, None, rate, visit_s).value is Codec.NONE
+    assert choose(LEVELS, SIZES, None, rate, visit_s).value is Codec.NONE
 
 
 def test_a_link_that_varies_a_little_keeps_its_codec() -> None:
@@ -56,22 +56,25 @@ def test_a_link_that_varies_a_little_keeps_its_codec() -> None:
     current: Codec | None = None
     seen = set()
     for factor in (1.05, 0.95, 1.1, 0.9, 1.2, 1.3, 0.92):
-        current = choose(RUNGS, SIZES, current, edge * factor, VISIT_S).value
+        current = choose(LEVELS, SIZES, current, edge * factor, VISIT_S).value
         seen.add(current)
     assert seen == {Codec.BF16, Codec.INT8}, "once worse, it does not come back for a little"
     assert current is Codec.INT8
-    assert choose(RUNGS, SIZES, current, edge / BACK_AT * 1.01, VISIT_S).value is Codec.BF16
+    assert choose(LEVELS, SIZES, current, edge / BACK_AT * 1.01, VISIT_S).value is Codec.BF16
 
 
 @given(
-    st.sampled_from([None, *RUNGS]), st.floats(1.0, 1e10), st.floats(1e-4, 100.0), st.sampled_from([RUNGS, RUNGS[:2]])
+    st.sampled_from([None, *LEVELS]),
+    st.floats(1.0, 1e10),
+    st.floats(1e-4, 100.0),
+    st.sampled_from([LEVELS, LEVELS[:2]]),
 )
 def test_it_fits_or_it_is_the_hardest_and_what_is_much_milder_would_not_fit(
-    current: Codec | None, rate: float, visit_s: float, rungs: tuple[Codec, ...]
+    current: Codec | None, rate: float, visit_s: float, levels: tuple[Codec, ...]
 ) -> None:
-    chosen = choose(rungs, SIZES, current, rate, visit_s).value
-    assert chosen in rungs
+    chosen = choose(levels, SIZES, current, rate, visit_s).value
+    assert chosen in levels
     allowed = MOST_OF_A_VISIT * visit_s
-    assert SIZES[chosen] / rate <= allowed or chosen is rungs[-1]
-    for milder in rungs[: rungs.index(chosen)]:
+    assert SIZES[chosen] / rate <= allowed or chosen is levels[-1]
+    for milder in levels[: levels.index(chosen)]:
         assert SIZES[milder] / rate > BACK_AT * allowed

@@ -9,15 +9,15 @@ import pytest
 from swarm.averaging.roster import LEADER_REDUCES_FROM, codec_of, objection
 from swarm.averaging.round_events import RoundRules
 from swarm.averaging.trust import mark_of
-from swarm.compression.round_codecs import MOST_OF_AN_INTERVAL, RoundCodecs, Rung, choose, ladder
+from swarm.compression.round_codecs import MOST_OF_AN_INTERVAL, CodecLevel, RoundCodecs, choose, codec_levels
 from swarm.vocabulary.averaging_messages import Entry, LinkRate, RoundId, SignedRoster
 from swarm.vocabulary.types import AnchorVersion, Codec, ModuleId, PeerId, Reasoned
 
 A, B = PeerId("a"), PeerId("b")
 BASE = AnchorVersion(4, 40, 4000, 0, b"d" * 32)
 SHARES = {Codec.INT8: 0.25, Codec.INT4: 0.125, Codec.TOP_K_4: 0.07, Codec.TOP_K_2: 0.06}
-RUNGS = tuple(Rung(codecs, SHARES[codecs.contribution]) for codecs in ladder(Codec.TOP_K_2))
-RULES = RoundRules(inner_steps=10, fragments=1, chunks=10, longest_s=60.0, chunk_bytes=10**6, rungs=RUNGS)
+LEVELS = tuple(CodecLevel(codecs, SHARES[codecs.contribution]) for codecs in codec_levels(Codec.TOP_K_2))
+RULES = RoundRules(inner_steps=10, fragments=1, chunks=10, longest_s=60.0, chunk_bytes=10**6, levels=LEVELS)
 INTERVAL_S = 40.0
 """So that an exchange may take 10 s. Two members send and receive 10 MB of float32 each."""
 
@@ -41,11 +41,11 @@ def chosen(rates: dict[PeerId, int], attempt: int = 0, own: float = 0.0) -> Reas
     ],
 )
 def test_a_run_allows_what_is_milder_than_its_limit(limit: Codec, contributions: list[Codec]) -> None:
-    assert [codecs.contribution for codecs in ladder(limit)] == contributions
+    assert [codecs.contribution for codecs in codec_levels(limit)] == contributions
 
 
 def test_means_are_never_sparse() -> None:
-    for codecs in ladder(Codec.TOP_K_2):
+    for codecs in codec_levels(Codec.TOP_K_2):
         assert codecs.result in (Codec.INT8, Codec.INT4)
         assert codecs.leave_over is (codecs.contribution is not Codec.INT8)
 
@@ -63,7 +63,7 @@ def test_means_are_never_sparse() -> None:
     ],
 )
 def test_the_mildest_that_the_slowest_member_carries_in_time(slowest: float, codec: Codec) -> None:
-    made = choose(RUNGS, 10e6, slowest, INTERVAL_S)
+    made = choose(LEVELS, 10e6, slowest, INTERVAL_S)
     assert made.value.contribution is codec
     assert f"{MOST_OF_AN_INTERVAL:.0%} are wanted" in made.reason
 
@@ -87,11 +87,11 @@ def test_a_convener_that_reduces_alone_has_more_to_carry() -> None:
 
 def test_a_run_that_allows_one_has_no_choice() -> None:
     only = RoundCodecs(Codec.NONE)
-    assert choose((Rung(only, 1.0),), 1e9, 1.0, 1.0).value == only
+    assert choose((CodecLevel(only, 1.0),), 1e9, 1.0, 1.0).value == only
 
 
 def test_a_codec_that_the_run_does_not_allow_is_objected_to() -> None:
-    rules = replace(RULES, rungs=RUNGS[:2])
+    rules = replace(RULES, levels=LEVELS[:2])
     number = RoundId(ModuleId(1), 5, 0, A)
     entries = tuple(Entry(peer, number, BASE, 10, 100, 1.0, (), None) for peer in (A, B))
     signed = SignedRoster(number, BASE, entries, Codec.TOP_K_2)

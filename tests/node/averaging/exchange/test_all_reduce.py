@@ -9,7 +9,7 @@ from node.averaging.anchor.anchor import hash_all
 from node.averaging.exchange.pieces import ExchangeProgress, Plan
 from protocol.codecs import encoded_bytes
 from swarm.averaging.round_events import Event, Owing, PieceCame, PieceRejected
-from swarm.compression.round_codecs import RoundCodecs, ladder
+from swarm.compression.round_codecs import RoundCodecs, codec_levels
 from swarm.vocabulary.averaging_messages import RoundId
 from swarm.vocabulary.types import Codec, PeerId
 from tests.node.averaging.small_rounds import (
@@ -29,7 +29,7 @@ def snapshots_of(base, count):  # type: ignore[no-untyped-def]
     return {name: base.parameters - vector(base.layout.elements, 10 + i, 0.01) for i, name in enumerate(NAMES[:count])}
 
 
-EVERY = (RoundCodecs(Codec.NONE), RoundCodecs(Codec.BF16), *ladder(Codec.TOP_K_2))
+EVERY = (RoundCodecs(Codec.NONE), RoundCodecs(Codec.BF16), *codec_levels(Codec.TOP_K_2))
 
 
 @pytest.mark.parametrize("codec", [Codec.NONE, Codec.BF16, Codec.INT8])
