@@ -41,7 +41,7 @@ from protocol.interfaces.transport import FarEnd, LinkFigures, LinkHandler, Ques
 from protocol.transport.grpc_streams import Stream
 from protocol.transport.handshake import meaning_of
 from protocol.transport.rate_limits import CommonPatience, Patience
-from protocol.transport.send_queue import ByteBudget, Lane, Outbox
+from protocol.transport.send_queue import ByteBudget, Outbox, TrafficClass
 from protocol.transport.settings import MAX_OPEN_QUESTIONS, MAX_OPEN_TRANSFERS, TransportSettings
 from swarm.vocabulary.errors import PeerError, ProtocolViolation, Rejected, SkipstoneError, Stalled, Unreachable
 from swarm.vocabulary.pipeline_messages import (
@@ -401,8 +401,8 @@ class Link:
         self.record = hello.record  # The peer's newest record, unverified
         self.outbox = Outbox(
             {
-                Lane.MICROBATCHES: ByteBudget(settings.send_budget_bytes, settings.max_open_transfers),
-                Lane.BULK: ByteBudget(settings.send_budget_bytes, settings.max_bulk_transfers),
+                TrafficClass.MICROBATCHES: ByteBudget(settings.send_budget_bytes, settings.max_open_transfers),
+                TrafficClass.BULK: ByteBudget(settings.send_budget_bytes, settings.max_bulk_transfers),
             }
         )
         self._stream = stream
@@ -463,8 +463,8 @@ class Link:
         octets = data.cast("B")
         if octets.nbytes != tensor.byte_length:
             raise ValueError(f"{octets.nbytes} bytes of data for a tensor of {tensor.byte_length} bytes")
-        lane = Lane.MICROBATCHES if isinstance(message, Forward | Backward) else Lane.BULK
-        most = self._settings.bulk_chunk_bytes if lane is Lane.BULK else self._settings.chunk_bytes
+        traffic_class = TrafficClass.MICROBATCHES if isinstance(message, Forward | Backward) else TrafficClass.BULK
+        most = self._settings.bulk_chunk_bytes if traffic_class is TrafficClass.BULK else self._settings.chunk_bytes
         number = 0
 
         def make() -> OutgoingTransfer:
@@ -477,7 +477,7 @@ class Link:
 
         handed_over = False
         try:
-            handed_over = await self.outbox.send(lane, octets.nbytes, make)
+            handed_over = await self.outbox.send(traffic_class, octets.nbytes, make)
         finally:
             if not handed_over:
                 self._meter.gave_up(number)

@@ -58,7 +58,7 @@ class ByteBudget:
 Item = TypeVar("Item")
 
 
-class Lane(enum.Enum):
+class TrafficClass(enum.Enum):
     """A traffic class with its own budget and turns, so that rounds and microbatches cannot delay each other."""
 
     MICROBATCHES = 0
@@ -69,27 +69,29 @@ class Turns(Generic[Item]):
     """One queue per traffic class, served in turn."""
 
     def __init__(self) -> None:
-        self._queues: deque[tuple[Lane, deque[Item]]] = deque((lane, deque()) for lane in Lane)
+        self._queues: deque[tuple[TrafficClass, deque[Item]]] = deque(
+            (traffic_class, deque()) for traffic_class in TrafficClass
+        )
 
     def __bool__(self) -> bool:
         return any(queue for _, queue in self._queues)
 
-    def add(self, lane: Lane, item: Item) -> None:
-        self._queue(lane).append(item)
+    def add(self, traffic_class: TrafficClass, item: Item) -> None:
+        self._queue(traffic_class).append(item)
 
     def first(self) -> Item | None:
         return next((queue[0] for _, queue in self._queues if queue), None)
 
     def take(self) -> Item:
-        for lane, queue in self._queues:
+        for traffic_class, queue in self._queues:
             if queue:
-                self._queues.remove((lane, queue))
-                self._queues.append((lane, queue))
+                self._queues.remove((traffic_class, queue))
+                self._queues.append((traffic_class, queue))
                 return queue.popleft()
         raise IndexError("all queues are empty")
 
-    def remove(self, lane: Lane, item: Item) -> bool:
-        queue = self._queue(lane)
+    def remove(self, traffic_class: TrafficClass, item: Item) -> bool:
+        queue = self._queue(traffic_class)
         if item not in queue:
             return False
         queue.remove(item)
@@ -99,8 +101,8 @@ class Turns(Generic[Item]):
         for _, queue in self._queues:
             queue.clear()
 
-    def _queue(self, lane: Lane) -> deque[Item]:
-        return next(queue for own, queue in self._queues if own is lane)
+    def _queue(self, traffic_class: TrafficClass) -> deque[Item]:
+        return next(queue for own, queue in self._queues if own is traffic_class)
 
 
 MAX_WAITING_BYTES: Final = 1024 * 1024  # Small frames. `put` waits at half of it; the rest is for pongs and answers.
@@ -109,14 +111,14 @@ MAX_WAITING_BYTES: Final = 1024 * 1024  # Small frames. `put` waits at half of i
 @dataclass(slots=True, eq=False)
 class _Sending:
     transfer: OutgoingTransfer
-    lane: Lane
+    traffic_class: TrafficClass
     done: asyncio.Future[bool]
 
 
 class Outbox:
     """Queue of frames and tensors of one link, sent by the task that runs `pump`. `budgets`: one per traffic class."""
 
-    def __init__(self, budgets: Mapping[Lane, ByteBudget]) -> None:
+    def __init__(self, budgets: Mapping[TrafficClass, ByteBudget]) -> None:
         self._budgets = dict(budgets)
         self._small: deque[bytes] = deque()
         self._small_bytes = 0
@@ -153,14 +155,14 @@ class Outbox:
                 await self._room.wait()
             self.post(frame)
 
-    async def send(self, lane: Lane, size_bytes: int, make: Callable[[], OutgoingTransfer]) -> bool:
+    async def send(self, traffic_class: TrafficClass, size_bytes: int, make: Callable[[], OutgoingTransfer]) -> bool:
         """Sends a tensor, made by `make` at its turn. Returns False if the receiver cancelled it. Raises PeerError."""
-        async with self._budgets[lane].share(size_bytes):
+        async with self._budgets[traffic_class].share(size_bytes):
             if self._closed is not None:
                 raise self._closed
-            sending = _Sending(make(), lane, asyncio.get_running_loop().create_future())
+            sending = _Sending(make(), traffic_class, asyncio.get_running_loop().create_future())
             self._open[sending.transfer.number] = sending
-            self._turns.add(lane, sending)
+            self._turns.add(traffic_class, sending)
             self._something_to_send.set()
             try:
                 return await sending.done
@@ -211,7 +213,7 @@ class Outbox:
         sending = self._turns.take()
         frame = sending.transfer.next_frame()
         if not sending.transfer.finished:
-            self._turns.add(sending.lane, sending)
+            self._turns.add(sending.traffic_class, sending)
         # Runs while `write` waits for the stream, which takes about as long as copying and hashing a chunk.
         asyncio.get_running_loop().call_soon(self._prepare_turn)
         await write(frame)
@@ -225,7 +227,7 @@ class Outbox:
 
     def _withdraw(self, sending: _Sending) -> None:
         """Removes a transfer. Sends Cancel if the receiver knows the transfer and expects more chunks."""
-        waits = self._turns.remove(sending.lane, sending)
+        waits = self._turns.remove(sending.traffic_class, sending)
         if waits and sending.transfer.begun and self._closed is None:
             # Not by `post`, because this frame must be sent. The number of transfers bounds these frames.
             self._queue(encode(Cancel(sending.transfer.number)))

@@ -38,7 +38,7 @@ from swarm.vocabulary.types import Codec, PeerId
 Result = TypeVar("Result")
 
 WINDOW: Final = 8
-LANES: Final = 2
+TRAFFIC_CLASSES: Final = 2
 """Concurrent pieces per member and direction: one being sent, the next being prepared."""
 
 TOLD_EVERY_S: Final = 0.1
@@ -151,7 +151,7 @@ class AllReduce:
                     # The tasks of one member share an iterator: one sends while the other encodes.
                     contributions = iter(self.plan.shards[peer] if self.plan.contributes else ())
                     results = iter(range(len(self.plan.shards[self.plan.own])))
-                    for _ in range(LANES):
+                    for _ in range(TRAFFIC_CLASSES):
                         tasks.create_task(self._send_contributions(peer, contributions))
                         tasks.create_task(self._send_results(peer, results))
                 self._arrivals.open(self.plan, self._take)

@@ -25,7 +25,7 @@ from protocol.transport.rate_limits import (
     CommonPatience,
     Patience,
 )
-from protocol.transport.send_queue import MAX_WAITING_BYTES, ByteBudget, Lane, Outbox
+from protocol.transport.send_queue import MAX_WAITING_BYTES, ByteBudget, Outbox, TrafficClass
 from protocol.transport.settings import TransportSettings
 from swarm.vocabulary.errors import Stalled, Unreachable
 from tests.kit.waiting import ManualClock
@@ -69,16 +69,18 @@ def _name(frame: bytes) -> str:
 
 
 def outbox(budget_bytes: int = 10**9, places: int = 10) -> Outbox:
-    return Outbox({lane: ByteBudget(budget_bytes, places) for lane in Lane})
+    return Outbox({traffic_class: ByteBudget(budget_bytes, places) for traffic_class in TrafficClass})
 
 
-def sending(box: Outbox, number: int, chunks: int, lane: Lane = Lane.MICROBATCHES) -> asyncio.Task[bool]:
+def sending(
+    box: Outbox, number: int, chunks: int, traffic_class: TrafficClass = TrafficClass.MICROBATCHES
+) -> asyncio.Task[bool]:
     data = memoryview(bytes(chunks * CHUNK))
 
     def make() -> OutgoingTransfer:
         return OutgoingTransfer(number, b"h%d" % number, data, CHUNK)
 
-    return asyncio.create_task(box.send(lane, len(data), make))
+    return asyncio.create_task(box.send(traffic_class, len(data), make))
 
 
 async def settled() -> None:
@@ -120,7 +122,7 @@ async def test_the_budget_holds_later_transfers_back_in_order() -> None:
 
 async def test_lanes_take_turns_however_many_transfers_they_have() -> None:
     box, wire = outbox(), Wire()
-    sends = [sending(box, number, 2, Lane.BULK) for number in (2, 4, 6)] + [sending(box, 1, 4)]
+    sends = [sending(box, number, 2, TrafficClass.BULK) for number in (2, 4, 6)] + [sending(box, 1, 4)]
     await settled()
     pump = asyncio.create_task(box.pump(wire.write))
     await wire.let(3 * 3 + 5)
@@ -132,7 +134,7 @@ async def test_lanes_take_turns_however_many_transfers_they_have() -> None:
 
 async def test_a_lane_that_waits_for_its_budget_holds_the_other_up_for_nothing() -> None:
     box, wire = outbox(places=1), Wire()
-    bulk = [sending(box, number, 50, Lane.BULK) for number in (2, 4)]
+    bulk = [sending(box, number, 50, TrafficClass.BULK) for number in (2, 4)]
     await settled()
     pump = asyncio.create_task(box.pump(wire.write))
     await wire.let(10)
@@ -569,10 +571,10 @@ async def test_the_outbox_makes_a_frame_while_the_stream_is_busy(monkeypatch: py
         log.append("write ends")
 
     monkeypatch.setattr(transfers, "encode_chunk", noted)
-    outbox = Outbox({Lane.BULK: ByteBudget(2**20, 4)})
+    outbox = Outbox({TrafficClass.BULK: ByteBudget(2**20, 4)})
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(outbox.pump(slow_write))
-        assert await outbox.send(Lane.BULK, len(DATA), transfer)
+        assert await outbox.send(TrafficClass.BULK, len(DATA), transfer)
         outbox.finish(None, Unreachable("the test is over"))
     made = [f"made {index}" for index in range(3)]
     assert [entry for entry in log if entry in made] == made
