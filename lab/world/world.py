@@ -31,9 +31,9 @@ from swarm.pipeline.custody_events import (
     Key,
     PeerBack,
     PeerLost,
-    Place,
     Retract,
     SendOutput,
+    SlotState,
     Started,
     Tell,
     TensorArrived,
@@ -436,9 +436,9 @@ class Peer:
             self.handle(Computed(action.key, seconds))
 
 
-def _answer_to(place: Reasoned[Place], answer: Callable[..., Receipt]) -> Receipt | None:
+def _answer_to(place: Reasoned[SlotState], answer: Callable[..., Receipt]) -> Receipt | None:
     """What the sender is told, if it may not send."""
-    if place.value is Place.FREE:
+    if place.value is SlotState.FREE:
         return None
     return answer(getattr(ReceiptStatus, place.value.name), place.reason, BUSY_RETRY_S)
 

@@ -46,9 +46,9 @@ from swarm.pipeline.custody_events import (
     Key,
     PeerBack,
     PeerLost,
-    Place,
     Retract,
     SendOutput,
+    SlotState,
     Tell,
     TensorArrived,
     Tick,
@@ -410,8 +410,8 @@ class MicrobatchRunner(MachineRunner[Event, Action]):
             place = self.custody.admit_forward(message, now)
         else:
             place = self.custody.admit_backward(message, now)
-        if place.value is not Place.FREE:
-            is_busy = place.value is Place.BUSY
+        if place.value is not SlotState.FREE:
+            is_busy = place.value is SlotState.BUSY
             return Refusal(is_busy, place.reason, BUSY_RETRY_S if is_busy else 0.0)
         try:
             buffer = self._pool.take()[: tensor.byte_length]

@@ -48,9 +48,9 @@ from swarm.pipeline.custody_events import (
     PeerBack,
     PeerLost,
     Phase,
-    Place,
     Retract,
     SendOutput,
+    SlotState,
     Started,
     Tell,
     TensorArrived,
@@ -214,31 +214,31 @@ class Custody:
 
     # ---- admission ---------------------------------------------------------------------------------------------------
 
-    def admit_forward(self, message: Forward, now: float) -> Reasoned[Place]:
+    def admit_forward(self, message: Forward, now: float) -> Reasoned[SlotState]:
         """Decides on admission of hidden states and reserves a slot. The caller has checked manifest and signature."""
         entry = self.get(Key(message.microbatch, message.position))
         if entry is not None and entry.path.route != message.path.route:
-            return Reasoned(Place.REFUSED, OTHER_ROUTE)
+            return Reasoned(SlotState.REFUSED, OTHER_ROUTE)
         if not self._is_from_neighbour(message):
-            return Reasoned(Place.BUSY, STRANGER)
+            return Reasoned(SlotState.BUSY, STRANGER)
         if entry is None:
             return self._reserve(_received(message, now), now)
         if entry.phase is Phase.RECALLING:  # the input is in flight, so do not ask again
             self._put(replace(entry, retry_at=None))
-        return Reasoned(Place.FREE, "it has a slot")
+        return Reasoned(SlotState.FREE, "it has a slot")
 
-    def admit_backward(self, message: Backward, now: float) -> Reasoned[Place]:
+    def admit_backward(self, message: Backward, now: float) -> Reasoned[SlotState]:
         """Decides on admission of a gradient. An unexpected one may make this peer the substitute of a lost hop."""
         key = Key(message.microbatch, message.position)
         entry = self.get(key)
         if entry is not None and entry.path.route != message.path.route:
-            return Reasoned(Place.REFUSED, OTHER_ROUTE)
+            return Reasoned(SlotState.REFUSED, OTHER_ROUTE)
         if entry is not None:
             return self._wants(entry, message)
         if not 0 <= message.position < len(message.path.hops):  # data nodes have no substitutes
-            return Reasoned(Place.REFUSED, _NOT_HELD)
+            return Reasoned(SlotState.REFUSED, _NOT_HELD)
         if not self._is_from_neighbour(message):
-            return Reasoned(Place.BUSY, STRANGER)
+            return Reasoned(SlotState.BUSY, STRANGER)
         phase, sender = Phase.RECEIVING_GRADIENT, _sender(message)
         return self._reserve(Entry(key, message.path, Purpose.TRAIN, phase, GRADIENT_LIFETIME_S, now, sender), now)
 
@@ -249,12 +249,12 @@ class Custody:
         sender = _sender(message)
         return sender == self.own or self._replicas.hosts(sender, module)
 
-    def _reserve(self, entry: Entry, now: float) -> Reasoned[Place]:
+    def _reserve(self, entry: Entry, now: float) -> Reasoned[SlotState]:
         objection = self._objection(entry.path.data_node, entry.sender)
         if objection is not None:
-            return Reasoned(Place.BUSY, objection)
+            return Reasoned(SlotState.BUSY, objection)
         self._add(entry, now)
-        return Reasoned(Place.FREE, "a slot is free")
+        return Reasoned(SlotState.FREE, "a slot is free")
 
     def _add(self, entry: Entry, now: float) -> None:
         self._put(entry)
@@ -445,23 +445,23 @@ class Custody:
 
     # ---- arrival: gradients ------------------------------------------------------------------------------------------
 
-    def _wants(self, entry: Entry, message: Backward) -> Reasoned[Place]:
+    def _wants(self, entry: Entry, message: Backward) -> Reasoned[SlotState]:
         """Decides whether an entry accepts this gradient. It accepts one, from any replica of the next module."""
         sender = _sender(message)
         if entry.purpose is Purpose.EVALUATE:
-            return Reasoned(Place.REFUSED, "this microbatch is only evaluated")
+            return Reasoned(SlotState.REFUSED, "this microbatch is only evaluated")
         if not _same_modules(entry.path, message.path, message.position + 1):
-            return Reasoned(Place.REFUSED, "this microbatch is held here on another path")
+            return Reasoned(SlotState.REFUSED, "this microbatch is held here on another path")
         if entry.path.peer_at(message.position + 1) == sender:
             is_early = entry.phase in (Phase.RECEIVING, Phase.FORWARD)
         elif self._replicas.hosts(sender, message.path.hops[message.position + 1].module):
             is_early = entry.phase in WITHOUT_OUTPUT
         else:
-            return Reasoned(Place.REFUSED, "its sender does not host the next module")
+            return Reasoned(SlotState.REFUSED, "its sender does not host the next module")
         return (
-            Reasoned(Place.BUSY, "this microbatch has not got that far yet")
+            Reasoned(SlotState.BUSY, "this microbatch has not got that far yet")
             if is_early
-            else Reasoned(Place.FREE, "awaited")
+            else Reasoned(SlotState.FREE, "awaited")
         )
 
     def _gradient_arrived(self, entry: Entry, message: Backward, now: float) -> list[Action]:
@@ -472,8 +472,8 @@ class Custody:
             self._renew(replace(recalling, retry_at=now + RECALL_AGAIN_S), now)
             return [KeepGradient(entry.key), accepted, _recall(recalling, before)]
         wanted = self._wants(entry, message)
-        if wanted.value is not Place.FREE:
-            status = ReceiptStatus.BUSY if wanted.value is Place.BUSY else ReceiptStatus.REFUSED
+        if wanted.value is not SlotState.FREE:
+            status = ReceiptStatus.BUSY if wanted.value is SlotState.BUSY else ReceiptStatus.REFUSED
             return [_answer(message, status, wanted.reason, RETRY_S)]
         if entry.phase in BEFORE_BACKWARD:
             path = _joined(entry.path, message.path, message.position + 1)

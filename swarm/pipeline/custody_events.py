@@ -42,7 +42,7 @@ GUARDED = frozenset({Phase.GUARDING, Phase.GUARDING_BACK})  # Accepted by the ta
 ADDED = frozenset({Phase.HANDING_BACK, Phase.GUARDING_BACK, Phase.SETTLING})
 
 
-class Place(enum.Enum):
+class SlotState(enum.Enum):
     FREE = enum.auto()
     BUSY = enum.auto()
     REFUSED = enum.auto()

@@ -17,9 +17,9 @@ from swarm.pipeline.custody_events import (
     Key,
     PeerBack,
     PeerLost,
-    Place,
     Retract,
     SendOutput,
+    SlotState,
     Started,
     Tell,
     TensorArrived,
@@ -176,7 +176,7 @@ class Desk:
             return Forward(MICROBATCH, path, position, purpose, LIFETIME_S)
         return Backward(MICROBATCH, path, position)
 
-    def admit(self, message: Forward | Backward) -> Reasoned[Place]:
+    def admit(self, message: Forward | Backward) -> Reasoned[SlotState]:
         if isinstance(message, Forward):
             return self.custody.admit_forward(message, self.now)
         return self.custody.admit_backward(message, self.now)

@@ -19,7 +19,7 @@ from swarm.pipeline.custody import (
     ResidenceTimes,
     put_off,
 )
-from swarm.pipeline.custody_events import Arrived, BrokenOff, ComputeFailed, Key, Place, Tell, TensorArrived
+from swarm.pipeline.custody_events import Arrived, BrokenOff, ComputeFailed, Key, SlotState, Tell, TensorArrived
 from swarm.vocabulary.pipeline_messages import Backward, Forward, Purpose, Recall, Stranded
 from swarm.vocabulary.types import Hop, MicrobatchId, ModuleId, Path, PeerId, SignedRoute
 from tests.swarm.pipeline.custody_desk import A2, ABC, B2, DATA, LIFETIME_S, MICROBATCH, A, B, C, Desk
@@ -39,7 +39,7 @@ def backward(path: Path, position: int, number: int = 7) -> Backward:
 
 
 def admitted(desk: Desk, messages: Iterable[Forward | Backward]) -> int:
-    return sum(desk.admit(message).value is Place.FREE for message in messages)
+    return sum(desk.admit(message).value is SlotState.FREE for message in messages)
 
 
 def of_data_nodes(path: Path, numbers: range) -> list[Path]:
@@ -60,26 +60,26 @@ def test_a_forward_is_taken_from_a_replica_of_the_module_before_only(
     path = replace(ABC, data_node=before) if position == 0 else ABC.with_peer(position - 1, before)
     desk = Desk(own)
     place = desk.admit(forward(path, position))
-    assert (place.value, place.reason) == (Place.BUSY, STRANGER)
+    assert (place.value, place.reason) == (SlotState.BUSY, STRANGER)
     assert len(desk.custody) == 0
 
 
 def test_a_substitute_takes_a_gradient_from_a_replica_of_the_module_after_only() -> None:
     desk = Desk(B2)
     stranger = desk.admit(backward(ABC.with_peer(1, B2).with_peer(2, A), 1))
-    assert (stranger.value, stranger.reason) == (Place.BUSY, STRANGER)
+    assert (stranger.value, stranger.reason) == (SlotState.BUSY, STRANGER)
 
 
 def test_an_entry_stays_on_the_route_that_was_signed_first() -> None:
     """A data node that signs two routes for one number does not get them mixed."""
     desk = Desk(B)
-    assert desk.admit(forward(SIGNED, 1)).value is Place.FREE
+    assert desk.admit(forward(SIGNED, 1)).value is SlotState.FREE
     place = desk.admit(forward(OTHERWISE, 1))
-    assert (place.value, place.reason) == (Place.REFUSED, OTHER_ROUTE)
+    assert (place.value, place.reason) == (SlotState.REFUSED, OTHER_ROUTE)
     desk.custody.handle(TensorArrived(forward(SIGNED, 1)), desk.now)
     desk.do("computed 1")
-    assert desk.admit(backward(OTHERWISE, 1)).value is Place.REFUSED
-    assert desk.admit(backward(SIGNED, 1)).value is Place.FREE
+    assert desk.admit(backward(OTHERWISE, 1)).value is SlotState.REFUSED
+    assert desk.admit(backward(SIGNED, 1)).value is SlotState.FREE
     [told] = desk.custody.handle(Arrived(C, Recall(MICROBATCH, OTHERWISE, 1)), desk.now)
     assert isinstance(told, Tell)
     assert told.message.detail == OTHER_ROUTE  # type: ignore[union-attr]
@@ -116,11 +116,11 @@ def test_repair_keeps_to_the_signed_modules() -> None:
 def test_slots_are_bounded_reserved_at_admission_and_given_back() -> None:
     desk = Desk(A, slots=2)
     messages = [forward(ABC, 0, number) for number in range(3)]
-    assert [desk.admit(message).value for message in messages] == [Place.FREE, Place.FREE, Place.BUSY]
-    assert desk.admit(messages[0]).value is Place.FREE, "the same one needs no second slot"
+    assert [desk.admit(message).value for message in messages] == [SlotState.FREE, SlotState.FREE, SlotState.BUSY]
+    assert desk.admit(messages[0]).value is SlotState.FREE, "the same one needs no second slot"
     assert desk.custody.used_slots == 2
     desk.custody.handle(BrokenOff(messages[0]), desk.now)
-    assert desk.admit(messages[2]).value is Place.FREE
+    assert desk.admit(messages[2]).value is SlotState.FREE
 
 
 def test_a_data_nodes_own_need_no_slot() -> None:
@@ -155,7 +155,7 @@ def test_data_nodes_without_a_link_have_a_quarter_together() -> None:
     paths = of_data_nodes(ABC, range(10))
     assert admitted(desk, (forward(path, 1) for path in paths)) == 2
     assert "without a link" in desk.admit(forward(paths[9], 1)).reason
-    assert desk.admit(forward(ABC, 1)).value is Place.FREE, "others have slots"
+    assert desk.admit(forward(ABC, 1)).value is SlotState.FREE, "others have slots"
 
 
 @pytest.mark.parametrize("by_one", [True, False])
@@ -165,7 +165,7 @@ def test_a_hop_with_too_many_unsettled_gradients_takes_no_more(by_one: bool) -> 
         path = ABC if by_one else replace(ABC, data_node=PeerId(f"data{number}"))
         message = forward(path, 0, number)
         place = desk.admit(message)
-        if place.value is not Place.FREE:
+        if place.value is not SlotState.FREE:
             assert number == (6 if by_one else 8), "twice three quarters of the slots, or twice all"
             assert "unsettled" in place.reason
             return
@@ -179,7 +179,7 @@ def test_a_hop_with_too_many_unsettled_gradients_takes_no_more(by_one: bool) -> 
 
 
 def kept_s(desk: Desk, message: Forward) -> float:
-    assert desk.admit(message).value is Place.FREE
+    assert desk.admit(message).value is SlotState.FREE
     entry = desk.custody.get(Key(message.microbatch, message.position))
     assert entry is not None
     return entry.deadline - desk.now
