@@ -245,12 +245,12 @@ class ModelFolder:
 
     def _open(self, name: str) -> None:
         try:
-            place = self._place(name)
-            with open_regular(place) as file:
+            span = self._place(name)
+            with open_regular(span) as file:
                 header = int.from_bytes(file.read(8), "little")
             if header > MAX_HEADER_BYTES:
                 raise ConfigError(f"{self.path / name}: the header has {header} bytes, more than {MAX_HEADER_BYTES}")
-            opened: Any = safe_open(place, framework="pt")
+            opened: Any = safe_open(span, framework="pt")
             names = list(opened.keys())
         except (OSError, SafetensorError) as error:
             raise ConfigError(f"cannot read {self.path / name}: {error}") from error
@@ -392,7 +392,7 @@ def open_start(manifest: Manifest, path: Path | None) -> CutModel | None:
 
 def _read(folder: ModelFolder, layout: Layout, part: slice, out: Vector) -> None:
     """Reads a part of the vector that spans the module's parameters."""
-    for place in layout.places:
-        start, stop = max(place.start, part.start), min(place.stop, part.stop)
+    for span in layout.spans:
+        start, stop = max(span.start, part.start), min(span.stop, part.stop)
         if start < stop:
-            folder.read(place.name, start - place.start, out[start - part.start : stop - part.start])
+            folder.read(span.name, start - span.start, out[start - part.start : stop - part.start])

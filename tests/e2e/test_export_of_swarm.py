@@ -108,7 +108,7 @@ async def _exported(folder: Path, manifest: Manifest, module: ModuleId) -> Vecto
     async with open_model(str(folder)) as opened:
         parameters = await checked_module(opened.source, module)
     layout = layout_of(parameter_shapes(manifest, module), 1)
-    vector: Vector = np.concatenate([parameters[place.name].numpy().ravel() for place in layout.places])
+    vector: Vector = np.concatenate([parameters[place.name].numpy().ravel() for place in layout.spans])
     return vector
 
 

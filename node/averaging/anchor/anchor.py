@@ -116,27 +116,27 @@ class Named(TensorsInParts):
     """A vector's tensors by parameter name, as views where a tensor lies within one array."""
 
     def __init__(self, layout: Layout, vector: Vector | SharedVector) -> None:
-        self._places = {place.name: place for place in layout.places}
+        self._spans = {span.name: span for span in layout.spans}
         self._vector = vector
 
     def __getitem__(self, name: str) -> Tensor:
-        place = self._places[name]
-        return torch.from_numpy(self._vector[place.start : place.stop]).view(place.shape)
+        span = self._spans[name]
+        return torch.from_numpy(self._vector[span.start : span.stop]).view(span.shape)
 
     def shape_of(self, name: str) -> tuple[int, ...]:
-        return self._places[name].shape
+        return self._spans[name].shape
 
     def parts_of(self, name: str) -> Iterator[Tensor]:
-        part = slice(self._places[name].start, self._places[name].stop)
+        part = slice(self._spans[name].start, self._spans[name].stop)
         if isinstance(self._vector, SharedVector):
             return (torch.from_numpy(piece) for _, piece in self._vector.pieces(part))
         return iter((torch.from_numpy(self._vector[part]),))
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
+        return iter(self._spans)
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._spans)
 
 
 def tensors_of(layout: Layout, vector: Vector | SharedVector) -> dict[str, Tensor]:
@@ -145,13 +145,13 @@ def tensors_of(layout: Layout, vector: Vector | SharedVector) -> dict[str, Tenso
 
 def _vector(layout: Layout, tensors: Mapping[str, Tensor]) -> SharedVector:
     vector = empty_vector(layout)
-    for place in layout.places:
-        tensor = tensors[place.name]
-        if tuple(tensor.shape) != place.shape:
-            raise RuntimeError(f"{place.name} has shape {tuple(tensor.shape)} instead of {place.shape}")
+    for span in layout.spans:
+        tensor = tensors[span.name]
+        if tuple(tensor.shape) != span.shape:
+            raise RuntimeError(f"{span.name} has shape {tuple(tensor.shape)} instead of {span.shape}")
         flat = tensor.reshape(-1)
-        for part, room in vector.pieces(slice(place.start, place.stop)):
-            torch.from_numpy(room).copy_(flat[part.start - place.start : part.stop - place.start])
+        for part, room in vector.pieces(slice(span.start, span.stop)):
+            torch.from_numpy(room).copy_(flat[part.start - span.start : part.stop - span.start])
     return vector
 
 

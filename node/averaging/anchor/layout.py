@@ -21,7 +21,7 @@ _BLOCK: Final = re.compile(r"model\.layers\.(\d+)\.")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ParameterSpan:
     """Position of one parameter in the vector."""
 
     name: str
@@ -37,13 +37,13 @@ class Place:
 class Layout:
     """A module's layout in elements (float32) and chunks."""
 
-    places: tuple[Place, ...]
+    spans: tuple[ParameterSpan, ...]
     chunk_elements: int
     fragments: tuple[tuple[int, int], ...]
 
     @property
     def elements(self) -> int:
-        return self.places[-1].stop
+        return self.spans[-1].stop
 
     @property
     def chunks(self) -> int:
@@ -57,17 +57,17 @@ def layout_of(shapes: Mapping[str, tuple[int, ...]], fragments: int) -> Layout:
     """Computes the layout for these parameter shapes, in at most `fragments` fragments."""
     # By fragment, then by depth.
     names = sorted(shapes, key=lambda name: (_block(name) % fragments, _block(name), name))
-    places = []
+    spans = []
     start = 0
     for name in names:
-        places.append(Place(name, tuple(shapes[name]), start))
-        start = places[-1].stop
+        spans.append(ParameterSpan(name, tuple(shapes[name]), start))
+        start = spans[-1].stop
     chunk = chunk_elements(start)
     chunks = -(-start // chunk)
     # A small module may have fewer chunks than fragments.
     count = min(fragments, chunks)
     borders = [round(number * chunks / count) for number in range(count + 1)]
-    return Layout(tuple(places), chunk, tuple(itertools.pairwise(borders)))
+    return Layout(tuple(spans), chunk, tuple(itertools.pairwise(borders)))
 
 
 def chunk_elements(elements: int) -> int:

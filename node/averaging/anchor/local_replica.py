@@ -44,9 +44,9 @@ class LocalReplica:
         self.layout = layout_of({name: tuple(tensor.shape) for name, tensor in parameters.items()}, fragments)
         self.optimizer = optimizer
         self._changed = parameters_changed
-        named = (parameters[place.name] for place in self.layout.places)
+        named = (parameters[span.name] for span in self.layout.spans)
         self._memory = tuple(floats.view(-1) if isinstance(floats, Tensor) else floats for floats in named)
-        self._starts = [place.start for place in self.layout.places]
+        self._starts = [span.start for span in self.layout.spans]
 
     def read(self, part: slice, out: Vector) -> None:
         target = torch.from_numpy(out)
@@ -77,11 +77,11 @@ class LocalReplica:
 
     def _overlaps(self, part: slice) -> Iterator[tuple[_Piece, slice]]:
         index = bisect.bisect_right(self._starts, part.start) - 1
-        for place, memory in zip(self.layout.places[index:], self._memory[index:], strict=True):
-            if place.start >= part.stop:
+        for span, memory in zip(self.layout.spans[index:], self._memory[index:], strict=True):
+            if span.start >= part.stop:
                 return
-            start, stop = max(place.start, part.start), min(place.stop, part.stop)
-            piece = memory, slice(start - place.start, stop - place.start)
+            start, stop = max(span.start, part.start), min(span.stop, part.stop)
+            piece = memory, slice(start - span.start, stop - span.start)
             yield piece, slice(start - part.start, stop - part.start)
 
 

@@ -121,7 +121,7 @@ async def test_fragments_take_turns() -> None:
     async with hall(2, inner_steps=4, fragments=2) as here:
         layout = here[0].anchor.layout
         parts = [layout.range_of(*fragment) for fragment in layout.fragments]
-        order = np.concatenate([np.arange(p.start, p.stop) for p in layout.places])
+        order = np.concatenate([np.arange(p.start, p.stop) for p in layout.spans])
         assert len(order) == layout.elements
         for number in range(1, 7):
             await here.a_round(number, 2)

@@ -57,9 +57,9 @@ def test_a_vector_has_every_parameter_at_its_place() -> None:
     trained = Trained(fragments=2)
     values = trained.vector()
     named = dict(trained.part.named_parameters())
-    for place in trained.local.layout.places:
-        expected = named[place.name].detach().numpy().ravel()
-        np.testing.assert_array_equal(values[place.start : place.stop], expected)
+    for span in trained.local.layout.spans:
+        expected = named[span.name].detach().numpy().ravel()
+        np.testing.assert_array_equal(values[span.start : span.stop], expected)
     assert trained.local.layout.elements == sum(p.numel() for p in named.values())
 
 
