@@ -245,12 +245,12 @@ class ModelFolder:
 
     def _open(self, name: str) -> None:
         try:
-            span = self._place(name)
-            with open_regular(span) as file:
+            file_path = self._place(name)
+            with open_regular(file_path) as file:
                 header = int.from_bytes(file.read(8), "little")
             if header > MAX_HEADER_BYTES:
                 raise ConfigError(f"{self.path / name}: the header has {header} bytes, more than {MAX_HEADER_BYTES}")
-            opened: Any = safe_open(span, framework="pt")
+            opened: Any = safe_open(file_path, framework="pt")
             names = list(opened.keys())
         except (OSError, SafetensorError) as error:
             raise ConfigError(f"cannot read {self.path / name}: {error}") from error
