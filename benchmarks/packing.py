@@ -300,11 +300,11 @@ def run_concatenating_node() -> None:
     """Runs `skipstone` with a packer that cuts the stream of documents wherever a microbatch is full."""
     from node.__main__ import main as skipstone
     from node.data import feed
-    from node.data.documents import Place as TextPlace
+    from node.data.documents import StreamPosition
     from node.data.packing import Cursor, DocumentPacker, _Block, _Stretch
 
     class ConcatPacker(DocumentPacker):
-        def _packed(self, stretches: list[_Stretch], end: TextPlace) -> _Block:
+        def _packed(self, stretches: list[_Stretch], end: StreamPosition) -> _Block:
             turns, turn, room = list[tuple[Piece, ...]](), list[Piece](), self._room.tokens
             for index, stretch in enumerate(stretches):
                 start = 0

@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from node.checkpoint.state import AnchorState, Counters, DataState, ReplicaState, TensorsInParts
-from node.data.documents import Place
+from node.data.documents import StreamPosition
 from node.data.packing import Cursor
 from node.model.device import bytes_of_tensor
 from node.model.optimizer import InnerState
@@ -223,7 +223,7 @@ def _header(table: dict[str, Any]) -> Header:
     if data is not None:
         cursor = data["cursor"]
         cursor.pop("routed_by", None)  # written by older versions, whose router kept learning
-        data = DataState(**(data | {"cursor": Cursor(**(cursor | {"block": Place(**cursor["block"])}))}))
+        data = DataState(**(data | {"cursor": Cursor(**(cursor | {"block": StreamPosition(**cursor["block"])}))}))
     return Header(
         Owner(RunId(owner["run"]), PeerId(owner["peer"]), ModuleId(**owner["module"])),
         int(table["number"]),

@@ -143,7 +143,7 @@ MOST_TOLD: Final = 100
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Place:
+class StreamPosition:
     """Position of a token in the endless stream of documents, ordered by time."""
 
     epoch: int = 0
@@ -156,7 +156,7 @@ class Place:
 class Fragment:
     """Tokens of a document from a position to its end."""
 
-    start: Place
+    start: StreamPosition
     tokens: Tokens
     name: str = ""
     opening: Tokens = field(default_factory=lambda: np.empty(0, dtype=np.int64))
@@ -218,11 +218,11 @@ class Documents:
 
     def openings(self, wanted: Selection, count: int, tokens: int) -> Iterator[tuple[Tokens, int]]:
         """Yields the first `tokens` tokens and the length of up to `count` wanted documents."""
-        for fragment in islice(self.epoch(Place(), wanted), count):
+        for fragment in islice(self.epoch(StreamPosition(), wanted), count):
             yield fragment.tokens[:-1][:tokens].copy(), fragment.tokens.size
 
     def epoch(
-        self, start: Place, wanted: Selection, files: Selection = everything, *, ahead: bool = False
+        self, start: StreamPosition, wanted: Selection, files: Selection = everything, *, ahead: bool = False
     ) -> Iterator[Fragment]:
         """Yields the wanted documents from `start` to the end of its epoch. `ahead` prefetches files."""
         for due in self._due(start, wanted, files, ahead):
@@ -232,9 +232,11 @@ class Documents:
             tokens, labels = marked.tokens, marked.wanted
             if marked.is_of_use and tokens.size > offset:
                 rest = None if labels is None else labels[offset:]
-                yield Fragment(Place(start.epoch, due.position, offset), tokens[offset:], due.name, tokens[:-1], rest)
+                yield Fragment(
+                    StreamPosition(start.epoch, due.position, offset), tokens[offset:], due.name, tokens[:-1], rest
+                )
 
-    def endless(self, start: Place, wanted: Selection, files: Selection = everything) -> Iterator[Fragment]:
+    def endless(self, start: StreamPosition, wanted: Selection, files: Selection = everything) -> Iterator[Fragment]:
         """Yields the wanted documents of all epochs. Raises ConfigError if a whole epoch has no label."""
         while True:
             empty = True
@@ -249,9 +251,9 @@ class Documents:
                     f"none of the {count} {kind} of data.source is for this data node to train on",
                     hint="Use more text, fewer data nodes, or a smaller data.held_out.",
                 )
-            start = Place(start.epoch + 1)
+            start = StreamPosition(start.epoch + 1)
 
-    def _due(self, start: Place, wanted: Selection, files: Selection, ahead: bool) -> Iterator[Due]:
+    def _due(self, start: StreamPosition, wanted: Selection, files: Selection, ahead: bool) -> Iterator[Due]:
         source = self._source
         if not isinstance(source, Source):
             at = (start.epoch, start.position, start.offset > 0)

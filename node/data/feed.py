@@ -13,9 +13,9 @@ from functools import partial
 from types import TracebackType
 from typing import Final, Self
 
-from node.data.documents import Documents, FileShare, Fragment, Place, is_held_out, marking, owner
+from node.data.documents import Documents, FileShare, Fragment, StreamPosition, is_held_out, marking, owner
 from node.data.hub import source_keys
-from node.data.packing import Cursor, DocumentPacker, Microbatch, Packer, RowPacker, reading_place
+from node.data.packing import Cursor, DocumentPacker, Microbatch, Packer, RowPacker, reading_position
 from node.data.places import Places, as_written
 from node.data.sources import open_source
 from node.data.tokenizers import open_tokenizer
@@ -67,7 +67,7 @@ class TrainingFeed:
         of_names = partial(owner, manifest.seed)
         self._share = None if documents.files is None else FileShare(own, documents.files, of_names)
         # Packed documents also read the token before the block.
-        place = reading_place(start.block) if manifest.packs_documents else start.block
+        place = reading_position(start.block) if manifest.packs_documents else start.block
         fragments = documents.endless(place, self._is_mine, self._may_have_mine)
         if manifest.packs_documents:
             self._packer: Packer = DocumentPacker(manifest, fragments, start, router=documents.router)
@@ -112,7 +112,7 @@ def held_out_microbatches(
     """
     seed, share = manifest.seed, manifest.data.held_out
     opened = documents or open_documents(manifest)
-    fragments = opened.epoch(Place(), lambda name: is_held_out(seed, name, share))
+    fragments = opened.epoch(StreamPosition(), lambda name: is_held_out(seed, name, share))
     if opened.files is not None:  # one block could need many downloads
         fragments = _about(fragments, ENOUGH * count * manifest.microbatch_tokens)
     unscored = manifest.route_prefix if unscored is None else unscored

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from node.data.documents import UNSCORED, Fragment, Place, permutation
+from node.data.documents import UNSCORED, Fragment, StreamPosition, permutation
 from node.data.tokenizers import Tokens
 from node.experts.router import DocumentRouter, even_bias
 from protocol.manifest.manifest import Manifest, document_cost, quadratic_share
@@ -37,7 +37,7 @@ BLOCK_TOKENS: Final = 2**20
 class Cursor:
     """Position of a packer, small enough for a checkpoint. Ordered by time."""
 
-    block: Place = field(default_factory=Place)
+    block: StreamPosition = field(default_factory=StreamPosition)
     taken: int = 0
     """Rows, or microbatches of documents, already taken from the block."""
     level: float = 0.0
@@ -185,7 +185,7 @@ def _from(fragment: Fragment, count: int) -> Fragment:
     start = fragment.start
     tokens: Tokens = fragment.tokens[count:].copy()
     wanted = None if fragment.wanted is None else fragment.wanted[count:].copy()
-    return Fragment(Place(start.epoch, start.position, start.offset + count), tokens, wanted=wanted)
+    return Fragment(StreamPosition(start.epoch, start.position, start.offset + count), tokens, wanted=wanted)
 
 
 # ---- documents: whole documents --------------------------------------------------------------------------------------
@@ -251,9 +251,9 @@ class _Block:
     end: Cursor
 
 
-def reading_place(block: Place) -> Place:
+def reading_position(block: StreamPosition) -> StreamPosition:
     """Returns where to start reading for a block: one token earlier within a document, as the first input."""
-    return Place(block.epoch, block.position, max(0, block.offset - 1))
+    return StreamPosition(block.epoch, block.position, max(0, block.offset - 1))
 
 
 def tokens_of_block(microbatch_tokens: int, *, routed: bool = False) -> int:
@@ -269,7 +269,7 @@ def tokens_of_last(taken: int, microbatch_tokens: int) -> int:
 
 
 class DocumentPacker:
-    """Packer of fragments, starting at `reading_place(start.block)`, into microbatches of whole documents.
+    """Packer of fragments, starting at `reading_position(start.block)`, into microbatches of whole documents.
 
     Args:
         unscored: labels at the start of each document without loss.
@@ -293,7 +293,7 @@ class DocumentPacker:
         self._block_tokens = tokens_of_block(manifest.microbatch_tokens, routed=manifest.stages.has_experts)
         self._enough_tokens = min(self._block_tokens, ROUTED * BLOCK_MICROBATCHES * manifest.microbatch_tokens)
         self._stretches = _stretches(fragments, unscored)
-        self._waiting = deque[tuple[Place, _Stretch]]()
+        self._waiting = deque[tuple[StreamPosition, _Stretch]]()
         """Documents for the next block, less than a microbatch plus one document."""
         self._block: _Block | None = None
 
@@ -321,7 +321,7 @@ class DocumentPacker:
         )
 
     def _next_block(self) -> _Block | None:
-        read, room, place = list[tuple[Place, _Stretch]](), self._block_tokens, self.cursor.block
+        read, room, place = list[tuple[StreamPosition, _Stretch]](), self._block_tokens, self.cursor.block
         while (found := self._next_stretch()) is not None:
             at, stretch = found
             # Do not mix epochs in a block that is large enough.
@@ -336,20 +336,22 @@ class DocumentPacker:
             # Packing takes time for each document, so now only fill the last microbatch.
             if len(read) == MOST_DOCUMENTS:
                 room = min(room, tokens_of_last(self._block_tokens - room, self._room.tokens))
-            place = Place(at.epoch, at.position + 1)
+            place = StreamPosition(at.epoch, at.position + 1)
         return self._packed([stretch for _, stretch in read], place) if read else None
 
-    def _next_stretch(self) -> tuple[Place, _Stretch] | None:
+    def _next_stretch(self) -> tuple[StreamPosition, _Stretch] | None:
         return self._waiting.popleft() if self._waiting else next(self._stretches, None)
 
-    def _ended(self, read: list[tuple[Place, _Stretch]], last: tuple[Place, _Stretch], taken: int) -> _Block:
+    def _ended(
+        self, read: list[tuple[StreamPosition, _Stretch]], last: tuple[StreamPosition, _Stretch], taken: int
+    ) -> _Block:
         """Packs a block of these documents, including `taken` tokens of the last one."""
         at, stretch = last
         whole, rest = [of for _, of in read], last
         if taken:
             now, later = stretch.parted(taken)
             whole.append(now)
-            rest = Place(at.epoch, at.position, at.offset + taken), later
+            rest = StreamPosition(at.epoch, at.position, at.offset + taken), later
         # With routes, the block takes every document. Without, it may push some back.
         if self._router is not None:
             self._waiting.appendleft(rest)
@@ -371,7 +373,7 @@ class DocumentPacker:
     def _is_cut(self, stretch: _Stretch) -> bool:
         return stretch.is_rest or stretch.labels.size > self._room.sequence
 
-    def _packed(self, stretches: list[_Stretch], end: Place) -> _Block:
+    def _packed(self, stretches: list[_Stretch], end: StreamPosition) -> _Block:
         """Packs the documents of each route separately. Microbatches of all routes alternate and cost the same."""
         if self._router is not None:
             found = [self._router.affinity(of.source.name, of.source.opening) for of in stretches]
@@ -403,7 +405,7 @@ class DocumentPacker:
         ]
         return named, packing.level
 
-    def _end(self, place: Place, level: float) -> Cursor:
+    def _end(self, place: StreamPosition, level: float) -> Cursor:
         return Cursor(place, level=level, packing=PACKING)
 
     def _sizes(self, stretches: list[_Stretch]) -> tuple[list[int], list[int]]:
@@ -423,7 +425,7 @@ class DocumentPacker:
 Packer = RowPacker | DocumentPacker
 
 
-def _stretches(fragments: Iterator[Fragment], unscored: int) -> Iterator[tuple[Place, _Stretch]]:
+def _stretches(fragments: Iterator[Fragment], unscored: int) -> Iterator[tuple[StreamPosition, _Stretch]]:
     """Yields documents, or the rest of the first one, with the position of the first label."""
     for fragment in fragments:
         start, tokens, wanted = fragment.start, fragment.tokens, fragment.wanted
@@ -431,7 +433,7 @@ def _stretches(fragments: Iterator[Fragment], unscored: int) -> Iterator[tuple[P
             first = start.offset + 1
             left = None if wanted is None else wanted[1:]
             rest = _Stretch(int(tokens[0]), tokens[1:], True, max(0, unscored - first), fragment, wanted=left)
-            yield Place(start.epoch, start.position, first), rest
+            yield StreamPosition(start.epoch, start.position, first), rest
         elif tokens.size:  # the end token, its last, is also the input before the first label
             yield start, _Stretch(int(tokens[-1]), tokens, False, unscored, fragment, wanted=wanted)
 

@@ -12,7 +12,7 @@ import torch
 from node.checkpoint.folder import CheckpointFolder, Storage, own_tensors, save_state
 from node.checkpoint.saver import capture_module
 from node.checkpoint.state import AnchorState, Counters, DataState, ReplicaState
-from node.data.documents import Place
+from node.data.documents import StreamPosition
 from node.data.packing import Cursor
 from node.model.initialization import parameters_of
 from node.model.optimizer import Accumulator, InnerOptimizer, InnerState
@@ -62,7 +62,7 @@ def state_of(
     return ReplicaState(tensors(1.0), inner, Counters(tokens, 8, 3, tokens), agreed, data)
 
 
-CURSOR = Cursor(Place(1, 22, 333), 44)
+CURSOR = Cursor(StreamPosition(1, 22, 333), 44)
 
 
 def same(left: ReplicaState, right: ReplicaState) -> bool:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from node.data.documents import Documents, Place
+from node.data.documents import Documents, StreamPosition
 from node.data.feed import TrainingFeed, held_out_microbatches
 from node.data.packing import (
     BLOCK_MICROBATCHES,
@@ -20,7 +20,7 @@ from node.data.packing import (
     Cursor,
     DocumentPacker,
     Microbatch,
-    reading_place,
+    reading_position,
 )
 from node.data.tokenizers import ByteTokenizer
 from protocol.manifest.manifest import document_cost
@@ -50,7 +50,7 @@ class SmallBlocks(DocumentPacker):
 
     def __init__(self, documents: Documents, block: int, start: Cursor, *, endless: bool) -> None:
         read = documents.endless if endless else documents.epoch
-        super().__init__(MANIFEST, read(reading_place(start.block), everything), start)
+        super().__init__(MANIFEST, read(reading_position(start.block), everything), start)
         self._block_tokens = max(block, LONGEST)
 
 
@@ -75,7 +75,7 @@ def pieces_of(documents: Documents, block: int) -> Iterator[tuple[list[int], lis
 def test_every_token_is_a_label_once_and_follows_its_own_document(lengths: list[int], block: int) -> None:
     documents = texts_of(lengths)
     found = list(pieces_of(documents, block))
-    whole = [fragment.tokens.tolist() for fragment in documents.epoch(Place(), everything)]
+    whole = [fragment.tokens.tolist() for fragment in documents.epoch(StreamPosition(), everything)]
     assert Counter(label for _, labels in found for label in labels) == Counter(token for one in whole for token in one)
     for tokens, labels in found:
         assert tokens[1:] == labels[:-1]
@@ -90,7 +90,7 @@ def test_every_token_is_a_label_once_and_follows_its_own_document(lengths: list[
 def test_what_fits_is_never_cut(lengths: list[int], block: int) -> None:
     documents = texts_of(lengths)
     found = list(pieces_of(documents, block))
-    for one in (fragment.tokens.tolist() for fragment in documents.epoch(Place(), everything)):
+    for one in (fragment.tokens.tolist() for fragment in documents.epoch(StreamPosition(), everything)):
         if len(one) <= LONGEST:
             assert ([END, *one[:-1]], one) in found
 
@@ -125,7 +125,7 @@ def test_a_cursor_brings_one_back(lengths: list[int], block: int, taken: int) ->
 def test_a_short_text_is_not_read_again_and_again_for_one_block() -> None:
     """A block ends with an epoch once it has enough microbatches."""
     texts = texts_of([30] * 40)
-    packer = DocumentPacker(MANIFEST, texts.endless(Place(), everything), Cursor())
+    packer = DocumentPacker(MANIFEST, texts.endless(StreamPosition(), everything), Cursor())
     first = packer.next()
     assert first is not None
     while first.start.block == packer.cursor.block:
@@ -136,7 +136,7 @@ def test_a_short_text_is_not_read_again_and_again_for_one_block() -> None:
 
 
 def test_a_block_of_very_short_documents_has_no_more_of_them_than_can_soon_be_packed() -> None:
-    packer = DocumentPacker(MANIFEST, texts_of([1] * 50).endless(Place(), everything), Cursor())
+    packer = DocumentPacker(MANIFEST, texts_of([1] * 50).endless(StreamPosition(), everything), Cursor())
     packer._block_tokens = packer._enough_tokens = 10 * MOST_DOCUMENTS
     first = packer.next()
     assert first is not None

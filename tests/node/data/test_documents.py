@@ -14,7 +14,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from node.cli.manifests import ManifestChanges, changed_manifest
-from node.data.documents import FILES_EACH, Documents, FileShare, Place, epoch_order, everything, is_held_out, owner
+from node.data.documents import (
+    FILES_EACH,
+    Documents,
+    FileShare,
+    StreamPosition,
+    epoch_order,
+    everything,
+    is_held_out,
+    owner,
+)
 from node.data.documents import ROWS as LONGEST
 from node.data.feed import TrainingFeed, held_out_microbatches, open_documents
 from node.data.packing import Microbatch
@@ -94,34 +103,40 @@ def test_epochs_differ() -> None:
 
 
 def test_each_document_ends_with_the_end_of_document() -> None:
-    fragments = list(documents(b"ab", b"cd").epoch(Place(), everything))
+    fragments = list(documents(b"ab", b"cd").epoch(StreamPosition(), everything))
     assert sorted(fragment.tokens.tolist() for fragment in fragments) == [[97, 98, 256], [99, 100, 256]]
 
 
 def test_empty_and_vanished_documents_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
-    fragments = list(documents(b"", b"x", FileNotFoundError(2, "No such file")).epoch(Place(), everything))
+    fragments = list(documents(b"", b"x", FileNotFoundError(2, "No such file")).epoch(StreamPosition(), everything))
     assert [fragment.tokens.tolist() for fragment in fragments] == [[120, 256]]
     assert "excluding document 2" in caplog.text
 
 
 def test_a_document_that_was_begun_is_finished_though_it_is_not_wanted_any_more() -> None:
     some = documents(b"abc", b"def")
-    first = next(some.epoch(Place(), everything))
-    rest = list(some.epoch(Place(0, 0, 1), lambda name: False))
+    first = next(some.epoch(StreamPosition(), everything))
+    rest = list(some.epoch(StreamPosition(0, 0, 1), lambda name: False))
     assert [fragment.tokens.tolist() for fragment in rest] == [first.tokens[1:].tolist()]
-    assert rest[0].start == Place(0, 0, 1)
+    assert rest[0].start == StreamPosition(0, 0, 1)
 
 
 def test_epochs_follow_one_another() -> None:
-    places = [fragment.start for fragment in islice(documents(b"a", b"b").endless(Place(), everything), 5)]
-    assert places == [Place(0, 0), Place(0, 1), Place(1, 0), Place(1, 1), Place(2, 0)]
+    places = [fragment.start for fragment in islice(documents(b"a", b"b").endless(StreamPosition(), everything), 5)]
+    assert places == [
+        StreamPosition(0, 0),
+        StreamPosition(0, 1),
+        StreamPosition(1, 0),
+        StreamPosition(1, 1),
+        StreamPosition(2, 0),
+    ]
 
 
 def test_text_that_has_nothing_for_this_data_node_is_an_error_and_no_endless_search() -> None:
     with pytest.raises(ConfigError, match="none of the 2 documents"):
-        next(documents(b"a", b"b").endless(Place(), lambda name: False))
+        next(documents(b"a", b"b").endless(StreamPosition(), lambda name: False))
     with pytest.raises(ConfigError):
-        next(documents(b"a", b"b").endless(Place(0, 1), lambda name: False))
+        next(documents(b"a", b"b").endless(StreamPosition(0, 1), lambda name: False))
 
 
 A, B, C = PeerId("a"), PeerId("b"), PeerId("c")
@@ -202,7 +217,7 @@ def test_two_data_nodes_read_all_rows_once_and_fetch_no_file_of_the_other(hub: L
 
 def test_an_epoch_has_every_row_once_and_the_files_in_an_order_of_its_own(hub: LoopbackHub) -> None:
     documents = open_documents(manifest_of())
-    names = [[fragment.name for fragment in documents.epoch(Place(epoch), everything)] for epoch in (0, 1)]
+    names = [[fragment.name for fragment in documents.epoch(StreamPosition(epoch), everything)] for epoch in (0, 1)]
     expected = sorted(f"{file}@{row}" for file in hub.files for row in range(ROWS))
     assert sorted(names[0]) == sorted(names[1]) == expected
     assert names[0] != names[1]
@@ -247,7 +262,7 @@ def test_the_first_document_comes_after_one_file(hub: LoopbackHub) -> None:
     manifest = manifest_of()
     first = sorted(hub.files)[epoch_order(manifest.seed, 0, FILES)[0]]
     hub.gates = {name: threading.Event() for name in hub.files if name != first}
-    document = next(open_documents(manifest).endless(Place(), everything))
+    document = next(open_documents(manifest).endless(StreamPosition(), everything))
     assert document.name.startswith(first)
     assert hub.fetched == [first]
     for gate in hub.gates.values():
@@ -263,14 +278,14 @@ def test_held_out_text_is_of_the_first_files_and_no_more_are_fetched(hub: Loopba
 def test_a_file_that_is_another_s_by_now_is_left_and_a_document_that_was_begun_is_finished(hub: LoopbackHub) -> None:
     documents = open_documents(manifest_of())
     allowed = set(hub.files)
-    reading = documents.epoch(Place(), everything, allowed.__contains__)
+    reading = documents.epoch(StreamPosition(), everything, allowed.__contains__)
     first, second = next(reading), next(reading)
     allowed.discard(first.name.partition("@")[0])
-    assert next(reading).start == Place(0, LONGEST)
-    begun = Place(second.start.epoch, second.start.position, 3)
+    assert next(reading).start == StreamPosition(0, LONGEST)
+    begun = StreamPosition(second.start.epoch, second.start.position, 3)
     rest = documents.epoch(begun, everything, allowed.__contains__)
     assert next(rest).tokens.tolist() == second.tokens.tolist()[3:]
-    assert next(rest).start == Place(0, LONGEST)
+    assert next(rest).start == StreamPosition(0, LONGEST)
 
 
 def test_a_row_that_is_none_is_left_out(hub: LoopbackHub, caplog: pytest.LogCaptureFixture) -> None:

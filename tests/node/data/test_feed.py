@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.data.documents import Place
+from node.data.documents import StreamPosition
 from node.data.feed import Prefetcher, ReadingPosition, TrainingFeed, held_out_microbatches, open_documents
 from node.data.packing import Cursor, Microbatch
 from protocol.manifest.manifest import Manifest
@@ -197,7 +197,7 @@ def text(index: int) -> Microbatch:
 
 def at(index: int) -> Cursor:
     """Two texts a block."""
-    return Cursor(Place(position=index // 2), index % 2)
+    return Cursor(StreamPosition(position=index // 2), index % 2)
 
 
 def named(number: int) -> MicrobatchId:

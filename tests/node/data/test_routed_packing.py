@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from node.data.documents import UNSCORED, Documents, Place
+from node.data.documents import UNSCORED, Documents, StreamPosition
 from node.data.feed import held_out_microbatches
-from node.data.packing import Cursor, DocumentPacker, Microbatch, reading_place
+from node.data.packing import Cursor, DocumentPacker, Microbatch, reading_position
 from node.data.tokenizers import ByteTokenizer, Tokens
 from swarm.experts.routes import best_route
 from swarm.vocabulary.types import Affinity
@@ -44,7 +44,7 @@ def packer_of(
     documents: Documents, block: int, start: Cursor, *, endless: bool, uneven: float = math.inf
 ) -> DocumentPacker:
     read = documents.endless if endless else documents.epoch
-    fragments = read(reading_place(start.block), everything)
+    fragments = read(reading_position(start.block), everything)
     packer = DocumentPacker(MANIFEST, fragments, start, router=documents.router, uneven=uneven)
     packer._block_tokens = max(block, LONGEST)
     return packer
@@ -130,4 +130,7 @@ def test_held_out_text_leaves_out_the_tokens_that_its_route_is_chosen_by() -> No
         held_out_microbatches(small_manifest(model__attention="documents", data__held_out=0.99), 99, documents, 0)
     )
     assert sum(text.scored for text in whole) == sum(lengths) + 3
-    assert all(fragment.start == Place(0, fragment.start.position) for fragment in documents.epoch(Place(), everything))
+    assert all(
+        fragment.start == StreamPosition(0, fragment.start.position)
+        for fragment in documents.epoch(StreamPosition(), everything)
+    )

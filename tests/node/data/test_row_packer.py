@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.data.documents import Documents, Fragment, Place
+from node.data.documents import Documents, Fragment, StreamPosition
 from node.data.packing import Cursor, Microbatch, RowPacker
 from node.data.tokenizers import ByteTokenizer
 from tests.node.data.test_documents import Texts, everything
@@ -23,7 +23,7 @@ def fragments_of(lengths: list[int]) -> Iterator[Fragment]:
     """Documents whose tokens are running numbers, so that every token is told from every other."""
     begin = 0
     for position, length in enumerate(lengths):
-        yield Fragment(Place(0, position), np.arange(begin, begin + length))
+        yield Fragment(StreamPosition(0, position), np.arange(begin, begin + length))
         begin += length
 
 
@@ -69,7 +69,7 @@ def test_labels_are_the_tokens_that_follow(lengths: list[int], rows: int, sequen
 def test_a_cursor_brings_one_back(lengths: list[int], rows: int, sequence: int, block: int, taken: int) -> None:
     texts = Texts({f"{number:02}": b"x" * length for number, length in enumerate(lengths)})
     documents = Documents(texts, ByteTokenizer(), seed=9)
-    first = packer(documents.endless(Place(), everything), rows, sequence, block)
+    first = packer(documents.endless(StreamPosition(), everything), rows, sequence, block)
     for _ in range(taken):
         first.next()
     cursor = first.cursor

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from node.cli.manifests import ManifestChanges, changed_manifest
 from node.data import sources
-from node.data.documents import Place, is_held_out, owner
+from node.data.documents import StreamPosition, is_held_out, owner
 from node.data.feed import TrainingFeed, open_documents
 from node.data.sources import READ_AS, ShardWriter, shards_at
 from node.data.tokenizers import ByteTokenizer
@@ -117,7 +117,7 @@ def test_two_data_nodes_read_all_documents_and_none_twice(tmp_path: Path) -> Non
     manifest = shards_manifest(written(tmp_path / "shards", documents))
     nodes = (PeerId("a"), PeerId("b"))
     opened = open_documents(manifest)
-    names = {fragment.tokens[0]: fragment.name for fragment in opened.epoch(Place(), everything)}
+    names = {fragment.tokens[0]: fragment.name for fragment in opened.epoch(StreamPosition(), everything)}
     assert names.keys() == set(range(120))
     read: dict[PeerId, set[int]] = {}
     for node in nodes:
@@ -134,7 +134,9 @@ def test_two_data_nodes_read_all_documents_and_none_twice(tmp_path: Path) -> Non
 
 def test_the_end_of_a_document_is_added_where_it_is_missing(tmp_path: Path) -> None:
     manifest = shards_manifest(written(tmp_path / "shards", [[1, 2], [3, END]]))
-    found = sorted(fragment.tokens.tolist() for fragment in open_documents(manifest).epoch(Place(), everything))
+    found = sorted(
+        fragment.tokens.tolist() for fragment in open_documents(manifest).epoch(StreamPosition(), everything)
+    )
     assert found == [[1, 2, END], [3, END]]
 
 
@@ -142,7 +144,7 @@ def test_other_shards_than_the_manifest_s_and_tokens_of_another_tokenizer_are_re
     folder = written(tmp_path / "shards", [[1, 300]], 2**16)
     manifest = shards_manifest(folder)
     with pytest.raises(ConfigError, match="has tokens 1 to 300"):
-        next(open_documents(manifest).epoch(Place(), everything))
+        next(open_documents(manifest).epoch(StreamPosition(), everything))
     (folder / "more.txt").write_text("more")
     with pytest.raises(ConfigError, match="not the text of this run"):
         open_documents(manifest)
