@@ -130,7 +130,10 @@ async def parted(folder: Path, sides: str) -> dict[str, object]:
     manifest = parted_run(write_text(folder / "text"), inner_steps=PARTED_INNER_STEPS)
     options = LocalSwarmOptions(peers=len(sides), threads=1, log_dir=folder / "logs")
     with split_network(sides) as network:
-        async with LocalSwarm(manifest, options, places=network.place) as swarm, watching(swarm, MODULE) as watch:
+        async with (
+            LocalSwarm(manifest, options, deployments=network.deployment) as swarm,
+            watching(swarm, MODULE) as watch,
+        ):
             found = await part(swarm, watch, network, folder / "logs")
             await swarm.stop()
             exits = sum(end.exit_code != 0 for end in swarm.ends.values())

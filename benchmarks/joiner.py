@@ -28,7 +28,7 @@ from benchmarks import kit
 from benchmarks.kit import Found, run_of, tell
 from node.averaging.anchor.layout import layout_of
 from node.local_swarm.local_swarm import LocalSwarm
-from node.local_swarm.setup import LocalSwarmOptions, Place, Places, everywhere_here
+from node.local_swarm.setup import Deployment, Deployments, LocalSwarmOptions, all_local
 from node.model.shapes import parameter_shapes
 from node.observability.events import CatchingUp, CaughtUp, Event, NodeStatus, RoundCommitted, Step
 from protocol.manifest.manifest import Manifest
@@ -153,22 +153,22 @@ async def join_several(watch: Watch, number: int, donors: list[str]) -> dict[str
     }
 
 
-def part_cores(swarm: int) -> Places:
+def part_cores(swarm: int) -> Deployments:
     """Binds this process, and with it the swarm's first nodes, to half of the cores, and later nodes to the others."""
     taskset = shutil.which("taskset")
     cores = sorted(os.sched_getaffinity(0)) if taskset is not None else []
     if len(cores) < 2:
-        return everywhere_here
+        return all_local
     os.sched_setaffinity(0, cores[: len(cores) // 2])
     others = ",".join(map(str, cores[len(cores) // 2 :]))
-    newcomer = Place(command=(str(taskset), "-c", others, sys.executable, "-P", "-m", "node"))
-    return lambda index: Place() if index < swarm else newcomer
+    newcomer = Deployment(command=(str(taskset), "-c", others, sys.executable, "-P", "-m", "node"))
+    return lambda index: Deployment() if index < swarm else newcomer
 
 
 async def measure(options: Any) -> dict[str, Any]:
     manifest = joiner_run(options.hidden, options.blocks)
     swarm_options = LocalSwarmOptions(peers=1 + options.replicas, threads=1)
-    async with LocalSwarm(manifest, swarm_options, places=part_cores(swarm_options.peers)) as swarm:
+    async with LocalSwarm(manifest, swarm_options, deployments=part_cores(swarm_options.peers)) as swarm:
         watch = Watch(swarm)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(watch.run())

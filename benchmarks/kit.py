@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from node.data.documents import Documents
     from node.data.packing import Microbatch
     from node.local_swarm.local_swarm import LocalSwarm
-    from node.local_swarm.setup import LocalSwarmOptions, Place, Places
+    from node.local_swarm.setup import Deployment, Deployments, LocalSwarmOptions
     from node.model.optimizer import Accumulator, InnerOptimizer, StepFigures
     from node.observability.events import Event
     from node.solo.trainer import ChooseStages
@@ -239,15 +239,15 @@ def introduce(peers: Sequence[Connection]) -> None:
 
 
 async def swarm_to_its_end(
-    manifest: Manifest, options: LocalSwarmOptions, places: Places | None = None
+    manifest: Manifest, options: LocalSwarmOptions, deployments: Deployments | None = None
 ) -> tuple[float, list[Event]]:
     """Runs a swarm until it has taken its steps; its tokens per second after the first step, and its events."""
     from node.local_swarm.local_swarm import LocalSwarm
-    from node.local_swarm.setup import everywhere_here
+    from node.local_swarm.setup import all_local
     from node.observability.events import Step
 
     times, events = list[tuple[float, int]](), list[Any]()
-    async with LocalSwarm(manifest, options, places=places or everywhere_here) as nodes:
+    async with LocalSwarm(manifest, options, deployments=deployments or all_local) as nodes:
         async for event in nodes.events():
             events.append(event)
             if isinstance(event, Step):
@@ -276,11 +276,11 @@ async def all_serve(swarm: LocalSwarm, within_s: float = 240.0) -> None:
         await asyncio.sleep(0.2)
 
 
-def emulated(spec: Spec) -> Place:
+def emulated(spec: Spec) -> Deployment:
     """Where a node runs whose computations and links take the times of this specification."""
-    from node.local_swarm.setup import Place
+    from node.local_swarm.setup import Deployment
 
-    return Place(command=(sys.executable, "-P", "-m", "tests.e2e.emulated", spec.to_json()))
+    return Deployment(command=(sys.executable, "-P", "-m", "tests.e2e.emulated", spec.to_json()))
 
 
 def notes_of(swarm: LocalSwarm) -> str:

@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import kit
 from benchmarks.kit import Solo, median, median_ratio, run_of, swarm_to_its_end, tell
 from node.data.packing import BLOCK_MICROBATCHES, MOST_DOCUMENTS, tokens_of_block, tokens_of_last
-from node.local_swarm.setup import LocalSwarmOptions, Place
+from node.local_swarm.setup import Deployment, LocalSwarmOptions
 from protocol.manifest.manifest import Manifest, quadratic_share
 from swarm.workload.packing import Piece, Room, pack_and_end
 
@@ -337,11 +337,11 @@ def write_documents(folder: Path, count: int) -> Path:
 
 def measure_swarm(options: Any) -> dict[str, Any]:
     found: dict[str, list[float]] = {"ours": [], "concat": [], "rows": []}
-    concat = Place(command=(sys.executable, "-P", "-m", "benchmarks.packing", "node"))
+    concat = Deployment(command=(sys.executable, "-P", "-m", "benchmarks.packing", "node"))
     with tempfile.TemporaryDirectory(prefix="skipstone-packing-") as folder:
         text = write_documents(Path(folder) / "text", 200 if options.quick else SWARM_DOCUMENTS)
         whole, rows = swarm_run(options, text, "documents"), swarm_run(options, text, "causal")
-        arms = {"ours": (whole, Place()), "concat": (whole, concat), "rows": (rows, Place())}
+        arms = {"ours": (whole, Deployment()), "concat": (whole, concat), "rows": (rows, Deployment())}
         for number in range(options.rounds):
             for arm, (manifest, place) in arms.items():
                 swarm_options = LocalSwarmOptions(peers=3, steps=options.steps, threads=1)

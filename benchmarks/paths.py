@@ -246,7 +246,7 @@ async def observe(trial: Trial, text: Path, options: Any) -> dict[str, Any]:
     manifest = trial.cell.manifest(text, trial.arm)
     least_s, most_s = options.warm
     async with LocalSwarm(
-        manifest, LocalSwarmOptions(peers=PEERS, threads=1), places=lambda index: emulated(trial.spec(index))
+        manifest, LocalSwarmOptions(peers=PEERS, threads=1), deployments=lambda index: emulated(trial.spec(index))
     ) as swarm:
         regions = {str(peer.peer): trial.environment.regions[peer.index] for peer in swarm.peers}
         Network(regions, trial.environment.one_way_s).write(trial.folder / "network.json")

@@ -36,7 +36,7 @@ from benchmarks import kit
 from benchmarks.kit import PATIENCE_S, medians, rate, tell
 from benchmarks.transport import TensorCounter, confirm_batches, send_batches
 from node.local_swarm.local_swarm import LocalSwarm
-from node.local_swarm.setup import LocalSwarmOptions, Place
+from node.local_swarm.setup import Deployment, LocalSwarmOptions
 from node.network.reach_status import ReachMode
 from node.network.session import NetworkSession, Whereabouts, present
 from node.observability.events import Event, NodeStatus, Reach, Step
@@ -198,7 +198,7 @@ WAYS = (
 @contextmanager
 def peer_at(network: HomeNetwork, where: int | str, **words: object) -> Iterator[Callable[[], dict[str, Any]]]:
     """Runs a peer somewhere in the network; a function that returns its next JSON line."""
-    listen = "0.0.0.0" if isinstance(where, str) else network.place(where).host
+    listen = "0.0.0.0" if isinstance(where, str) else network.deployment(where).host
     own = json.dumps({"listen": listen, **words})
     command = (*network.inside(where), sys.executable, str(Path(__file__)), "peer", own)
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
@@ -234,10 +234,10 @@ async def measure_training(network: HomeNetwork, way: Way, folder: Path, steps: 
     manifest = small_run(write_text(folder / "text"), blocks=(0, 1, 1))
     options = LocalSwarmOptions(peers=3, threads=1)
 
-    def place(index: int) -> Place:
-        return network.relaying_place(index) if index == BYSTANDER else network.place(index)
+    def deployment(index: int) -> Deployment:
+        return network.relaying_deployment(index) if index == BYSTANDER else network.deployment(index)
 
-    async with LocalSwarm(manifest, options, places=place) as swarm:
+    async with LocalSwarm(manifest, options, deployments=deployment) as swarm:
         watch = Watch(swarm)
         await watch.step(1)
         link = str(swarm.link)

@@ -26,7 +26,7 @@ import numpy as np
 from benchmarks import kit
 from benchmarks.kit import all_serve, emulated, notes_of, run_of, tell
 from node.local_swarm.local_swarm import LocalSwarm
-from node.local_swarm.setup import LocalSwarmOptions, Place
+from node.local_swarm.setup import Deployment, LocalSwarmOptions
 from node.observability.events import RoundCommitted
 from protocol.manifest.manifest import Manifest
 from swarm.vocabulary.types import ModuleId
@@ -105,7 +105,7 @@ async def run(folder: Path, setting: Setting, seconds: float, starting_s: float)
     network, flights = folder / "network.json", folder / "flights.json"
     computed = [folder / f"computed-{index}" for index in range(1 + setting.peers)]
 
-    def place(index: int) -> Place:
+    def deployment(index: int) -> Deployment:
         own: dict[str, Any] = {"computed": str(computed[index])}
         if index == 0:
             own = {"flights": str(flights), "window": WINDOW_OF_EACH * setting.peers}
@@ -114,7 +114,7 @@ async def run(folder: Path, setting: Setting, seconds: float, starting_s: float)
 
     manifest = setting.manifest(write_text(folder / "text"))
     options = LocalSwarmOptions(peers=1 + setting.peers, threads=1)
-    async with LocalSwarm(manifest, options, places=place) as swarm:
+    async with LocalSwarm(manifest, options, deployments=deployment) as swarm:
         Network(dict.fromkeys((str(peer.peer) for peer in swarm.peers), "here"), {"here": {"here": 0.0}}).write(network)
         await all_serve(swarm, starting_s)
         tell(f"{1 + setting.peers} nodes serve")

@@ -22,7 +22,7 @@ from lab.emulation.proxy import Callers, Endpoint, ListenWatch, ProxiedPort, Pro
 from node.concurrency.task_groups import task_scope
 from node.local_swarm.child_process import ChildEnd
 from node.local_swarm.local_swarm import LocalSwarm
-from node.local_swarm.setup import LocalSwarmOptions, Place, PlannedPeer
+from node.local_swarm.setup import Deployment, LocalSwarmOptions, PlannedPeer
 from node.local_swarm.swarm_progress import PeerProgress
 from node.observability.event_json import event_from_json
 from node.observability.events import (
@@ -160,11 +160,11 @@ class Mark:
     lasts: bool = False
 
 
-def place(index: int) -> Place:
-    """Returns a node's place: it listens at its own loopback address and advertises its proxy's."""
+def deployment(index: int) -> Deployment:
+    """Returns a node's deployment: it listens at its own loopback address and advertises its proxy's."""
     # Loopback is a whole /8, so each node gets two addresses.
     rest = f"{index // 250}.{index % 250 + 1}"
-    return Place(host=f"127.77.{rest}", advertise=f"127.78.{rest}")
+    return Deployment(host=f"127.77.{rest}", advertise=f"127.78.{rest}")
 
 
 class Laboratory:
@@ -180,7 +180,7 @@ class Laboratory:
     ) -> None:
         require_proc()
         assert options.log_dir is not None
-        self.swarm = LocalSwarm(manifest, options, places=place)
+        self.swarm = LocalSwarm(manifest, options, deployments=deployment)
         self.emulation = Emulation(seed)
         self.watch = LogWatch(options.log_dir, self.now)
         self.sites = sites
@@ -286,7 +286,7 @@ class Laboratory:
     def _admit(self, peer: PlannedPeer, site: Site) -> None:
         self.emulation.place(peer.index, site)
         for port in (peer.port, peer.dht_port):
-            proxied = ProxiedPort(peer.index, (peer.place.told_host, port), (peer.place.host, port))
+            proxied = ProxiedPort(peer.index, (peer.deployment.advertised_host, port), (peer.deployment.host, port))
             self._spawn(Proxy(proxied, self.emulation, self._find_caller).run(self._ports))
 
     async def _find_caller(self, source: Endpoint, target: Endpoint) -> Member:

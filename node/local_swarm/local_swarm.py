@@ -12,7 +12,7 @@ from typing import Self
 
 from node.local_swarm.child_process import ChildEnd, ChildProcess, SpawnedProcess
 from node.local_swarm.forked_nodes import ForkServer, may_fork
-from node.local_swarm.setup import LocalSetup, LocalSwarmOptions, Places, PlannedPeer, everywhere_here, node_command
+from node.local_swarm.setup import Deployments, LocalSetup, LocalSwarmOptions, PlannedPeer, all_local, node_command
 from node.local_swarm.swarm_progress import Progressed, SwarmProgress, apply, noted, peer_exited, peer_started
 from node.observability.event_json import event_from_json
 from node.observability.events import Event, Note
@@ -36,7 +36,7 @@ class LocalSwarm:
         options: LocalSwarmOptions,
         *,
         command: Sequence[str] | None = None,
-        places: Places = everywhere_here,
+        deployments: Deployments = all_local,
         stop_limit_s: float = STOP_LIMIT_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -46,7 +46,7 @@ class LocalSwarm:
         self._command = tuple(command or node_command())
         self._may_fork = command is None and may_fork(self._command)
         self._forks: ForkServer | None = None
-        self._places = places
+        self._deployments = deployments
         self._stop_limit_s = stop_limit_s
         self._clock = clock
         self._children: dict[int, ChildProcess] = {}
@@ -61,7 +61,7 @@ class LocalSwarm:
 
     async def __aenter__(self) -> Self:
         """Starts the nodes. Raises ConfigError for too few peers, ResourceExhausted."""
-        self._setup = LocalSetup(self._manifest, self._options, self._places)
+        self._setup = LocalSetup(self._manifest, self._options, self._deployments)
         if self._may_fork:
             self._forks = ForkServer(self._setup.environment())
         await self._tasks.__aenter__()
@@ -167,7 +167,7 @@ class LocalSwarm:
 
     async def _run(self, peer: PlannedPeer, command: Sequence[str] | None) -> None:
         try:
-            own, arguments = command or peer.place.command, self._setup.arguments(peer)
+            own, arguments = command or peer.deployment.command, self._setup.arguments(peer)
             forked = await self._forks.start(arguments) if self._forks is not None and own is None else None
             child = ChildProcess(
                 forked or SpawnedProcess((*(own or self._command), *arguments), self._setup.environment())

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from node.context.options import LogLevel, NodeOptions, without_settings
-from node.data.places import as_written
+from node.data.deployments import as_written
 from node.experts.router import router_file
 from node.model.moments import MomentType
 from protocol.identity.keys import Identity
@@ -37,7 +37,7 @@ IDENTITIES = "identities"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class Deployment:
     host: str = HOST
     advertise: str | None = None
     """None: `host`."""
@@ -45,15 +45,15 @@ class Place:
     """None: the swarm's command."""
 
     @property
-    def told_host(self) -> str:
+    def advertised_host(self) -> str:
         return self.advertise or self.host
 
 
-Places = Callable[[int], Place]
+Deployments = Callable[[int], Deployment]
 
 
-def everywhere_here(index: int) -> Place:
-    return Place()
+def all_local(index: int) -> Deployment:
+    return Deployment()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +93,7 @@ class PlannedPeer:
     identity_path: Path
     port: int
     dht_port: int
-    place: Place
+    deployment: Deployment
     memory_limit: int | None = None
 
     @property
@@ -102,7 +102,7 @@ class PlannedPeer:
 
     @property
     def address(self) -> str:
-        return f"/ip4/{self.place.told_host}/tcp/{self.dht_port}/p2p/{self.peer}"
+        return f"/ip4/{self.deployment.advertised_host}/tcp/{self.dht_port}/p2p/{self.peer}"
 
 
 def assign_modules(peers: int, blocks: Sequence[int], experts: Sequence[int] | None = None) -> list[ModuleId]:
@@ -144,11 +144,11 @@ def match_limits(manifest: Manifest, modules: Sequence[ModuleId], limits: Sequen
 class LocalSetup:
     """The folder of a local swarm, mode 0700: manifest, and keys unless in the checkpoint folder. Call `remove`."""
 
-    def __init__(self, manifest: Manifest, options: LocalSwarmOptions, places: Places = everywhere_here) -> None:
+    def __init__(self, manifest: Manifest, options: LocalSwarmOptions, deployments: Deployments = all_local) -> None:
         modules = assign_modules(options.peers, manifest.stages.blocks, manifest.stages.experts_of_each)
         self._options = options
         self._manifest = manifest
-        self._places = places
+        self._deployments = deployments
         self.peers: list[PlannedPeer] = []
         self.ended: set[int] = set()
         self.returned: set[int] = set()
@@ -193,8 +193,8 @@ class LocalSetup:
             stage=str(peer.module if self._manifest.stages.experts_at(peer.stage) > 1 else peer.stage),
             moving=True if self._options.moving and not is_data_node else None,
             identity_path=peer.identity_path,
-            listen=peer.place.host,
-            advertise=peer.place.told_host,
+            listen=peer.deployment.host,
+            advertise=peer.deployment.advertised_host,
             port=peer.port,
             dht_port=peer.dht_port,
             threads=self._options.threads_per_node,
@@ -235,7 +235,7 @@ class LocalSetup:
         index = len(self.peers)
         path = self._keys / f"peer-{index}.key"
         own = Identity.load_or_create(path).peer
-        self.peers.append(PlannedPeer(index, module, own, path, port, dht_port, self._places(index), memory_limit))
+        self.peers.append(PlannedPeer(index, module, own, path, port, dht_port, self._deployments(index), memory_limit))
         return self.peers[-1]
 
 

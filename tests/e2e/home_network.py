@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from node.local_swarm.setup import Place, node_command
+from node.local_swarm.setup import Deployment, node_command
 from node.observability.event_json import event_from_json
 from node.observability.events import Event, Reach
 
@@ -50,8 +50,8 @@ class SplitNetwork:
     hub: str
     sides: str
 
-    def place(self, index: int) -> Place:
-        return Place(host=_address(index), command=("ip", "netns", "exec", self._name(index), *node_command()))
+    def deployment(self, index: int) -> Deployment:
+        return Deployment(host=_address(index), command=("ip", "netns", "exec", self._name(index), *node_command()))
 
     def side(self, side: Side) -> list[int]:
         return [index for index, where in enumerate(self.sides) if where == side]
@@ -195,13 +195,13 @@ class HomeNetwork:
     name: str
     public: int
 
-    def place(self, index: int) -> Place:
+    def deployment(self, index: int) -> Deployment:
         """A public host, for `node.local_swarm.local_swarm.LocalSwarm`."""
-        return self._place(index)
+        return self._deployment(index)
 
-    def relaying_place(self, index: int) -> Place:
+    def relaying_deployment(self, index: int) -> Deployment:
         """Likewise, for a node that carries what others say to each other."""
-        return self._place(index, f"SKIPSTONE_SERVE_RELAY={_RELAYED_MB_PER_HOUR}")
+        return self._deployment(index, f"SKIPSTONE_SERVE_RELAY={_RELAYED_MB_PER_HOUR}")
 
     def inside(self, where: int | str) -> tuple[str, ...]:
         """What a command is started with to run on a public host, or in `home` or `router`."""
@@ -263,9 +263,9 @@ class HomeNetwork:
             subprocess.run(("ip", "netns", "del", f"{self.name}-{where}"), capture_output=True, check=False)
         subprocess.run(("ip", "netns", "del", self.name), capture_output=True, check=False)
 
-    def _place(self, index: int, *variables: str) -> Place:
+    def _deployment(self, index: int, *variables: str) -> Deployment:
         command = (*self.inside(index), "env", *variables, *node_command())
-        return Place(host=_PUBLIC.format(10 + index), command=command)
+        return Deployment(host=_PUBLIC.format(10 + index), command=command)
 
     def _plug_in(self, where: str, device: str, address: str) -> None:
         namespace, port = f"{self.name}-{where}", f"to-{where}"

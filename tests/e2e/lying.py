@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from node.local_swarm.local_swarm import LocalSwarm
-from node.local_swarm.setup import LocalSwarmOptions, Place, Places, everywhere_here
+from node.local_swarm.setup import Deployment, Deployments, LocalSwarmOptions, all_local
 from protocol.manifest.manifest import Manifest
 from tests.e2e.round_watch import watching
 from tests.e2e.striking import MODULE, STAGE
@@ -31,18 +31,18 @@ class Company:
     ends: dict[int, int]
 
 
-def liar_among(kind: str) -> Places:
+def liar_among(kind: str) -> Deployments:
     """The last node contributes a lie of this kind (`tests.security.liar.LIES`)."""
-    place = Place(command=(sys.executable, "-P", "-m", "tests.security.liar", kind))
-    return lambda index: place if index == LIAR else Place()
+    deployment = Deployment(command=(sys.executable, "-P", "-m", "tests.security.liar", kind))
+    return lambda index: deployment if index == LIAR else Deployment()
 
 
 async def keep_company(manifest: Manifest, logs: Path, tokens: int, kind: str | None, evaluated: int) -> Company:
     """A data node, honest replicas and, if a kind is given, a liar, until so many tokens have been trained and some
     rounds held."""
-    places = everywhere_here if kind is None else liar_among(kind)
+    deployments = all_local if kind is None else liar_among(kind)
     options = LocalSwarmOptions(peers=1 + HONEST + (kind is not None), threads=1, log_dir=logs)
-    async with LocalSwarm(manifest, options, places=places) as swarm, watching(swarm, MODULE) as watch:
+    async with LocalSwarm(manifest, options, deployments=deployments) as swarm, watching(swarm, MODULE) as watch:
         honest = frozenset(p.peer for p in swarm.peers if p.stage == STAGE and p.index != LIAR)
         liar = next((p.peer for p in swarm.peers if p.index == LIAR), None)
         await watch.all_together(honest, 0)

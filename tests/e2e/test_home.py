@@ -80,7 +80,7 @@ async def test_a_node_at_home_climbs_from_reverse_to_mapped(tmp_path: Path) -> N
     skip_unless_possible(mapping=False)
     manifest = small_run(write_text(tmp_path / "text"), blocks=(0, 1))
     with home_network(2) as network:
-        async with LocalSwarm(manifest, LocalSwarmOptions(peers=2, threads=1), places=network.place) as swarm:
+        async with LocalSwarm(manifest, LocalSwarmOptions(peers=2, threads=1), deployments=network.deployment) as swarm:
             watch = Watch(swarm)
             await watch.step(1)
             link = str(swarm.link)

@@ -13,7 +13,7 @@ import pytest
 
 from lab.world.arms import GREEDY, SWARM
 from node.local_swarm.local_swarm import LocalSwarm
-from node.local_swarm.setup import LocalSwarmOptions, Place
+from node.local_swarm.setup import Deployment, LocalSwarmOptions
 from node.observability.events import Abandoned
 from protocol.manifest.manifest import Manifest, manifest_from_table
 from tests.e2e.emulated import Network, Spec, status_of
@@ -64,12 +64,12 @@ async def test_what_a_link_carries_decides_whoever_chooses_the_paths(
     """An emulated data node that does not ask the rule it was given ends with an error (`FlightRecord`)."""
     manifest, network = compressible(write_text(tmp_path / "text")), tmp_path / "network.json"
 
-    def place(index: int) -> Place:
+    def deployment(index: int) -> Deployment:
         flights = str(tmp_path / f"flights-{index}")
         spec = Spec(FORWARD_S, str(network), bytes_per_s=bytes_per_s, rule=rule, flights=flights)
-        return Place(command=(sys.executable, "-P", "-m", "tests.e2e.emulated", spec.to_json()))
+        return Deployment(command=(sys.executable, "-P", "-m", "tests.e2e.emulated", spec.to_json()))
 
-    async with LocalSwarm(manifest, LocalSwarmOptions(peers=PEERS, threads=1), places=place) as swarm:
+    async with LocalSwarm(manifest, LocalSwarmOptions(peers=PEERS, threads=1), deployments=deployment) as swarm:
         Network({peer.peer: "here" for peer in swarm.peers}, {"here": {"here": 0.001}}).write(network)
         watch = Watch(swarm)
         await watch.step(3)

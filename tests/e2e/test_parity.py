@@ -11,7 +11,7 @@ import pytest
 from node.data.feed import TrainingFeed, open_documents
 from node.experts.router import Router
 from node.local_swarm.local_swarm import LocalSwarm
-from node.local_swarm.setup import LocalSwarmOptions, Place, Places, everywhere_here
+from node.local_swarm.setup import Deployment, Deployments, LocalSwarmOptions, all_local
 from node.model.shapes import demand_of
 from node.observability.events import NodeSummary
 from node.pipeline.admission import path_rules
@@ -76,7 +76,7 @@ async def test_a_swarm_that_skips_equals_one_process(tmp_path: Path) -> None:
     manifest = small_run(write_text(tmp_path / "text"), blocks=(0, 1, 1, 1, 1), per_path=2, inner_steps=4)
     visited = [ring_stages(path_rules(manifest), number) for number in range(manifest.microbatches_per_step)]
     assert all(sum(stage in stages for stages in visited) == 2 for stage in range(1, 5))
-    ring_only = Place(command=(sys.executable, "-P", "-m", "tests.e2e.ring_only"))
+    ring_only = Deployment(command=(sys.executable, "-P", "-m", "tests.e2e.ring_only"))
     await _compare(manifest, tmp_path, lambda index: ring_only)
 
 
@@ -90,12 +90,12 @@ async def test_a_swarm_of_experts_equals_one_process(tmp_path: Path) -> None:
 
 
 async def _compare(
-    manifest: Manifest, tmp_path: Path, places: Places = everywhere_here, router: Router | None = None
+    manifest: Manifest, tmp_path: Path, deployments: Deployments = all_local, router: Router | None = None
 ) -> list[NodeSummary]:
     solo = solo_losses(manifest, tmp_path / "solo", STEPS, router=router)
     peers, tables = len(manifest.modules()), b"" if router is None else router.to_bytes()
     options = LocalSwarmOptions(peers=peers, steps=STEPS, threads=1, checkpoint_dir=tmp_path / "swarm", router=tables)
-    async with LocalSwarm(manifest, options, places=places) as swarm:
+    async with LocalSwarm(manifest, options, deployments=deployments) as swarm:
         watch = Watch(swarm)
         await watch.to_the_end(swarm)
     assert watch.losses() == pytest.approx(solo, abs=1e-4)

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from node.__main__ import app
 from node.local_swarm.local_swarm import LocalSwarm
-from node.local_swarm.setup import LocalSwarmOptions, Place
+from node.local_swarm.setup import Deployment, LocalSwarmOptions
 from node.observability.events import NodeStatus, PeerChange, RoundCommitted
 from tests.e2e.home_network import (
     PATIENCE_S,
@@ -40,7 +40,7 @@ async def test_nodes_that_nobody_can_dial_average_through_a_relay(tmp_path: Path
     with home_network(3) as network:
         network.shut(SHUT)
         options = LocalSwarmOptions(peers=2, threads=1)
-        async with LocalSwarm(manifest, options, places=lambda index: place(network, index)) as swarm:
+        async with LocalSwarm(manifest, options, deployments=lambda index: deployment(network, index)) as swarm:
             watch = Watch(swarm)
             await watch.step(1)
             link = str(swarm.link)
@@ -59,8 +59,8 @@ async def test_nodes_that_nobody_can_dial_average_through_a_relay(tmp_path: Path
         assert {end.exit_code for end in swarm.ends.values()} == {0}
 
 
-def place(network: HomeNetwork, index: int) -> Place:
-    return network.relaying_place(index) if index == RELAYING else network.place(index)
+def deployment(network: HomeNetwork, index: int) -> Deployment:
+    return network.relaying_deployment(index) if index == RELAYING else network.deployment(index)
 
 
 async def hidden(node: WatchedNode) -> str:
@@ -93,7 +93,7 @@ async def test_a_node_that_nobody_can_dial_averages_and_then_serves_its_stage_al
     logs = tmp_path / "logs"
     options = LocalSwarmOptions(peers=2, threads=1, log_dir=logs)
     with home_network(2) as network:
-        async with LocalSwarm(manifest, options, places=network.place) as swarm:
+        async with LocalSwarm(manifest, options, deployments=network.deployment) as swarm:
             watch = Watch(swarm)
             await watch.step(1)
             link = str(swarm.link)

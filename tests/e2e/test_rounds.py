@@ -63,7 +63,10 @@ async def test_two_and_two_part_go_on_and_are_one_again(tmp_path: Path) -> None:
     manifest = parted_run(write_text(tmp_path / "text"))
     options = LocalSwarmOptions(peers=len(TWO_AND_TWO), threads=1, log_dir=tmp_path / "logs")
     with split_network(TWO_AND_TWO) as network:
-        async with LocalSwarm(manifest, options, places=network.place) as swarm, watching(swarm, MODULE) as watch:
+        async with (
+            LocalSwarm(manifest, options, deployments=network.deployment) as swarm,
+            watching(swarm, MODULE) as watch,
+        ):
             parted = await part(swarm, watch, network, tmp_path / "logs")
             await swarm.stop()
             assert [len(side) for side in parted.sides] == [2, 2]

@@ -14,7 +14,7 @@ import pytest
 
 from lab.emulation.emulation import MBIT, Fault, LinkShape, profile_of
 from lab.emulation.proxy import descendants
-from lab.laboratory import Kind, Laboratory, LogWatch, place
+from lab.laboratory import Kind, Laboratory, LogWatch, deployment
 from lab.scenario import (
     Child,
     Churn,
@@ -118,7 +118,7 @@ async def test_peers_are_killed_and_asked_to_leave_and_started(lab: Laboratory) 
     assert 4 not in lab.failures
     assert said(lab, Start(at_s=0, stage=2, profile="mobile")) == "peer 5 started for stage 2"
     assert lab.emulation.site(5) == profile_of("mobile").site
-    assert lab.swarm.peers[5].place == place(5)
+    assert lab.swarm.peers[5].deployment == deployment(5)
     Start(at_s=0, stage=1).do(lab)
     assert lab.emulation.site(6) == lab.emulation.site(0), "the first group's"
 
@@ -175,9 +175,9 @@ async def test_churn_replaces_one_peer_after_the_other(lab: Laboratory) -> None:
 
 
 def test_addresses_are_the_members_own() -> None:
-    places = [place(index) for index in range(1000)]
-    assert len({each.host for each in places} | {each.told_host for each in places}) == 2000
-    assert (places[0].host, places[999].told_host) == ("127.77.0.1", "127.78.3.250")
+    deployments = [deployment(index) for index in range(1000)]
+    assert len({each.host for each in deployments} | {each.advertised_host for each in deployments}) == 2000
+    assert (deployments[0].host, deployments[999].advertised_host) == ("127.77.0.1", "127.78.3.250")
 
 
 def kinds(lab: Laboratory) -> list[Kind]:

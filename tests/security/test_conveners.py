@@ -9,7 +9,7 @@ from statistics import median
 import pytest
 
 from node.local_swarm.local_swarm import LocalSwarm
-from node.local_swarm.setup import LocalSwarmOptions, Place
+from node.local_swarm.setup import Deployment, LocalSwarmOptions
 from node.observability.events import InnerStep
 from tests.e2e.round_watch import watching
 from tests.e2e.small_run import events_of, small_run, write_text
@@ -31,11 +31,11 @@ SCHEDULE = {"kind": "cosine", "warmup_steps": 5, "total_steps": 5000, "final_rat
 )
 async def test_a_liar_ends_neither_rounds_nor_the_model_nor_the_learning_rate(tmp_path: Path, kind: str) -> None:
     manifest = small_run(write_text(tmp_path / "text"), blocks=(0, 2), inner_steps=5, staleness=1, schedule=SCHEDULE)
-    place = Place(command=(sys.executable, "-P", "-m", "tests.security.liar", kind))
+    deployment = Deployment(command=(sys.executable, "-P", "-m", "tests.security.liar", kind))
     logs = tmp_path / "logs"
     options = LocalSwarmOptions(peers=LIAR + 1, threads=1, log_dir=logs)
-    places = lambda index: place if index == LIAR else Place()  # noqa: E731
-    async with LocalSwarm(manifest, options, places=places) as swarm, watching(swarm, MODULE) as watch:
+    deployments = lambda index: deployment if index == LIAR else Deployment()  # noqa: E731
+    async with LocalSwarm(manifest, options, deployments=deployments) as swarm, watching(swarm, MODULE) as watch:
         honest = frozenset(peer.peer for peer in swarm.peers if peer.stage == 1 and peer.index != LIAR)
         first = (await watch.all_together(honest, after=0)).round
         await watch.all_at(honest, first + ROUNDS)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from node.local_swarm.local_swarm import LocalSwarm
-from node.local_swarm.setup import LocalSwarmOptions, Place
+from node.local_swarm.setup import Deployment, LocalSwarmOptions
 from node.observability.events import Event, ReplicaAccused, RoundCommitted
 from tests.e2e.small_run import Watch, small_run, write_text
 
@@ -22,9 +22,11 @@ async def test_a_reducer_that_lies_is_named_by_all_and_rounds_go_on_without_it(t
     """The first lie is objected to before the commit; the other, which points away from nobody's contribution, is found
     by audits."""
     manifest = small_run(write_text(tmp_path / "text"), blocks=(0, 2), inner_steps=5, staleness=1)
-    place = Place(command=(sys.executable, "-P", "-m", "tests.security.liar", kind))
+    deployment = Deployment(command=(sys.executable, "-P", "-m", "tests.security.liar", kind))
     options = LocalSwarmOptions(peers=4, threads=1, log_dir=tmp_path / "logs")
-    async with LocalSwarm(manifest, options, places=lambda index: place if index == LIAR else Place()) as swarm:
+    async with LocalSwarm(
+        manifest, options, deployments=lambda index: deployment if index == LIAR else Deployment()
+    ) as swarm:
         watch = Watch(swarm)
         liar = next(p.peer for p in swarm.peers if p.index == LIAR)
         honest = {p.peer for p in swarm.peers if p.stage == 1 and p.index != LIAR}

@@ -9,7 +9,7 @@ from statistics import median
 import pytest
 
 from node.local_swarm.local_swarm import LocalSwarm
-from node.local_swarm.setup import LocalSwarmOptions, Place
+from node.local_swarm.setup import Deployment, LocalSwarmOptions
 from node.observability.events import Completed, Event, Note, Step
 from swarm.vocabulary.types import PeerId, short
 from tests.e2e.small_run import Watch, events_of, small_run, write_text
@@ -21,10 +21,12 @@ LIAR = 3
 
 async def test_data_nodes_go_round_a_replica_whose_microbatches_have_greater_losses(tmp_path: Path) -> None:
     manifest = small_run(write_text(tmp_path / "text"), blocks=(0, 2), inner_steps=5, staleness=1)
-    place = Place(command=(sys.executable, "-P", "-m", "tests.security.liar", "spoils"))
+    deployment = Deployment(command=(sys.executable, "-P", "-m", "tests.security.liar", "spoils"))
     logs = tmp_path / "logs"
     options = LocalSwarmOptions(peers=LIAR + 1, threads=1, log_dir=logs)
-    async with LocalSwarm(manifest, options, places=lambda index: place if index == LIAR else Place()) as swarm:
+    async with LocalSwarm(
+        manifest, options, deployments=lambda index: deployment if index == LIAR else Deployment()
+    ) as swarm:
         watch = Watch(swarm)
         liar = next(PeerId(peer.peer) for peer in swarm.peers if peer.index == LIAR)
 

@@ -16,7 +16,7 @@ import pytest
 from node.local_swarm import local_swarm
 from node.local_swarm.child_process import MAX_STDERR_LINES, ChildProcess, SpawnedProcess
 from node.local_swarm.local_swarm import LocalSwarm
-from node.local_swarm.setup import LocalSetup, LocalSwarmOptions, Place, assign_modules, match_limits
+from node.local_swarm.setup import Deployment, LocalSetup, LocalSwarmOptions, assign_modules, match_limits
 from node.local_swarm.swarm_progress import (
     MAX_CURVE,
     MAX_LAG,
@@ -149,7 +149,7 @@ def test_the_setup_is_what_a_first_node_and_the_others_need(tmp_path: Path) -> N
 
 
 def test_a_node_listens_and_is_found_where_it_is_placed(tmp_path: Path) -> None:
-    setup = LocalSetup(manifest(), LocalSwarmOptions(peers=3), lambda index: Place(host=f"10.0.0.{index}"))
+    setup = LocalSetup(manifest(), LocalSwarmOptions(peers=3), lambda index: Deployment(host=f"10.0.0.{index}"))
     arguments = setup.arguments(setup.peers[2])
     assert (arguments[arguments.index("--listen") + 1], arguments[arguments.index("--advertise") + 1]) == (
         "10.0.0.2",
