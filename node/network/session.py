@@ -305,7 +305,7 @@ class Whereabouts:
         """Returns `host:port` of a port of ours, for programs on this machine."""
         return f"{'127.0.0.1' if self.listen in ANY_HOST else self.listen}:{port}"
 
-    def told_host(self, initial_peers: tuple[str, ...]) -> str:
+    def advertised_host(self, initial_peers: tuple[str, ...]) -> str:
         """Returns the host to advertise: the wished one, the bound one, or our address towards an initial peer."""
         if self.advertise:
             return self.advertise
@@ -415,7 +415,7 @@ async def present(
         sync = MembershipSync(own, record, membership, book, events, directory, transport)
         stack.enter_context(sync.receiving(dispatcher))
         await stack.enter_async_context(transport)
-        host = await asyncio.to_thread(where.told_host, settings.initial_peers)  # may need DNS
+        host = await asyncio.to_thread(where.advertised_host, settings.initial_peers)  # may need DNS
         own.addresses = (f"{host}:{transport.port}",)
         await stack.enter_async_context(directory)
         tasks = await stack.enter_async_context(task_scope())

@@ -29,8 +29,8 @@ from swarm.vocabulary.errors import Unreachable
 from swarm.vocabulary.types import PeerId
 
 
-def judge(attempts: Sequence[Attempt], port: int, told_host: str | None) -> Standing:
-    """Judges the peers' attempts to dial `port`. An explicit `told_host` is kept even if peers see another host."""
+def judge(attempts: Sequence[Attempt], port: int, advertised_host: str | None) -> Standing:
+    """Judges the peers' attempts to dial `port`. An explicit `advertised_host` stays even if peers see another."""
     # A peer in our own network proves little: prefer those that see a public address.
     tried = [t for t in attempts if t.result.outcome is not DialBackOutcome.NOT_TRIED]
     if not tried:
@@ -41,30 +41,32 @@ def judge(attempts: Sequence[Attempt], port: int, told_host: str | None) -> Stan
     if 2 * len(reached) >= len(counted):
         host = _most_common(reached)
         said = f"{len(reached)} of {len(counted)} peers connected to {joined(host, port)}"
-        address = None if told_host is not None else joined(host, port)
+        address = None if advertised_host is not None else joined(host, port)
         return Standing(ReachStep.DIRECT, said, address, seen_host=host)
     host = _most_common(counted)
-    if told_host is not None and told_host != host:
-        said = f"peers see this machine at {host}, where port {port} does not answer; they cannot test {told_host}"
+    if advertised_host is not None and advertised_host != host:
+        said = (
+            f"peers see this machine at {host}, where port {port} does not answer; they cannot test {advertised_host}"
+        )
         return Standing(ReachStep.UNKNOWN, said, seen_host=host)
     return _unreachable(counted, host, port)
 
 
-async def climb(port: int, told_host: str | None, ask: Ask, router: Router | None) -> Standing:
+async def climb(port: int, advertised_host: str | None, ask: Ask, router: Router | None) -> Standing:
     """Tests the direct port, then a mapped one if `router` is given. Keeps a mapping only if it helped."""
     # Test the mapping that we hold before requesting another one.
     if router is not None and router.mapping is not None:
-        standing = await _tested(router.mapping, told_host, ask)
+        standing = await _tested(router.mapping, advertised_host, ask)
         if standing.step is not ReachStep.UNREACHABLE:
             return standing
         await router.close()
-    standing = judge(await ask(port), port, told_host)
+    standing = judge(await ask(port), port, advertised_host)
     if standing.step is not ReachStep.UNREACHABLE or not standing.translated or router is None:
         return standing
     mapping = await router.open(port)
     if isinstance(mapping, NotMapped):
         return replace(standing, reason=f"{standing.reason}; {mapping.reason}")
-    again = await _tested(mapping, told_host, ask)
+    again = await _tested(mapping, advertised_host, ask)
     if again.step is ReachStep.MAPPED:
         return again
     await router.close()
@@ -75,11 +77,11 @@ def joined(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-async def _tested(mapping: Mapping, told_host: str | None, ask: Ask) -> Standing:
-    standing = judge(await ask(mapping.external_port), mapping.external_port, told_host)
+async def _tested(mapping: Mapping, advertised_host: str | None, ask: Ask) -> Standing:
+    standing = judge(await ask(mapping.external_port), mapping.external_port, advertised_host)
     if standing.step is not ReachStep.DIRECT:
         return standing
-    address = joined(told_host or standing.seen_host, mapping.external_port)
+    address = joined(advertised_host or standing.seen_host, mapping.external_port)
     return replace(
         standing, step=ReachStep.MAPPED, address=address, reason=f"mapped by {mapping.how}: {standing.reason}"
     )
@@ -236,7 +238,7 @@ class Adoption:
 
 @asynccontextmanager
 async def reachable(
-    mode: ReachMode, told_host: str | None, session: NetworkSession, events: EventSink
+    mode: ReachMode, advertised_host: str | None, session: NetworkSession, events: EventSink
 ) -> AsyncIterator[None]:
     """Keeps the node's reachability up to date within the block, and serves tests and calls of peers."""
     transport, own, membership_sync = session.transport, session.own, session.membership_sync
@@ -246,7 +248,7 @@ async def reachable(
     adoption = Adoption(own, events, membership_sync.announce, own.addresses)
 
     async def climbing() -> Standing:
-        return await climb(transport.port, told_host, ask, router)
+        return await climb(transport.port, advertised_host, ask, router)
 
     try:
         with _of_use_to_others(session):

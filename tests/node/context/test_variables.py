@@ -294,12 +294,12 @@ class TestAddresses:
     def test_the_way_to_a_peer_tells_our_own(self, monkeypatch: pytest.MonkeyPatch, hosts: list[str]) -> None:
         monkeypatch.setattr(socket, "socket", Probe)
         peers = tuple(f"/{host}/tcp/4001/p2p/{PEER}" for host in hosts)
-        assert Whereabouts("0.0.0.0").told_host(peers) == "192.0.2.5"
+        assert Whereabouts("0.0.0.0").advertised_host(peers) == "192.0.2.5"
 
     def test_without_a_way_it_is_this_machine_s_loopback(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(socket, "socket", Probe)
         peers = (f"/dns4/unknown.example/tcp/4001/p2p/{PEER}", f"/ip6/::1/tcp/4001/p2p/{PEER}")
-        assert Whereabouts("0.0.0.0").told_host(peers) == "127.0.0.1"
+        assert Whereabouts("0.0.0.0").advertised_host(peers) == "127.0.0.1"
 
 
 BASE = {"link": None, "manifest_path": Path("run.toml"), "identity_path": Path("key")}
