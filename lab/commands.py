@@ -59,7 +59,7 @@ def wan(
         raise ConfigError("wan needs a scenario and a folder", hint="Run `skipstone wan SCENARIO --out DIR`.")
     from lab.run import Experiment
     from lab.scenario import read_scenario
-    from node.data.places import as_written
+    from node.data.local_paths import as_written
     from node.data.sources import open_source
 
     read, text = read_scenario(scenario)

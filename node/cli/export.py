@@ -10,7 +10,7 @@ import typer
 from node.cli.options import PathChoice
 from node.cli.views.output import announce, download_bar, print_json, run_loop
 from node.cli.views.text import count
-from node.context.options import TokenizerPlace
+from node.context.options import TokenizerPath
 
 if TYPE_CHECKING:
     from node.export.writer import Export
@@ -21,7 +21,7 @@ def export(
         str, typer.Argument(metavar="LINK|SOURCE", help="Join link, checkpoint folder or exported folder.")
     ],
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to write; must be new or empty.")],
-    tokenizer: Annotated[Path | None, TokenizerPlace] = None,
+    tokenizer: Annotated[Path | None, TokenizerPath] = None,
     path: Annotated[str | None, PathChoice] = None,
     every: Annotated[
         bool, typer.Option("--all", help="Write every module of a run with experts, in a format only Skipstone reads.")
@@ -55,7 +55,7 @@ async def _export(
     as_json: bool,
 ) -> Export:
     """Writes the export. `chosen` is the path and whether to write every module instead."""
-    from node.data.places import ToldPlaces
+    from node.data.local_paths import LocalPathOptions
     from node.export.open_model import open_model
     from node.export.source import parse_path
     from node.export.writer import export as write
@@ -63,7 +63,7 @@ async def _export(
 
     require_free(folder, replace=replace)  # fail before a long download
     with download_bar(silent=as_json) as on_progress:
-        async with open_model(source, on_progress, ToldPlaces(tokenizer=tokenizer)) as opened:
+        async with open_model(source, on_progress, LocalPathOptions(tokenizer=tokenizer)) as opened:
             path, every = chosen
             file, stages = opened.tokenizer_file(), opened.source.signed.manifest.stages.count
             if every:

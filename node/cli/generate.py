@@ -16,7 +16,7 @@ import typer
 from node.cli.options import PathChoice, StagesPerPath
 from node.cli.views.output import download_bar, print_json, run_loop, tell
 from node.cli.views.text import count, harmless_lines, path_text
-from node.context.options import TokenizerPlace
+from node.context.options import TokenizerPath
 from swarm.experts.routes import name_of_route
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def generate(
             min=1, help="With experts: choose the path again every N tokens, by those N tokens [default: never]"
         ),
     ] = None,
-    tokenizer: Annotated[Path | None, TokenizerPlace] = None,
+    tokenizer: Annotated[Path | None, TokenizerPath] = None,
     device: Annotated[str, typer.Option(help="Compute device: cpu, cuda, cuda:N, mps or auto.")] = "auto",
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end.")] = False,
 ) -> None:
@@ -74,7 +74,7 @@ class _Asked:
 
 
 async def _generate(source: str, tokenizer_file: Path | None, asked: _Asked, *, as_json: bool) -> None:
-    from node.data.places import ToldPlaces
+    from node.data.local_paths import LocalPathOptions
     from node.export.open_model import open_model
     from node.export.source import model_on_path
     from node.model.decoder import Continuation
@@ -84,7 +84,9 @@ async def _generate(source: str, tokenizer_file: Path | None, asked: _Asked, *, 
     where = choose_device(asked.device).value
     async with AsyncExitStack() as stack:
         on_progress = stack.enter_context(download_bar(silent=as_json))
-        opened = await stack.enter_async_context(open_model(source, on_progress, ToldPlaces(tokenizer=tokenizer_file)))
+        opened = await stack.enter_async_context(
+            open_model(source, on_progress, LocalPathOptions(tokenizer=tokenizer_file))
+        )
         (stages,) = AskedPaths(asked.stages_per_path).of(opened.source.signed.manifest)
         tokenizer = opened.tokenizer()  # may be missing, so look before the large downloads
         prompt = tokenizer.encode(asked.prompt).tolist()

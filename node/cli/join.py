@@ -24,7 +24,7 @@ from swarm.vocabulary.errors import ConfigError
 
 if TYPE_CHECKING:
     from node.context.options import NodeOptions
-    from node.data.places import Places
+    from node.data.local_paths import LocalPaths
     from protocol.manifest.join_link import JoinLink
     from protocol.manifest.manifest import Manifest, StagesSection
     from protocol.manifest.signing import SignedManifest
@@ -40,7 +40,7 @@ _LONGEST_ANSWER: Final = 4096
 async def ask_consent(
     options: NodeOptions,
     signed: SignedManifest,
-    text: Reasoned[Places | None],
+    text: Reasoned[LocalPaths | None],
     fits: Reasoned[tuple[int, ...]],
     own: bool,
 ) -> bool:
@@ -65,7 +65,7 @@ def _wrapped(line: str) -> str:
 def description(
     signed: SignedManifest,
     options: NodeOptions,
-    text: Reasoned[Places | None],
+    text: Reasoned[LocalPaths | None],
     fits: Reasoned[tuple[int, ...]],
     *,
     own: bool,
@@ -103,7 +103,7 @@ def _parameters(manifest: Manifest) -> int:
     return apart * (block_parameters(model) + norms) + (2 * model.vocabulary + 1) * model.hidden
 
 
-def _reading(manifest: Manifest, options: NodeOptions, text: Reasoned[Places | None]) -> str:
+def _reading(manifest: Manifest, options: NodeOptions, text: Reasoned[LocalPaths | None]) -> str:
     if not options.reads_text or (options.asked_stage or 0) > 0:
         return "no text"
     if text.value is None:

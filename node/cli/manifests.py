@@ -109,7 +109,7 @@ def changed_manifest(base: Manifest, changes: ManifestChanges) -> Manifest:
     data = manifest.data
     if not data.is_of_files or data.files is not None:
         return manifest
-    from node.data.places import as_written
+    from node.data.local_paths import as_written
     from node.data.sources import files_at
 
     place = as_written(data).text

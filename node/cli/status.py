@@ -12,7 +12,7 @@ from node.cli.options import StagesPerPath, link_in
 from node.cli.views.output import announce, print_json, run_loop
 from node.cli.views.status_view import status_views
 from node.cli.views.text import count, loss_text, path_text, sizes_text
-from node.context.options import AllowHub, TextPlace, TokenizerPlace, variable
+from node.context.options import AllowHub, TextPath, TokenizerPath, variable
 from node.observability.typed_json import from_json, to_json
 from swarm.workload.microbatch_sizes import SizeSummary
 
@@ -49,8 +49,8 @@ def evaluate(
     every_subset: Annotated[
         bool, typer.Option("--every-subset", help="With --stages-per-path: average over all evenly spread choices.")
     ] = False,
-    text: Annotated[Path | None, TextPlace] = None,
-    tokenizer: Annotated[Path | None, TokenizerPlace] = None,
+    text: Annotated[Path | None, TextPath] = None,
+    tokenizer: Annotated[Path | None, TokenizerPath] = None,
     allow_hub: Annotated[bool, AllowHub] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -58,7 +58,7 @@ def evaluate(
     announce("skipstone eval: measuring the held-out loss", as_json=json)
     if every_subset and stages_per_path is None:
         raise typer.BadParameter("needs --stages-per-path", param_hint="--every-subset")
-    from node.data.places import ToldPlaces
+    from node.data.local_paths import LocalPathOptions
     from node.network.loss_report import AskedPaths
     from protocol.manifest.join_link import is_link, parse_link
 
@@ -71,8 +71,8 @@ def evaluate(
     else:
         from node.export.open_model import evaluate_model
 
-        told = ToldPlaces(text=text, tokenizer=tokenizer, hub=allow_hub)
-        answer = run_loop(evaluate_model(target, microbatches, paths=paths, told=told))
+        local_path_options = LocalPathOptions(text=text, tokenizer=tokenizer, hub=allow_hub)
+        answer = run_loop(evaluate_model(target, microbatches, paths=paths, local_path_options=local_path_options))
     if json:
         print_json(answer)
         return

@@ -35,7 +35,7 @@ def tokenize(
 ) -> None:
     """Write a text as Megatron-LM token shards for --data tokens:DIR."""
     from node.data.hub import source_keys
-    from node.data.places import as_written
+    from node.data.local_paths import as_written
     from node.data.sources import ShardWriter, open_source
     from node.data.tokenizers import ByteTokenizer, FileTokenizer, tokenizer_keys
     from protocol.manifest.manifest import data_section

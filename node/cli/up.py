@@ -65,7 +65,7 @@ def up(
     changes = ManifestChanges(seed=seed, source=data, stages_per_path=stages_per_path, visit_ratio=visit_ratio)
     chosen = chosen_manifest(manifest, changes)
     if chosen.data.is_of_files:
-        from node.data.places import as_written
+        from node.data.local_paths import as_written
         from node.data.sources import open_source
 
         # Report a missing folder here once, not in every node.

@@ -12,7 +12,7 @@ from node.checkpoint.state import Resumed
 from node.concurrency.compute_thread import ComputeThread
 from node.concurrency.device_threads import DeviceThreads
 from node.context.options import NodeOptions
-from node.data.places import Places
+from node.data.local_paths import LocalPaths
 from node.experts.router import Router
 from node.network.proofs import Proofs
 from node.network.session import NetworkSession
@@ -42,5 +42,5 @@ class ModuleContext:
     resumed: Resumed
     start: CutModel | None
     router: Router | None
-    text: Reasoned[Places | None]
+    text: Reasoned[LocalPaths | None]
     """Where the run's text may be opened; a data node always has a place."""

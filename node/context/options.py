@@ -14,7 +14,7 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from node.data.places import ToldPlaces
+from node.data.local_paths import LocalPathOptions
 from node.model.moments import Allowance, MomentType
 from node.network.reach_status import ReachMode
 from protocol.identity.keys import Identity
@@ -65,8 +65,8 @@ def setting(name: str, help_text: str, off: str | None = None, **more: Any) -> A
 
 
 # A path in another author's manifest is never opened: only these options grant access.
-TextPlace: Final[Any] = setting("text", "Local copy of the run's text; needed to read another author's run.")
-TokenizerPlace: Final[Any] = setting("tokenizer", "Local copy of the run's tokenizer.json.")
+TextPath: Final[Any] = setting("text", "Local copy of the run's text; needed to read another author's run.")
+TokenizerPath: Final[Any] = setting("tokenizer", "Local copy of the run's tokenizer.json.")
 AllowHub: Final[Any] = setting("allow-hub", "Allow fetching the run's text from the Hugging Face hub.")
 
 
@@ -101,8 +101,8 @@ class NodeOptions:
     reads_text: Annotated[
         bool, setting("data", "Whether this node may host stage 0, which reads the text.", off="no-data")
     ] = True
-    text: Annotated[Path | None, TextPlace] = None
-    tokenizer: Annotated[Path | None, TokenizerPlace] = None
+    text: Annotated[Path | None, TextPath] = None
+    tokenizer: Annotated[Path | None, TokenizerPath] = None
     model: Annotated[
         Path | None,
         setting("model", "Folder of the model that the run starts from; peers fetch their part from it."),
@@ -209,10 +209,10 @@ class NodeOptions:
         return self.stage is None if self.moving is None else self.moving
 
     @property
-    def told(self) -> ToldPlaces:
+    def local_path_options(self) -> LocalPathOptions:
         # A model's folder usually contains its tokenizer.
         beside = None if self.model is None else self.model / "tokenizer.json"
-        return ToldPlaces(text=self.text, tokenizer=self.tokenizer or beside, hub=self.allow_hub)
+        return LocalPathOptions(text=self.text, tokenizer=self.tokenizer or beside, hub=self.allow_hub)
 
     @property
     def relay_bytes_per_hour(self) -> int:

@@ -15,8 +15,8 @@ from typing import Final, Self
 
 from node.data.documents import Documents, FileShare, Fragment, StreamPosition, is_held_out, marking, owner
 from node.data.hub import source_keys
+from node.data.local_paths import LocalPaths, as_written
 from node.data.packing import Cursor, DocumentPacker, Microbatch, Packer, RowPacker, reading_position
-from node.data.places import Places, as_written
 from node.data.sources import open_source
 from node.data.tokenizers import open_tokenizer
 from node.experts.fitting import fit_router
@@ -31,13 +31,13 @@ ENOUGH: Final = 2
 """Tokens read for held-out microbatches per token wanted, because microbatches are never quite full."""
 
 
-def open_documents(manifest: Manifest, where: Places | None = None, router: Router | None = None) -> Documents:
+def open_documents(manifest: Manifest, where: LocalPaths | None = None, router: Router | None = None) -> Documents:
     """Opens the manifest's source and tokenizer. Without `where`, trusts the paths in the manifest."""
     routing = document_router(manifest, router)
     return _documents(manifest, where or as_written(manifest.data), routing)
 
 
-def _documents(manifest: Manifest, where: Places, routing: DocumentRouter | None) -> Documents:
+def _documents(manifest: Manifest, where: LocalPaths, routing: DocumentRouter | None) -> Documents:
     tokenizer = open_tokenizer(manifest, where.tokenizer)
     source = open_source(manifest.data, where.text)
     return Documents(source, tokenizer, manifest.seed, routing, marking(manifest.data, tokenizer))

@@ -16,8 +16,8 @@ from node.checkpoint.folder import MANIFEST_NAME, gather_modules
 from node.context.options import own_peer
 from node.data.documents import Documents
 from node.data.feed import held_out_microbatches, open_documents
+from node.data.local_paths import NO_LOCAL_PATHS, LocalPathOptions, local_paths, tokenizer_path
 from node.data.packing import Microbatch
-from node.data.places import NOTHING_TOLD, ToldPlaces, places, tokenizer_place
 from node.data.tokenizers import Tokenizer, open_tokenizer
 from node.experts.router import Router, load_router
 from node.export.hugging_face import TOKENIZER
@@ -59,7 +59,7 @@ class OpenedModel:
     """A source of modules with its tokenizer and text."""
 
     source: ModuleSource
-    told: ToldPlaces = NOTHING_TOLD
+    local_path_options: LocalPathOptions = NO_LOCAL_PATHS
 
     @property
     def _own(self) -> bool:
@@ -70,7 +70,7 @@ class OpenedModel:
         data = self.source.signed.manifest.data
         if data.tokenizer == "bytes":
             return None
-        return _granted(tokenizer_place(data, self.told.tokenizer, own=self._own))
+        return _granted(tokenizer_path(data, self.local_path_options.tokenizer, own=self._own))
 
     def tokenizer(self) -> Tokenizer:
         """Opens the run's tokenizer. Raises the errors of `open_tokenizer`."""
@@ -79,7 +79,7 @@ class OpenedModel:
     async def documents(self) -> Documents:
         """Opens the run's text. Raises the errors of `open_documents`, and ConfigError if it may not be opened."""
         manifest = self.source.signed.manifest
-        where = _granted(places(manifest.data, self.told, own=self._own))
+        where = _granted(local_paths(manifest.data, self.local_path_options, own=self._own))
         return await asyncio.to_thread(open_documents, manifest, where, await self.source.router())
 
 
@@ -89,19 +89,21 @@ def unwatched(module: ModuleId, done: int, total: int) -> None:
 
 @contextlib.asynccontextmanager
 async def open_model(
-    target: str, on_progress: Callable[[ModuleId, int, int], None] = unwatched, told: ToldPlaces = NOTHING_TOLD
+    target: str,
+    on_progress: Callable[[ModuleId, int, int], None] = unwatched,
+    local_path_options: LocalPathOptions = NO_LOCAL_PATHS,
 ) -> AsyncIterator[OpenedModel]:
     """Opens a folder, or the link of a running swarm for the length of the block. Raises SkipstoneError."""
     if is_link(target):
         from node.export.swarm_source import open_swarm  # imports the network code, which folders do not need
 
         async with open_swarm(parse_link(target), on_progress) as source:
-            yield OpenedModel(source, told)
+            yield OpenedModel(source, local_path_options)
         return
-    yield await asyncio.to_thread(_open_folder, target, told)
+    yield await asyncio.to_thread(_open_folder, target, local_path_options)
 
 
-def _open_folder(target: str, told: ToldPlaces) -> OpenedModel:
+def _open_folder(target: str, local_path_options: LocalPathOptions) -> OpenedModel:
     folder = Path(target)
     if not folder.is_dir():
         raise ConfigError(
@@ -112,8 +114,11 @@ def _open_folder(target: str, told: ToldPlaces) -> OpenedModel:
             ),
         )
     if is_exported(folder):
-        return OpenedModel(ExportedSource(folder), replace(told, tokenizer=told.tokenizer or folder / TOKENIZER))
-    return OpenedModel(CheckpointSource(folder), told)
+        return OpenedModel(
+            ExportedSource(folder),
+            replace(local_path_options, tokenizer=local_path_options.tokenizer or folder / TOKENIZER),
+        )
+    return OpenedModel(CheckpointSource(folder), local_path_options)
 
 
 def _granted(place: Reasoned[Place | None]) -> Place:
@@ -131,10 +136,10 @@ async def evaluate_model(
     microbatches: int,
     device: torch.device = CPU,
     paths: AskedPaths = WHOLE_MODEL,
-    told: ToldPlaces = NOTHING_TOLD,
+    local_path_options: LocalPathOptions = NO_LOCAL_PATHS,
 ) -> dict[str, Any]:
     """Returns the mean held-out loss as a `loss_report`. Raises ConfigError, ManifestError, StateError."""
-    async with open_model(target, told=told) as opened:
+    async with open_model(target, local_path_options=local_path_options) as opened:
         manifest, model = opened.source.signed.manifest, await routed_model(opened.source, device)
         subsets, documents = paths.of(manifest), await opened.documents()
         texts = await asyncio.to_thread(lambda: list(held_out_microbatches(manifest, microbatches, documents)))

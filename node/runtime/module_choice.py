@@ -11,7 +11,7 @@ import torch
 
 from node.checkpoint.state import Resumed
 from node.context.options import NodeOptions
-from node.data.places import Places
+from node.data.local_paths import LocalPaths
 from node.model.memory_need import needs_of, none_fits, room_on, what_fits
 from node.model.moments import MomentType
 from node.network.proofs import Proofs
@@ -88,7 +88,7 @@ class FittingModules:
         return none_fits(self._manifest, modules, self._seen, held.slots, held.moments)
 
     async def choose(
-        self, session: NetworkSession, resumed: Resumed, text: Reasoned[Places | None], events: EventSink
+        self, session: NetworkSession, resumed: Resumed, text: Reasoned[LocalPaths | None], events: EventSink
     ) -> Reasoned[ModuleId]:
         """Chooses --stage's module, else the checkpoint's, else the most needed. Raises ConfigError, OutOfMemory."""
         options, asked = self._options, asked_modules(self._options, self._manifest)

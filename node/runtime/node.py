@@ -19,7 +19,7 @@ from node.concurrency.device_threads import DeviceThreads
 from node.concurrency.task_groups import unless
 from node.context.module_context import ModuleContext
 from node.context.options import NodeOptions
-from node.data.places import Places, places
+from node.data.local_paths import LocalPaths, local_paths
 from node.experts.router import Router, load_router
 from node.model.device import choose_devices
 from node.network.peer_files import fetch_router, router_given, tokenizer_given
@@ -48,7 +48,7 @@ from swarm.vocabulary.types import PeerId, Reasoned
 WITHDRAW_S = 2.0
 
 
-Consent = Callable[[SignedManifest, Reasoned[Places | None], Reasoned[tuple[int, ...]], bool], Awaitable[bool]]
+Consent = Callable[[SignedManifest, Reasoned[LocalPaths | None], Reasoned[tuple[int, ...]], bool], Awaitable[bool]]
 """Asks the person about a run: the text to read, the stages that fit, and whether it is their own run."""
 
 
@@ -138,7 +138,7 @@ async def _joined(
     peer: PeerId,
     consent: Consent | None,
     stop: asyncio.Event,
-) -> Reasoned[Places | None]:
+) -> Reasoned[LocalPaths | None]:
     """Asks for consent; returns where the text is. Raises ConfigError for a one-stage run, Rejected without consent."""
     if signed.manifest.stages.count < 2:
         raise ConfigError(
@@ -146,7 +146,7 @@ async def _joined(
             hint="Train it with `skipstone solo`, or cut the model into at least two stages.",
         )
     own = signed.author == peer
-    text = places(signed.manifest.data, options.told, own=own)
+    text = local_paths(signed.manifest.data, options.local_path_options, own=own)
     if consent is not None and not await unless(stop, consent(signed, text, fitting.told(), own)):
         raise Rejected("the run was not joined", hint="Answer yes when asked, or use --yes.")
     return text

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from node.context.options import NodeOptions
-from node.data.places import Places, tokenizer_place
+from node.data.local_paths import LocalPaths, tokenizer_path
 from node.data.tokenizers import tokenizer_bytes
 from node.network.peer_files import fetch_tokenizer
 from node.network.session import NetworkSession
@@ -26,18 +26,21 @@ FOLDER: Final = "tokenizers"
 
 @dataclass(frozen=True, slots=True)
 class RunTokenizer:
-    text: Reasoned[Places | None]
+    text: Reasoned[LocalPaths | None]
     content: bytes | None = None
 
 
 async def run_tokenizer(
-    options: NodeOptions, session: NetworkSession, data: DataSection, text: Reasoned[Places | None], *, own: bool
+    options: NodeOptions, session: NetworkSession, data: DataSection, text: Reasoned[LocalPaths | None], *, own: bool
 ) -> RunTokenizer:
     """Finds the tokenizer's file, or downloads it if this node may read the text."""
     sha256 = data.tokenizer_sha256
     if sha256 is None:
         return RunTokenizer(text)
-    named, kept = tokenizer_place(data, options.told.tokenizer, own=own), kept_file(options.identity_path, sha256)
+    named, kept = (
+        tokenizer_path(data, options.local_path_options.tokenizer, own=own),
+        kept_file(options.identity_path, sha256),
+    )
     # The named file first, then the one kept from an earlier run.
     for place in (named.value, kept):
         content = None if place is None else await asyncio.to_thread(_content, place, sha256)
@@ -61,7 +64,7 @@ def kept_file(identity: Path, sha256: str) -> Path:
     return identity.parent / FOLDER / f"{sha256}.json"
 
 
-def _with(text: Reasoned[Places | None], tokenizer: Path | None) -> Reasoned[Places | None]:
+def _with(text: Reasoned[LocalPaths | None], tokenizer: Path | None) -> Reasoned[LocalPaths | None]:
     return text if text.value is None else replace(text, value=replace(text.value, tokenizer=tokenizer))
 
 

@@ -35,7 +35,7 @@ from node.cli.views.status_view import (
 )
 from node.cli.views.text import MAX_FOREIGN_CHARACTERS, duration, harmless, sparkline
 from node.context.options import NodeOptions
-from node.data.places import ToldPlaces, places
+from node.data.local_paths import LocalPathOptions, local_paths
 from node.local_swarm.swarm_progress import SwarmProgress, apply, noted, peer_exited, peer_started
 from node.model.shapes import BYTES_PER_PARAMETER, parameter_bytes, parameter_shapes
 from node.observability import events
@@ -405,7 +405,9 @@ def signed(**changes: object) -> SignedManifest:
 
 
 def told(run: SignedManifest, asked: NodeOptions, *, own: bool = False) -> str:
-    return "\n".join(description(run, asked, places(run.manifest.data, asked.told, own=own), FITS, own=own))
+    return "\n".join(
+        description(run, asked, local_paths(run.manifest.data, asked.local_path_options, own=own), FITS, own=own)
+    )
 
 
 def test_it_says_what_the_run_is_and_what_is_read_sent_and_used() -> None:
@@ -438,7 +440,7 @@ def test_it_names_the_files_that_must_be_there() -> None:
 
 def test_a_manifest_cannot_write_to_the_terminal() -> None:
     run = signed(data__source="path:\x1b[2J\nauthor: me")
-    lines = description(run, options(), places(run.manifest.data, ToldPlaces(), own=False), FITS, own=False)
+    lines = description(run, options(), local_paths(run.manifest.data, LocalPathOptions(), own=False), FITS, own=False)
     assert all(line.isprintable() for line in lines)
 
 
@@ -466,7 +468,7 @@ def shown_on(screen: int) -> str:
 
 async def answer(*, yes: bool = False, as_json: bool = False, own: bool = False) -> bool:
     run, asked = signed(), options(yes=yes, as_json=as_json)
-    asking = ask_consent(asked, run, places(run.manifest.data, asked.told, own=own), FITS, own)
+    asking = ask_consent(asked, run, local_paths(run.manifest.data, asked.local_path_options, own=own), FITS, own)
     return await asyncio.wait_for(asking, 20)
 
 

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from node.data.feed import held_out_microbatches
-from node.data.places import ToldPlaces
+from node.data.local_paths import LocalPathOptions
 from node.export import source as source_module
 from node.export.hugging_face import SHARD_BYTES, plan_shards
 from node.export.open_model import evaluate_model, open_model
@@ -129,8 +129,11 @@ def test_an_export_has_the_held_out_loss_of_its_checkpoint(tmp_path: Path) -> No
     (tmp_path / "text").write_bytes(b"the quick brown fox jumps over the lazy dog. " * 3000)
     checkpoint = save_checkpoint(tmp_path / "checkpoint", small_manifest(data__source=f"path:{tmp_path / 'text'}"))
     exported(checkpoint, tmp_path / "folder")
-    told = ToldPlaces(text=tmp_path / "text")
-    losses = [asyncio.run(evaluate_model(str(path), 3, told=told)) for path in (checkpoint, tmp_path / "folder")]
+    local_path_options = LocalPathOptions(text=tmp_path / "text")
+    losses = [
+        asyncio.run(evaluate_model(str(path), 3, local_path_options=local_path_options))
+        for path in (checkpoint, tmp_path / "folder")
+    ]
     assert losses[0] == losses[1]
     assert (losses[0]["tokens"], losses[0]["microbatches"]) == (96, 3)
     assert losses[0]["subsets"] == [{"stages": [1, 2], "loss": losses[0]["loss"]}]
@@ -164,15 +167,19 @@ def test_parts_of_a_model_are_measured_on_the_same_text(tmp_path: Path) -> None:
     manifest = small_manifest(data__source=f"path:{tmp_path / 'text'}")
     model = noisy_model(manifest)
     checkpoint = save_checkpoint(tmp_path / "checkpoint", manifest, model)
-    told = ToldPlaces(text=tmp_path / "text")
-    measured = asyncio.run(evaluate_model(str(checkpoint), 3, paths=AskedPaths(1, every_subset=True), told=told))
+    local_path_options = LocalPathOptions(text=tmp_path / "text")
+    measured = asyncio.run(
+        evaluate_model(
+            str(checkpoint), 3, paths=AskedPaths(1, every_subset=True), local_path_options=local_path_options
+        )
+    )
     texts = list(held_out_microbatches(manifest, 3))
     expected = [sum(model.loss(text, (stage,)) for text in texts) / 3 for stage in (1, 2)]
     assert [subset["stages"] for subset in measured["subsets"]] == [[1], [2]]
     assert [subset["loss"] for subset in measured["subsets"]] == pytest.approx(expected, abs=1e-5)
     assert measured["loss"] == pytest.approx(sum(expected) / 2, abs=1e-5)
     assert expected[0] != pytest.approx(expected[1], abs=1e-3)
-    first = asyncio.run(evaluate_model(str(checkpoint), 3, paths=AskedPaths(1), told=told))
+    first = asyncio.run(evaluate_model(str(checkpoint), 3, paths=AskedPaths(1), local_path_options=local_path_options))
     assert first["subsets"] == measured["subsets"][:1]
 
 

@@ -12,7 +12,7 @@ import pytest
 import tokenizers
 import torch
 
-from node.data.places import ToldPlaces
+from node.data.local_paths import LocalPathOptions
 from node.data.tokenizers import ByteTokenizer, open_tokenizer
 from node.export.open_model import open_model
 from node.export.source import read_decoder
@@ -40,7 +40,7 @@ def exported(
     checkpoint = save_checkpoint(tmp_path / "checkpoint", manifest, model)
 
     async def run() -> None:
-        async with open_model(str(checkpoint), told=ToldPlaces(tokenizer=tokenizer)) as opened:
+        async with open_model(str(checkpoint), local_path_options=LocalPathOptions(tokenizer=tokenizer)) as opened:
             file = opened.tokenizer_file()
             await export(opened.source, tmp_path / "folder", tokenizer_file=file, shard_bytes=shard_bytes)
 

@@ -13,7 +13,7 @@ import torch
 from node.checkpoint.state import Resumed
 from node.concurrency.compute_thread import ComputeThread
 from node.context.options import NodeOptions
-from node.data.places import Places
+from node.data.local_paths import LocalPaths
 from node.model.memory_need import needs_of
 from node.model.moments import MomentType
 from node.observability.events import Note
@@ -32,7 +32,7 @@ DATA, SMALL, LARGE, MIDDLE = (ModuleId(stage) for stage in range(4))
 MANIFEST = small_manifest(stages__blocks=(0, 4, 40, 20))
 NEEDS = needs_of(MANIFEST, DEFAULT_SLOTS)
 LINK = JoinLink(RunId("0" * 64), ("/ip4/127.0.0.1/tcp/4001/p2p/12D3KooWJRSrypvnpHgc6ZAgyCni4KcSmbV7uGRaMw5LgMKT18fq",))
-NO_TEXT: Reasoned[Places | None] = Reasoned(None, "not said")
+NO_TEXT: Reasoned[LocalPaths | None] = Reasoned(None, "not said")
 CPU = torch.device("cpu")
 
 

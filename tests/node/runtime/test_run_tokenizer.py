@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from node.context.options import NodeOptions
-from node.data.places import Places
+from node.data.local_paths import LocalPaths
 from node.runtime import run_tokenizer as module
 from node.runtime.run_tokenizer import RunTokenizer, kept_file, run_tokenizer
 from protocol.manifest.manifest import DataSection
@@ -19,8 +19,8 @@ from swarm.vocabulary.types import Reasoned
 
 FILE = b"the tokenizer"
 SHA256 = hashlib.sha256(FILE).hexdigest()
-TEXT: Reasoned[Places | None] = Reasoned(Places(Path("text")), "where --text says")
-NO_TEXT: Reasoned[Places | None] = Reasoned(None, "say with --text")
+TEXT: Reasoned[LocalPaths | None] = Reasoned(LocalPaths(Path("text")), "where --text says")
+NO_TEXT: Reasoned[LocalPaths | None] = Reasoned(None, "say with --text")
 LINK: Any = object()
 
 
@@ -42,7 +42,7 @@ def data(file: Path) -> DataSection:
 
 
 async def found(
-    tmp_path: Path, text: Reasoned[Places | None] = TEXT, *, own: bool = False, **options: Any
+    tmp_path: Path, text: Reasoned[LocalPaths | None] = TEXT, *, own: bool = False, **options: Any
 ) -> RunTokenizer:
     given = NodeOptions(identity_path=tmp_path / "home" / "key", **{"link": LINK, "manifest_path": None, **options})
     session: Any = None
@@ -52,7 +52,7 @@ async def found(
 async def test_who_has_named_none_gets_it_from_peers_once(tmp_path: Path, fetched: list[str]) -> None:
     first = await found(tmp_path)
     kept = kept_file(tmp_path / "home" / "key", SHA256)
-    assert first.text.value == Places(Path("text"), kept)
+    assert first.text.value == LocalPaths(Path("text"), kept)
     assert (first.content, kept.read_bytes()) == (FILE, FILE)
     assert [path.name for path in kept.parent.iterdir()] == [kept.name]
     assert await found(tmp_path) == first
@@ -73,11 +73,11 @@ async def test_a_file_that_is_named_is_given_away_only_if_it_is_the_runs(tmp_pat
     named.write_bytes(b"a secret of this machine")
     other = await found(tmp_path, tokenizer=named)
     assert other.content is None
-    assert other.text.value == Places(Path("text"), named), "what is wrong with it is said where it is opened"
+    assert other.text.value == LocalPaths(Path("text"), named), "what is wrong with it is said where it is opened"
     named.write_bytes(FILE)
     assert (await found(tmp_path, tokenizer=named)).content == FILE
     (tmp_path / "there.json").write_bytes(FILE)
-    assert (await found(tmp_path, own=True)).text.value == Places(Path("text"), tmp_path / "there.json")
+    assert (await found(tmp_path, own=True)).text.value == LocalPaths(Path("text"), tmp_path / "there.json")
     assert fetched == []
 
 

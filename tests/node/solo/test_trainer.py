@@ -13,7 +13,7 @@ import torch
 
 from node.checkpoint.folder import CheckpointFolder, gather_modules, load_newest
 from node.data.feed import TrainingFeed, held_out_microbatches, open_documents
-from node.data.places import ToldPlaces
+from node.data.local_paths import LocalPathOptions
 from node.export.open_model import evaluate_model
 from node.local_swarm.default_manifest import default_manifest
 from node.model.initialization import digest_of_tensors, parameters_of
@@ -132,7 +132,9 @@ def test_a_checkpoint_gives_the_held_out_loss_of_the_trained_model(manifest: Man
     assert digest_of_tensors(parameters_of(trained.head)) != digest_of_tensors(
         parameters_of(WholeModel(manifest, CPU).head)
     )
-    measured = asyncio.run(evaluate_model(str(folder.path), 5, told=ToldPlaces(text=tmp_path / "text")))
+    measured = asyncio.run(
+        evaluate_model(str(folder.path), 5, local_path_options=LocalPathOptions(text=tmp_path / "text"))
+    )
     expected = evaluate(trained, held_out_microbatches(manifest, 5))
     sizes = measured.pop("sizes")
     assert measured == {**expected, "subsets": [{"stages": [1, 2], "loss": expected["loss"]}]}

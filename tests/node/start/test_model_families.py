@@ -10,8 +10,8 @@ import torch
 
 from node.averaging.anchor.anchor import tensors_of
 from node.cli.manifests import starting_from
+from node.data.local_paths import LocalPathOptions
 from node.data.packing import Microbatch
-from node.data.places import ToldPlaces
 from node.export.open_model import open_model
 from node.export.source import read_decoder
 from node.export.writer import export
@@ -56,8 +56,8 @@ def test_a_folder_comes_back_from_the_run_that_starts_from_it(tmp_path: Path, wh
     checkpoint = save_checkpoint(tmp_path / "checkpoint", manifest, ours)
 
     async def run() -> Decoder:
-        told = ToldPlaces(tokenizer=tmp_path / "model" / "tokenizer.json")
-        async with open_model(str(checkpoint), told=told) as opened:
+        local_path_options = LocalPathOptions(tokenizer=tmp_path / "model" / "tokenizer.json")
+        async with open_model(str(checkpoint), local_path_options=local_path_options) as opened:
             await export(opened.source, tmp_path / "folder", tokenizer_file=opened.tokenizer_file())
         async with open_model(str(tmp_path / "folder")) as opened:
             return await read_decoder(opened.source, CPU)

@@ -12,27 +12,27 @@ from swarm.vocabulary.types import Reasoned
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ToldPlaces:
+class LocalPathOptions:
     text: Path | None = None
     tokenizer: Path | None = None
     hub: bool = False
 
 
-NOTHING_TOLD: Final = ToldPlaces()
+NO_LOCAL_PATHS: Final = LocalPathOptions()
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class LocalPaths:
     """Local paths of the manifest's text and tokenizer. None if it names no file."""
 
     text: Path | None = None
     tokenizer: Path | None = None
 
 
-def may_open(named: str, option: str, told: Path | None, *, own: bool) -> Reasoned[Path | None]:
-    """Returns the local path for a manifest's path, or None if opening is not allowed. `told` is the option's value."""
-    if told is not None:
-        return Reasoned(told, f"given by {option}")
+def may_open(named: str, option: str, chosen: Path | None, *, own: bool) -> Reasoned[Path | None]:
+    """Returns the local path for a manifest's path, or None if it may not be opened. `chosen`: value of `option`."""
+    if chosen is not None:
+        return Reasoned(chosen, f"given by {option}")
     if not own:
         return Reasoned(
             None,
@@ -51,18 +51,18 @@ def may_open(named: str, option: str, told: Path | None, *, own: bool) -> Reason
     return Reasoned(_from_home(named), "by this machine's own manifest")
 
 
-def tokenizer_place(data: DataSection, told: Path | None, *, own: bool) -> Reasoned[Path | None]:
-    return may_open(data.tokenizer.removeprefix("file:"), "--tokenizer", told, own=own)
+def tokenizer_path(data: DataSection, chosen: Path | None, *, own: bool) -> Reasoned[Path | None]:
+    return may_open(data.tokenizer.removeprefix("file:"), "--tokenizer", chosen, own=own)
 
 
-def places(data: DataSection, told: ToldPlaces, *, own: bool) -> Reasoned[Places | None]:
+def local_paths(data: DataSection, options: LocalPathOptions, *, own: bool) -> Reasoned[LocalPaths | None]:
     """Returns the local paths that reading the run's text needs, or None if not allowed (see `may_open`)."""
     kind, rest = data.kind, data.source.partition(":")[2]
     text: Reasoned[Path | None] = Reasoned(None, "the source code of this machine's Python")
     if data.is_of_files:
-        text = may_open(rest, "--text", told.text, own=own)
+        text = may_open(rest, "--text", options.text, own=own)
     elif kind == "huggingface":
-        if not (own or told.hub):
+        if not (own or options.hub):
             return Reasoned(
                 None, f"another machine's manifest may not download from a hub ({rest}). Allow it with --allow-hub"
             )
@@ -70,15 +70,15 @@ def places(data: DataSection, told: ToldPlaces, *, own: bool) -> Reasoned[Places
     if data.is_of_files and text.value is None:
         return Reasoned(None, text.reason)
     if data.tokenizer == "bytes":
-        return Reasoned(Places(text.value), text.reason)
-    tokenizer = tokenizer_place(data, told.tokenizer, own=own)
-    return Reasoned(Places(text.value, tokenizer.value), text.reason)
+        return Reasoned(LocalPaths(text.value), text.reason)
+    tokenizer = tokenizer_path(data, options.tokenizer, own=own)
+    return Reasoned(LocalPaths(text.value, tokenizer.value), text.reason)
 
 
-def as_written(data: DataSection) -> Places:
+def as_written(data: DataSection) -> LocalPaths:
     """Returns the manifest's own paths, hidden ones included, for an author's own run (`solo`, `up`, benchmarks)."""
     text = _from_home(data.source.partition(":")[2]) if data.is_of_files else None
-    return Places(text, None if data.tokenizer == "bytes" else _from_home(data.tokenizer.removeprefix("file:")))
+    return LocalPaths(text, None if data.tokenizer == "bytes" else _from_home(data.tokenizer.removeprefix("file:")))
 
 
 def _from_home(path: str) -> Path:
