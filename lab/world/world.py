@@ -32,10 +32,10 @@ from swarm.pipeline.custody_events import (
     PeerBack,
     PeerLost,
     Retract,
+    SendControl,
     SendOutput,
     SlotState,
     Started,
-    Tell,
     TensorArrived,
     Tick,
     Work,
@@ -401,7 +401,7 @@ class Peer:
                 self._compute(action)
             case SendOutput(to=to, message=message):
                 self.world.send(self, to, message)
-            case Tell(to, message):
+            case SendControl(to, message):
                 self.world.tell(self, to, message)
             case Confirmed(key):
                 self.world.ledger.counted[key.microbatch, self.module.stage] += 1

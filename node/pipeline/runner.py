@@ -47,9 +47,9 @@ from swarm.pipeline.custody_events import (
     PeerBack,
     PeerLost,
     Retract,
+    SendControl,
     SendOutput,
     SlotState,
-    Tell,
     TensorArrived,
     Tick,
     Work,
@@ -502,9 +502,9 @@ class MicrobatchRunner(MachineRunner[Event, Action]):
             # The output may be sent again, so it is kept until the next peer has passed it on.
             case SendOutput(key):
                 self._begin_with(self._tensors[key], partial(self._send_output, action))
-            case Tell(to, message) if to == self.custody.own:
+            case SendControl(to, message) if to == self.custody.own:
                 asyncio.get_running_loop().call_soon(self.receive, to, message)
-            case Tell(to, message):
+            case SendControl(to, message):
                 self.send(to, message)
             # A hop's gradient is confirmed, or must be subtracted.
             case Confirmed(key):

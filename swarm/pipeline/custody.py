@@ -49,10 +49,10 @@ from swarm.pipeline.custody_events import (
     PeerLost,
     Phase,
     Retract,
+    SendControl,
     SendOutput,
     SlotState,
     Started,
-    Tell,
     TensorArrived,
     Tick,
     Work,
@@ -379,7 +379,10 @@ class Custody:
         if entry.path.data_node != self.own:
             return [gone]
         position = entry.key.position
-        return [gone, Tell(self.own, Stranded(entry.key.microbatch, Direction.FORWARD, position, "lost on its path"))]
+        return [
+            gone,
+            SendControl(self.own, Stranded(entry.key.microbatch, Direction.FORWARD, position, "lost on its path")),
+        ]
 
     # ---- data nodes without a link -----------------------------------------------------------------------------------
 
@@ -649,7 +652,7 @@ class Custody:
         self._await_settlement(entry, now)
         released = Receipt(entry.key.microbatch, Direction.BACKWARD, entry.key.position, ReceiptStatus.PASSED_ON)
         guard = entry.path.peer_at(entry.previous_position)
-        return [_stranded(entry, position, detail), Tell(guard, released)]
+        return [_stranded(entry, position, detail), SendControl(guard, released)]
 
     # ---- failover in the backward pass: the substitute ---------------------------------------------------------------
 
@@ -681,7 +684,9 @@ class Custody:
         def answer(status: ReceiptStatus, detail: str, retry_s: float = 0.0) -> list[Action]:
             # Direction BACKWARD: it answers the gradient that the substitute holds.
             return [
-                Tell(sender, Receipt(message.microbatch, Direction.BACKWARD, message.position, status, retry_s, detail))
+                SendControl(
+                    sender, Receipt(message.microbatch, Direction.BACKWARD, message.position, status, retry_s, detail)
+                )
             ]
 
         if entry is None:
@@ -728,7 +733,7 @@ class Custody:
         if entry.asked >= MAX_ASKS:
             return [Retract(entry.key), self._drop(entry, "its data node does not answer whether its gradient counts")]
         self._put(replace(entry, asked=entry.asked + 1, retry_at=now + ASK_S))
-        return [Tell(entry.path.data_node, Unsettled(entry.key.microbatch))]
+        return [SendControl(entry.path.data_node, Unsettled(entry.key.microbatch))]
 
     def _ask_again(self, data_node: PeerId, now: float) -> list[Action]:
         """Asks a data node as soon as its link is back, because its decision may be lost and it may leave soon."""
@@ -737,7 +742,7 @@ class Custody:
             if entry.phase is Phase.SETTLING and entry.path.data_node == data_node:
                 # Not counted in `asked`: a link may break any number of times.
                 self._put(replace(entry, retry_at=now + ASK_S))
-                asked.append(Tell(data_node, Unsettled(entry.key.microbatch)))
+                asked.append(SendControl(data_node, Unsettled(entry.key.microbatch)))
         return asked
 
     def _settle(self, message: Settled) -> list[Action]:
@@ -772,23 +777,27 @@ class Custody:
         if len(self._completed) > REMEMBERED:
             del self._completed[next(iter(self._completed))]
         peers = dict.fromkeys(hop.peer for hop in path.hops)
-        return [Finished(microbatch, path), *forgotten, *(Tell(peer, Settled(microbatch, path)) for peer in peers)]
+        return [
+            Finished(microbatch, path),
+            *forgotten,
+            *(SendControl(peer, Settled(microbatch, path)) for peer in peers),
+        ]
 
     def abandon(self, microbatch: MicrobatchId, detail: str) -> list[Action]:
         held = self._of(microbatch)
         peers = dict.fromkeys(hop.peer for entry in held for hop in entry.path.hops if hop.peer != self.own)
         gone: list[Action] = [self._drop(entry, detail) for entry in held]
-        return [*gone, *(Tell(peer, Close(microbatch, detail)) for peer in peers)]
+        return [*gone, *(SendControl(peer, Close(microbatch, detail)) for peer in peers)]
 
     def _asked(self, sender: PeerId, microbatch: MicrobatchId) -> list[Action]:
         if microbatch.data_node != self.own:
             return []
         path = self._completed.get(microbatch)
         if path is not None:
-            return [Tell(sender, Settled(microbatch, path))]
+            return [SendControl(sender, Settled(microbatch, path))]
         if self._of(microbatch):
             return []  # in flight: not decided yet
-        return [Tell(sender, Close(microbatch, "no longer in flight"))]
+        return [SendControl(sender, Close(microbatch, "no longer in flight"))]
 
 
 # ---- messages --------------------------------------------------------------------------------------------------------
@@ -803,10 +812,12 @@ def _received(message: Forward, now: float) -> Entry:
     return Entry(key, message.path, message.purpose, Phase.RECEIVING, message.lifetime_s, now, _sender(message))
 
 
-def _answer(message: Forward | Backward, status: ReceiptStatus, detail: str = "", retry_after_s: float = 0.0) -> Tell:
+def _answer(
+    message: Forward | Backward, status: ReceiptStatus, detail: str = "", retry_after_s: float = 0.0
+) -> SendControl:
     direction = Direction.FORWARD if isinstance(message, Forward) else Direction.BACKWARD
     receipt = Receipt(message.microbatch, direction, message.position, status, retry_after_s, detail[:256])
-    return Tell(_sender(message), receipt)
+    return SendControl(_sender(message), receipt)
 
 
 def _sending(entry: Entry, target: PeerId) -> SendOutput:
@@ -816,14 +827,14 @@ def _sending(entry: Entry, target: PeerId) -> SendOutput:
     return SendOutput(entry.key, target, Backward(microbatch, path, position))
 
 
-def _recall(entry: Entry, before: PeerId) -> Tell:
-    return Tell(before, Recall(entry.key.microbatch, entry.path, entry.key.position - 1))
+def _recall(entry: Entry, before: PeerId) -> SendControl:
+    return SendControl(before, Recall(entry.key.microbatch, entry.path, entry.key.position - 1))
 
 
-def _stranded(entry: Entry, position: int, detail: str) -> Tell:
+def _stranded(entry: Entry, position: int, detail: str) -> SendControl:
     signature = b"" if entry.path.route is None else entry.path.route.signature
     message = Stranded(entry.key.microbatch, entry.direction, position, detail[:256], signature)
-    return Tell(entry.path.data_node, message)
+    return SendControl(entry.path.data_node, message)
 
 
 def _passed_on(entry: Entry, now: float) -> list[Action]:
@@ -840,7 +851,7 @@ def _passed_on(entry: Entry, now: float) -> list[Action]:
     told = [entry.path.data_node]
     if -1 <= entry.previous_position <= len(entry.path.hops):
         told.insert(0, entry.path.peer_at(entry.previous_position))
-    return [Tell(peer, receipt) for peer in dict.fromkeys(told)]
+    return [SendControl(peer, receipt) for peer in dict.fromkeys(told)]
 
 
 # ---- small rules -----------------------------------------------------------------------------------------------------

@@ -212,7 +212,7 @@ class SendOutput:
 
 
 @dataclass(frozen=True, slots=True)
-class Tell:
+class SendControl:
     to: PeerId
     message: MicrobatchControl
 
@@ -252,4 +252,4 @@ class Finished:
     path: Path
 
 
-Action = Compute | SendOutput | Tell | KeepGradient | Confirmed | Retract | Forget | Finished
+Action = Compute | SendOutput | SendControl | KeepGradient | Confirmed | Retract | Forget | Finished

@@ -18,10 +18,10 @@ from swarm.pipeline.custody_events import (
     PeerBack,
     PeerLost,
     Retract,
+    SendControl,
     SendOutput,
     SlotState,
     Started,
-    Tell,
     TensorArrived,
     Tick,
 )
@@ -195,7 +195,7 @@ def said(action: Action) -> str:
         case SendOutput(_, to, message):
             kind = "hidden" if isinstance(message, Forward) else "gradient"
             return f"{to} < {kind} {message.position} {by(message.path)}"
-        case Tell(to, message):
+        case SendControl(to, message):
             return f"{to} < {told(message)}"
         case KeepGradient(key):
             return f"keep {key.position}"

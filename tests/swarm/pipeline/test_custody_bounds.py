@@ -19,7 +19,7 @@ from swarm.pipeline.custody import (
     ResidenceTimes,
     put_off,
 )
-from swarm.pipeline.custody_events import Arrived, BrokenOff, ComputeFailed, Key, SlotState, Tell, TensorArrived
+from swarm.pipeline.custody_events import Arrived, BrokenOff, ComputeFailed, Key, SendControl, SlotState, TensorArrived
 from swarm.vocabulary.pipeline_messages import Backward, Forward, Purpose, Recall, Stranded
 from swarm.vocabulary.types import Hop, MicrobatchId, ModuleId, Path, PeerId, SignedRoute
 from tests.swarm.pipeline.custody_desk import A2, ABC, B2, DATA, LIFETIME_S, MICROBATCH, A, B, C, Desk
@@ -81,7 +81,7 @@ def test_an_entry_stays_on_the_route_that_was_signed_first() -> None:
     assert desk.admit(backward(OTHERWISE, 1)).value is SlotState.REFUSED
     assert desk.admit(backward(SIGNED, 1)).value is SlotState.FREE
     [told] = desk.custody.handle(Arrived(C, Recall(MICROBATCH, OTHERWISE, 1)), desk.now)
-    assert isinstance(told, Tell)
+    assert isinstance(told, SendControl)
     assert told.message.detail == OTHER_ROUTE  # type: ignore[union-attr]
 
 
@@ -287,6 +287,6 @@ def test_a_long_explanation_is_cut_to_what_a_message_carries() -> None:
     desk = Desk(A)
     desk.do("forward 0")
     _, told = desk.custody.handle(ComputeFailed(Key(MICROBATCH, 0), "x" * 1000), desk.now)
-    assert isinstance(told, Tell)
+    assert isinstance(told, SendControl)
     assert isinstance(told.message, Stranded)
     assert len(told.message.detail) == 256
