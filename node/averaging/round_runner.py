@@ -162,7 +162,7 @@ class RoundRunner(MachineRunner[events.Event, events.Action]):
 
     def _carry_out(self, action: events.Action) -> None:
         match action:
-            case events.Tell(to, message):
+            case events.SendMessage(to, message):
                 self._send_or_lose(to, message)
             case events.TakeSnapshot():
                 self.begin(self._take_snapshot(action))

@@ -33,7 +33,7 @@ COPIES: Final = 2  # Donors asked for the same chunk at once
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkCame:
+class ChunkArrived:
     """A chunk arrived; `matches` says whether its hash is right."""
 
     donor: PeerId
@@ -70,7 +70,7 @@ class Tick:
     """Time has passed. The first tick starts the download."""
 
 
-Event = ChunkCame | ChunkLost | ChunksRefused | DonorLost | Tick
+Event = ChunkArrived | ChunkLost | ChunksRefused | DonorLost | Tick
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +155,7 @@ class Download:
             self._progressed_at = now
         actions: list[Action] = []
         match event:
-            case ChunkCame(peer, chunk, matches):
+            case ChunkArrived(peer, chunk, matches):
                 actions += self._came(peer, chunk, matches, now)
             case ChunkLost(peer, chunk):
                 self._lost(peer, chunk, now)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from swarm.averaging.replica_view import ReplicaView
 from swarm.averaging.roster import codec_of, exchange_limit_s, leads_to, make_roster, may_be_committed, sound_entry
-from swarm.averaging.round_events import Tell
+from swarm.averaging.round_events import SendMessage
 from swarm.averaging.schedule import near, precedence
 from swarm.vocabulary.averaging_messages import (
     Accepting,
@@ -111,22 +111,22 @@ class Leader:
         self._deadline = 0.0
         self._accused_since: float | None = None
 
-    def open(self) -> list[Tell]:
-        return [Tell(peer, Invitation(self.round, self._base)) for peer in self.invitees]
+    def open(self) -> list[SendMessage]:
+        return [SendMessage(peer, Invitation(self.round, self._base)) for peer in self.invitees]
 
-    def dissolve(self, why: str) -> list[Tell]:
+    def dissolve(self, why: str) -> list[SendMessage]:
         others = (peer for peer, invitee in self.invitees.items() if peer != self._own and invitee.answer in WITH_US)
-        return [Tell(peer, Dissolved(self.round, why)) for peer in others]
+        return [SendMessage(peer, Dissolved(self.round, why)) for peer in others]
 
     def lost(self, peer: PeerId) -> None:
         invitee = self.invitees.get(peer)
         if invitee is not None:
             invitee.lost = True
 
-    def hear(self, sender: PeerId, message: RoundControl, now: float) -> list[Tell]:
+    def hear(self, sender: PeerId, message: RoundControl, now: float) -> list[SendMessage]:
         invitee = self.invitees.get(sender)
         if invitee is None:
-            return [Tell(sender, Dissolved(self.round, "you are not among those invited"))]
+            return [SendMessage(sender, Dissolved(self.round, "you are not among those invited"))]
         invitee.heard, invitee.lost = now, False
         match message:
             case Accepting():
@@ -147,11 +147,11 @@ class Leader:
                 pass
         return []
 
-    def _entered(self, sender: PeerId, invitee: Invitee, entry: Entry) -> list[Tell]:
+    def _entered(self, sender: PeerId, invitee: Invitee, entry: Entry) -> list[SendMessage]:
         if self._signed is not None:
             if entry in self._signed.entries and entry.peer == sender:
-                return [Tell(sender, self._signed)]
-            return [Tell(sender, Dissolved(self.round, "the roster was fixed without you"))]
+                return [SendMessage(sender, self._signed)]
+            return [SendMessage(sender, Dissolved(self.round, "the roster was fixed without you"))]
         if entry == invitee.entry:
             return []
         signed = sender == self._own or self._signer.verify(entry)
@@ -162,10 +162,12 @@ class Leader:
             return []
         invitee.answer, invitee.entry = Answer.REFUSED, None
         return [
-            Tell(sender, Dissolved(self.round, "your entry has a bad signature, impossible figures or another base"))
+            SendMessage(
+                sender, Dissolved(self.round, "your entry has a bad signature, impossible figures or another base")
+            )
         ]
 
-    def advance(self, now: float) -> tuple[list[Tell], Verdict | None]:
+    def advance(self, now: float) -> tuple[list[SendMessage], Verdict | None]:
         """Returns the messages due by now, and the end of this attempt if it has come."""
         tells = self._pulses(now)
         if self.roster is not None:
@@ -178,14 +180,14 @@ class Leader:
             verdict = None if self.roster is not None else GivenUp("no member has worked since the anchor")
         return tells, verdict
 
-    def _pulses(self, now: float) -> list[Tell]:
+    def _pulses(self, now: float) -> list[SendMessage]:
         if now - self._pulsed < self._rules.pulse_s:
             return []
         self._pulsed = now
         invitation, pulse = Invitation(self.round, self._base), Pulse(self.round)
         unsure = ASKED_AGAIN if self.roster is None else ()
         return [
-            Tell(peer, invitation if invitee.answer in unsure else pulse)
+            SendMessage(peer, invitation if invitee.answer in unsure else pulse)
             for peer, invitee in self.invitees.items()
             if invitee.answer in WITH_US or invitee.answer in unsure
         ]
@@ -232,7 +234,7 @@ class Leader:
             may_be_committed(roster, sum(member.peer in lacking for member in roster.members)) for roster in led_there
         )
 
-    def _fix(self, now: float) -> list[Tell]:
+    def _fix(self, now: float) -> list[SendMessage]:
         own = self._entries()[self._own]
         short = [peer for peer, entry in self._entries().items() if self._usual.too_short(entry, own)]
         for peer in short:
@@ -250,9 +252,11 @@ class Leader:
         late = [peer for peer, invitee in self.invitees.items() if invitee.answer is Answer.ACCEPTED]
         for peer in late:
             self.invitees[peer].answer = Answer.REFUSED
-        left_out = [Tell(peer, Dissolved(self.round, "the roster was fixed without you")) for peer in late]
-        left_out += [Tell(peer, Dissolved(self.round, "your update is far too small for its work")) for peer in short]
-        return left_out + [Tell(peer, signed) for peer in entries]
+        left_out = [SendMessage(peer, Dissolved(self.round, "the roster was fixed without you")) for peer in late]
+        left_out += [
+            SendMessage(peer, Dissolved(self.round, "your update is far too small for its work")) for peer in short
+        ]
+        return left_out + [SendMessage(peer, signed) for peer in entries]
 
     def _entries(self) -> dict[PeerId, Entry]:
         return {peer: invitee.entry for peer, invitee in self.invitees.items() if invitee.entry is not None}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from swarm.averaging.roster import MOST_STEPS
-from swarm.averaging.round_events import OtherReplica, RoundRules, Signer, Tell
+from swarm.averaging.round_events import OtherReplica, RoundRules, SendMessage, Signer
 from swarm.averaging.schedule import due, leader_order, next_number, plausible_round, standing
 from swarm.averaging.trust import Penalties, UsualLength
 from swarm.vocabulary.averaging_messages import MAX_ATTEMPTS, MAX_MEMBERS, Commit, Progress, Roster, RoundId
@@ -256,9 +256,9 @@ class ReplicaView:
         others = self.others.on(self.version, self.now) - self.penalties.excluded(self.now)
         return leader_order(self.module, self.version, self.next_number(), {self.own, *others})
 
-    def stand_on(self, version: AnchorVersion) -> list[Tell]:
+    def stand_on(self, version: AnchorVersion) -> list[SendMessage]:
         self.version, self.steps, self.anchored_at = version, 0, self.now
         self.attempt_log.new_anchor()
         self.catching = self._behind_since = None
         report = Progress(self.module, version, 0, 0)
-        return [Tell(peer, report) for peer in sorted(self.others.all)]
+        return [SendMessage(peer, report) for peer in sorted(self.others.all)]

@@ -94,7 +94,7 @@ class SnapshotBroken:
 
 
 @dataclass(frozen=True, slots=True)
-class PieceCame:
+class PieceArrived:
     """A member's piece arrived and is usable."""
 
     round: RoundId
@@ -167,12 +167,12 @@ class Tick:
     """Time has passed; at least ten times a second."""
 
 
-AttemptEvent = SnapshotTaken | SnapshotBroken | PieceCame | Owing | PieceRejected | Staged
+AttemptEvent = SnapshotTaken | SnapshotBroken | PieceArrived | Owing | PieceRejected | Staged
 Event = ReplicasChanged | Worked | Arrived | AttemptEvent | Caught | LinkLost | CaughtUp | CatchUpFailed | Tick
 
 
 @dataclass(frozen=True, slots=True)
-class Tell:
+class SendMessage:
     """Send a message. If it cannot be delivered, LinkLost follows."""
 
     to: PeerId
@@ -227,4 +227,4 @@ class CatchUp:
     by_most: bool  # Whether most replicas have it. If not, check its distance from ours.
 
 
-Action = Tell | TakeSnapshot | Exchange | DropStaged | Release | CommitStaged | CatchUp | Caught
+Action = SendMessage | TakeSnapshot | Exchange | DropStaged | Release | CommitStaged | CatchUp | Caught

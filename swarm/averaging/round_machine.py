@@ -31,7 +31,7 @@ from swarm.averaging.roster import (
     objection,
     oddity,
 )
-from swarm.averaging.round_events import Action, RoundRules, Signer, Tell
+from swarm.averaging.round_events import Action, RoundRules, SendMessage, Signer
 from swarm.averaging.schedule import INFORMED, leader_order, plausible_round, precedence
 from swarm.averaging.trust import measured_of
 from swarm.vocabulary import averaging_messages as messages
@@ -224,7 +224,7 @@ class RoundMachine:
         produced = self._react(event)
         while produced or to_ourselves or (produced := self._follow_up()):
             for action in produced:
-                if isinstance(action, Tell) and action.to == view.own:
+                if isinstance(action, SendMessage) and action.to == view.own:
                     to_ourselves.append(action.message)
                 else:
                     actions.append(action)
@@ -297,7 +297,7 @@ class RoundMachine:
             return []
         view.steps = steps
         report = messages.Progress(view.module, view.version, steps, tokens)
-        return [Tell(peer, report) for peer in view.order()[:INFORMED] if peer != view.own]
+        return [SendMessage(peer, report) for peer in view.order()[:INFORMED] if peer != view.own]
 
     def _notice_company(self) -> Actions:
         view, alone = self._view, not self._view.others.serving
@@ -361,7 +361,7 @@ class RoundMachine:
             return self._tell_leader(self._part)
         refusal = _refusal_of(invitation, self._part, view)
         if refusal is not None:
-            return [Tell(sender, messages.Declined(attempt, refusal, view.version))]
+            return [SendMessage(sender, messages.Declined(attempt, refusal, view.version))]
         return self._follow(attempt)
 
     def _follow(self, attempt: RoundId) -> Actions:
@@ -372,7 +372,7 @@ class RoundMachine:
             self._leading = None
         elif self._part is not None and self._part.round.convener not in (view.own, attempt.convener):
             declined = messages.Declined(self._part.round, DeclineReason.OTHER_CONVENER, view.version)
-            actions.append(Tell(self._part.round.convener, declined))
+            actions.append(SendMessage(self._part.round.convener, declined))
         self._remember_delays()
         self._part = Participation(attempt, view.now, view.rules)
         view.attempt_log.follow(attempt)
@@ -381,7 +381,7 @@ class RoundMachine:
     def _tell_leader(self, part: Participation) -> Actions:
         part.told = self._view.now
         status = part.status(self._view.now)
-        return [] if status is None else [Tell(part.round.convener, status)]
+        return [] if status is None else [SendMessage(part.round.convener, status)]
 
     def _leave(self, why: str) -> Actions:
         self._remember_delays()
@@ -407,7 +407,7 @@ class RoundMachine:
 
     def _decline(self, part: Participation, reason: DeclineReason, why: str) -> Actions:
         declined = messages.Declined(part.round, reason, self._view.version)
-        return [Tell(part.round.convener, declined), *self._leave(why)]
+        return [SendMessage(part.round.convener, declined), *self._leave(why)]
 
     def _about_attempt(self, sender: PeerId, message: messages.RoundControl) -> Actions:
         if isinstance(message, messages.Pulse) and message.round.convener == sender:
@@ -454,10 +454,10 @@ class RoundMachine:
             return []
         commit = view.attempt_log.commits.get(attempt)
         if commit is not None:
-            return [Tell(sender, commit)]
+            return [SendMessage(sender, commit)]
         if attempt.number <= view.version.round:
-            return [Tell(sender, messages.Declined(attempt, DeclineReason.PAST, view.version))]
-        return [Tell(sender, messages.Dissolved(attempt, "this attempt is over"))]
+            return [SendMessage(sender, messages.Declined(attempt, DeclineReason.PAST, view.version))]
+        return [SendMessage(sender, messages.Dissolved(attempt, "this attempt is over"))]
 
     def _roster_came(self, sender: PeerId, signed: messages.SignedRoster) -> Actions:
         view, part = self._view, self._part
@@ -522,7 +522,7 @@ class RoundMachine:
                 return self._decline(part, DeclineReason.BROKEN, "our own update is not finite")
             case events.Staged(_, version):
                 return self._staged_came(part, version)
-            case events.PieceCame(_, sender):
+            case events.PieceArrived(_, sender):
                 part.broken.discard(sender)
                 if sender in part.owing:
                     part.owing[sender] = now
@@ -629,7 +629,7 @@ class RoundMachine:
         view, version, holders = self._view, commit.version, commit.holders
         view.attempt_log.announced(commit)
         self._leading = None
-        actions: Actions = [Tell(peer, commit) for peer in sorted({*leading.invitees, *view.others.serving})]
+        actions: Actions = [SendMessage(peer, commit) for peer in sorted({*leading.invitees, *view.others.serving})]
         if leading.roster is None and view.own not in holders:
             donors = tuple(peer for peer in holders if peer in view.others)
             actions += self._forget("an earlier attempt's result was found")
@@ -649,7 +649,7 @@ class RoundMachine:
         mute = {peer for peer, invitee in leading.invitees.items() if invitee.answer is Answer.NONE}
         view.attempt_log.left_out |= without | mute
         dissolved = messages.Dissolved(leading.round, f"you were excluded: {why}")
-        left: Actions = [Tell(peer, dissolved) for peer in sorted(without) if peer != view.own]
+        left: Actions = [SendMessage(peer, dissolved) for peer in sorted(without) if peer != view.own]
         if leading.round.attempt % ATTEMPTS_AT_ONCE == ATTEMPTS_AT_ONCE - 1:
             view.attempt_log.failed(view.now)
             return [*left, *leading.dissolve(why), *self._leave(why)]
@@ -676,7 +676,7 @@ class RoundMachine:
         if roster is None or not isinstance(status, messages.Prepared) or not part.overdue(self._view.now):
             return []
         apart = (self._view.own, part.round.convener)
-        return [Tell(peer, status) for peer in roster.peers if peer not in apart]
+        return [SendMessage(peer, status) for peer in roster.peers if peer not in apart]
 
     def _commit_without_leader(self, part: Participation) -> Actions:
         view, staged = self._view, self._staged
@@ -687,7 +687,7 @@ class RoundMachine:
             return []
         # A majority has the same result, so it is committed even without the leader.
         commit = messages.Commit(part.round, staged.version, tuple(sorted(holders)))
-        tells = [Tell(peer, commit) for peer in sorted(holders) if peer != view.own]
+        tells = [SendMessage(peer, commit) for peer in sorted(holders) if peer != view.own]
         adopted = self._adopt(staged)
         view.penalties.waiting.add(part.round.convener, view.now)
         return [*tells, *adopted]

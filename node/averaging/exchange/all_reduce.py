@@ -29,7 +29,7 @@ from protocol.codecs import encoded_bytes
 from protocol.identity.signatures import PieceSignatures, hash_of_piece
 from protocol.interfaces.clock import Clock
 from protocol.interfaces.transport import Transport
-from swarm.averaging.round_events import Event, LinkLost, Owing, PieceCame, PieceRejected
+from swarm.averaging.round_events import Event, LinkLost, Owing, PieceArrived, PieceRejected
 from swarm.compression.round_codecs import RoundCodecs
 from swarm.vocabulary.averaging_messages import Contribution, Reduced, RoundPiece, SignedHash
 from swarm.vocabulary.errors import PeerError, ProtocolViolation, StateError
@@ -306,7 +306,7 @@ class AllReduce:
         now = self._means.clock.monotonic()
         if now - self._told_of_piece.get(sender, -math.inf) >= TOLD_EVERY_S:
             self._told_of_piece[sender] = now
-            self._report(PieceCame(self.plan.roster.round, sender))
+            self._report(PieceArrived(self.plan.roster.round, sender))
 
     def _tell_owing(self) -> None:
         owing = self._progress.owing()

@@ -215,7 +215,7 @@ class _Download(MachineRunner[machine.Event, machine.Action]):
         elements = self._elements_of(chunk)
         if not may_come_as(tensor, elements, self._of.codecs):
             # An honest donor never sends this, so stop using it.
-            self.handle(machine.ChunkCame(sender, chunk, False))
+            self.handle(machine.ChunkArrived(sender, chunk, False))
             raise ProtocolViolation(
                 f"chunk {chunk} of {elements} elements came as {tensor.shape} {tensor.dtype.name} in"
                 f" {tensor.byte_length} bytes of {tensor.codec.name}, which this run does not allow"
@@ -275,7 +275,7 @@ class _Download(MachineRunner[machine.Event, machine.Action]):
         if matches:
             self.received_bytes[sender] += tensor.raw_bytes
         crash_point("chunk arrived")
-        self.handle(machine.ChunkCame(sender, chunk, matches))
+        self.handle(machine.ChunkArrived(sender, chunk, matches))
         self._tell_progress()
 
     def _tell_progress(self) -> None:

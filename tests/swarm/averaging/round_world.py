@@ -12,7 +12,7 @@ from random import Random
 
 from lab.world.world import Thunk, VirtualTime
 from swarm.averaging import round_events as events
-from swarm.averaging.round_events import Action, CommitStaged, RoundRules, Tell
+from swarm.averaging.round_events import Action, CommitStaged, RoundRules, SendMessage
 from swarm.averaging.round_machine import RoundMachine
 from swarm.vocabulary.averaging_messages import MAX_ATTEMPTS, Commit, Entry, Invitation, Prepared, Roster, RoundId
 from swarm.vocabulary.types import AnchorVersion, ModuleId, PeerId
@@ -285,7 +285,7 @@ class VirtualReplica:
 
     def _carry_out(self, action: Action) -> None:
         match action:
-            case Tell(to, message):
+            case SendMessage(to, message):
                 self._tell(to, events.Arrived(self.id, message))
             case events.TakeSnapshot(attempt, _):
                 seconds = self.world.random.choice(self.world.shape.prepare_s)
@@ -360,21 +360,21 @@ class VirtualReplica:
         spoilt = self.spoils and not piece.reduced
 
         def deliver() -> None:
-            self.world.replicas[to].do(lambda: self.world.replicas[to].piece_came(self.id, piece, spoilt))
+            self.world.replicas[to].do(lambda: self.world.replicas[to].piece_arrived(self.id, piece, spoilt))
 
         if receiver.alive and self.alive:
             self.world.links.tensor(self.id, to, self._busy_until - self.world.time.now, deliver)
 
-    def piece_came(self, sender: PeerId, piece: Piece, spoilt: bool) -> None:
+    def piece_arrived(self, sender: PeerId, piece: Piece, spoilt: bool) -> None:
         exchange = self.exchange
         if exchange is None or exchange.roster.round != piece.roster.round:
             if piece.roster.round == self.machine.under_way:
-                self.early.append(lambda: self.piece_came(sender, piece, spoilt))
+                self.early.append(lambda: self.piece_arrived(sender, piece, spoilt))
             return
         if spoilt:
             self.feed(events.PieceRejected(piece.roster.round, sender, "not finite"))
         elif exchange.take(sender, piece):
-            self.feed(events.PieceCame(piece.roster.round, sender))
+            self.feed(events.PieceArrived(piece.roster.round, sender))
             self._exchange_moved(exchange)
 
     def _exchange_moved(self, exchange: VirtualExchange) -> None:
@@ -491,13 +491,13 @@ class RoundWorld:
                     self.commits[version].add(replica.id)
                     self.rosters[version] = roster.peers
                     self.conveners[version.round] = roster.round.convener
-                case Tell(_, Prepared(_, version)):
+                case SendMessage(_, Prepared(_, version)):
                     self.told[version].add(replica.id)
-                case Tell(_, Commit(attempt, version)):
+                case SendMessage(_, Commit(attempt, version)):
                     self._check_majority(attempt, version)
                 case events.CatchUp():
                     self.caught_up[replica.id] += 1
-                case Tell(_, Invitation(attempt)):
+                case SendMessage(_, Invitation(attempt)):
                     assert attempt.attempt < MAX_ATTEMPTS
                     assert attempt.convener == replica.id
                     self.attempts[attempt.number] = max(self.attempts[attempt.number], attempt.attempt + 1)

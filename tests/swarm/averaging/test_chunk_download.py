@@ -57,7 +57,7 @@ class Joiner:
     def handle(self, event: machine.Event) -> None:
         if self.end is not None:
             return
-        if isinstance(event, machine.ChunkCame) and event.matches:
+        if isinstance(event, machine.ChunkArrived) and event.matches:
             self.chunks.add(event.chunk)
         for action in self.plan.handle(event, self._world.time.now):
             self._carry_out(action)
@@ -144,7 +144,7 @@ class World:
         else:
             donor.served[joiner.name] += CHUNK_BYTES
             matches = self.random.random() >= donor.wrong
-            self.after_latency(lambda: joiner.handle(machine.ChunkCame(peer, chunk, matches)))
+            self.after_latency(lambda: joiner.handle(machine.ChunkArrived(peer, chunk, matches)))
         self._send_next(donor)
 
 
@@ -177,17 +177,17 @@ def test_a_wrong_chunk_is_reported_and_fetched_elsewhere():
     plan = Download(1, CHUNK_BYTES, (), [A, B], Random(0))
     ((first, chunks),) = asks(plan.handle(Tick(), 0.0)).items()
     other = B if first == A else A
-    actions = plan.handle(machine.ChunkCame(first, 0, False), 0.1)
+    actions = plan.handle(machine.ChunkArrived(first, 0, False), 0.1)
     assert [action.donor for action in actions if isinstance(action, machine.Report)] == [first]
     assert asks(actions) == {other: chunks}
     assert not plan.expects(first, 0)
-    assert plan.handle(machine.ChunkCame(other, 0, True), 0.2) == [machine.Complete()]
+    assert plan.handle(machine.ChunkArrived(other, 0, True), 0.2) == [machine.Complete()]
 
 
 def test_with_no_donor_left_it_fails_and_says_what_happened_with_each():
     plan = Download(10, CHUNK_BYTES, (), [A, B], Random(0))
     asked = asks(plan.handle(Tick(), 0.0))
-    plan.handle(machine.ChunkCame(A, asked[A][0], False), 0.1)
+    plan.handle(machine.ChunkArrived(A, asked[A][0], False), 0.1)
     (failed,) = plan.handle(machine.ChunksRefused(B, asked[B], StateRefusal.GONE), 0.2)
     assert isinstance(failed, machine.Failed)
     assert not failed.stalled
@@ -207,7 +207,7 @@ def test_no_more_is_asked_for_than_there_is_room_for(most_owed: int):
         owed += len(asked)
         assert owed <= max(2, most_owed)
         now += 0.001
-        actions = plan.handle(machine.ChunkCame(A, order.pop(0), True), now)
+        actions = plan.handle(machine.ChunkArrived(A, order.pop(0), True), now)
         owed -= 1
 
 
@@ -224,7 +224,7 @@ def test_what_a_silent_donor_owes_is_fetched_from_another_that_has_nothing_to_do
         actions = plan.handle(Tick(), now)
         for chunk in batch:
             assert plan.expects(B, chunk)
-            actions += plan.handle(machine.ChunkCame(B, chunk, True), now)
+            actions += plan.handle(machine.ChunkArrived(B, chunk, True), now)
             got.add(chunk)
     assert got == {0, 1, 2, 3}
 

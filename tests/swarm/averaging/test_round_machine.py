@@ -9,7 +9,7 @@ import pytest
 from swarm.averaging import round_events as events
 from swarm.averaging.leader import credible_accusers
 from swarm.averaging.roster import make_roster
-from swarm.averaging.round_events import Action, RoundRules, SnapshotTaken, Tell, Tick, Worked
+from swarm.averaging.round_events import Action, RoundRules, SendMessage, SnapshotTaken, Tick, Worked
 from swarm.averaging.round_machine import RoundMachine
 from swarm.vocabulary.averaging_messages import (
     Accepting,
@@ -86,7 +86,7 @@ def roster(attempt: RoundId = ATTEMPT) -> Roster:
 
 
 def told(actions: list[Action], to: PeerId) -> list[RoundControl]:
-    return [action.message for action in actions if isinstance(action, Tell) and action.to == to]
+    return [action.message for action in actions if isinstance(action, SendMessage) and action.to == to]
 
 
 def kinds(actions: list[Action]) -> list[type]:
@@ -96,10 +96,10 @@ def kinds(actions: list[Action]) -> list[type]:
 def test_a_round_from_the_members_side() -> None:
     desk = Desk()
     actions = desk.hear(B, Invitation(ATTEMPT, BASE))
-    assert actions == [Tell(B, Accepting(ATTEMPT)), events.TakeSnapshot(ATTEMPT, 0)]
-    assert desk.feed(SnapshotTaken(ATTEMPT, 10, 100, 1.0, 1e6)) == [Tell(B, entry())]
+    assert actions == [SendMessage(B, Accepting(ATTEMPT)), events.TakeSnapshot(ATTEMPT, 0)]
+    assert desk.feed(SnapshotTaken(ATTEMPT, 10, 100, 1.0, 1e6)) == [SendMessage(B, entry())]
     assert desk.hear(B, signed()) == [events.Exchange(roster())]
-    assert desk.feed(events.Staged(ATTEMPT, RESULT)) == [Tell(B, Prepared(ATTEMPT, RESULT))]
+    assert desk.feed(events.Staged(ATTEMPT, RESULT)) == [SendMessage(B, Prepared(ATTEMPT, RESULT))]
     actions = desk.hear(B, Commit(ATTEMPT, RESULT, (B, US)))
     assert actions[0] == events.CommitStaged(roster(), RESULT)
     assert desk.machine.version == RESULT
@@ -112,7 +112,7 @@ def test_a_round_from_the_conveners_side_and_for_those_who_missed_a_message() ->
     actions = desk.feed(Worked(2 * RULES.inner_steps, 1000))
     while desk.machine.under_way is None:
         actions = desk.wait(0.1)
-    invitations = [a for a in actions if isinstance(a, Tell) and isinstance(a.message, Invitation)]
+    invitations = [a for a in actions if isinstance(a, SendMessage) and isinstance(a.message, Invitation)]
     attempt = desk.machine.under_way
     assert attempt == RoundId(MODULE, 5, 0, US)
     assert {invitation.to for invitation in invitations} == {B, C, D}
@@ -373,7 +373,7 @@ def test_a_broken_update_is_declined() -> None:
     desk.hear(B, Invitation(ATTEMPT, BASE))
     actions = desk.feed(events.SnapshotBroken(ATTEMPT))
     assert told(actions, B) == [Declined(ATTEMPT, DeclineReason.BROKEN, BASE)]
-    assert kinds(actions) == [Tell, events.Release]
+    assert kinds(actions) == [SendMessage, events.Release]
 
 
 def test_a_version_that_cannot_be_had_is_tried_again_later() -> None:
@@ -416,7 +416,9 @@ def test_who_stands_farther_away_than_can_be_is_not_followed_nor_invited_whateve
     desk.feed(events.CaughtUp(caught_up[0].version))
     desk.hear(B, Progress(MODULE, caught_up[0].version, 0, 0))
     desk.feed(Worked(1000, 1000))
-    invitations = [tell for tell in desk.wait(4.0) if isinstance(tell, Tell) and isinstance(tell.message, Invitation)]
+    invitations = [
+        tell for tell in desk.wait(4.0) if isinstance(tell, SendMessage) and isinstance(tell.message, Invitation)
+    ]
     assert {tell.to for tell in invitations} == {B, C}
 
 
@@ -444,7 +446,7 @@ def test_who_stands_on_the_last_number_there_is_opens_no_round_and_does_not_hang
     machine = RoundMachine(US, MODULE, RULES, last, SIGNER)
     machine.handle(events.ReplicasChanged((events.OtherReplica(B, last, True),)), 0.0)
     actions = machine.handle(Worked(10 * RULES.inner_steps, 1000), 0.1) + machine.handle(Tick(), 0.2)
-    assert not any(isinstance(action, Tell) and isinstance(action.message, Invitation) for action in actions)
+    assert not any(isinstance(action, SendMessage) and isinstance(action.message, Invitation) for action in actions)
 
 
 def test_one_that_claims_weeks_of_rounds_does_not_end_those_of_others() -> None:

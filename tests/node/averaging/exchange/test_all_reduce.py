@@ -8,7 +8,7 @@ import pytest
 from node.averaging.anchor.anchor import hash_all
 from node.averaging.exchange.pieces import ExchangeProgress, Plan
 from protocol.codecs import encoded_bytes
-from swarm.averaging.round_events import Event, Owing, PieceCame, PieceRejected
+from swarm.averaging.round_events import Event, Owing, PieceArrived, PieceRejected
 from swarm.compression.round_codecs import RoundCodecs, codec_levels
 from swarm.vocabulary.averaging_messages import RoundId
 from swarm.vocabulary.types import Codec, PeerId
@@ -253,7 +253,7 @@ async def test_the_dead_is_the_one_who_owes() -> None:
         for name in "ab":
             await here.until(lambda name=name: owed_to(here[name].events) == {"c"})
             assert here[name].anchor is None
-            assert {event.sender for event in here[name].events if isinstance(event, PieceCame)} <= {"a", "b", "c"}
+            assert {event.sender for event in here[name].events if isinstance(event, PieceArrived)} <= {"a", "b", "c"}
 
 
 def owed_to(events: list[Event]) -> frozenset[PeerId]:
