@@ -207,13 +207,13 @@ class ReplicaView:
     def are_most(self, others: int) -> bool:
         return 2 * others > len(self.others.serving) + 1
 
-    def catch_up_failed(self, version: AnchorVersion, astray: Iterable[PeerId]) -> None:
+    def catch_up_failed(self, version: AnchorVersion, implausible: Iterable[PeerId]) -> None:
         self.catching = None
         count = self._failures.pop(version, (0.0, 0))[1] + 1
         self._failures[version] = (self.now + RETRY_S.seconds(count), count)
         while len(self._failures) > REMEMBERED:
             del self._failures[next(iter(self._failures))]
-        for peer in astray:
+        for peer in implausible:
             self.penalties.straying.add(peer, self.now)
 
     def may_lead(self) -> bool:

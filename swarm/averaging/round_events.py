@@ -159,7 +159,7 @@ class CatchUpFailed:
 
     wanted: AnchorVersion
     detail: str
-    astray: tuple[PeerId, ...] = ()  # Peers with that anchor, if it is too far from ours to be honest
+    implausible: tuple[PeerId, ...] = ()  # Peers with that anchor, if it is too far from ours to be honest
 
 
 @dataclass(frozen=True, slots=True)

@@ -250,7 +250,7 @@ class RoundMachine:
                 (penalties.fraud if event.certain else penalties.silence).add(peer, self._view.now)
                 return [event]
             case events.CatchUpFailed(wanted):
-                self._view.catch_up_failed(wanted, event.astray)
+                self._view.catch_up_failed(wanted, event.implausible)
             case events.Tick():
                 pass
         return []

@@ -114,7 +114,7 @@ TOO_SHORT: Final = 64.0
 FADING: Final = 0.9  # Decay of the usual norm per round, so that it follows a falling learning rate but resists a liar
 
 # Largest distance between anchors, in rounds like ours, with a margin for momentum and faster replicas
-ASTRAY: Final = 8.0
+DRIFT_LIMIT: Final = 8.0
 FEWEST_APART: Final = 2.0  # Rounds by which two anchors may always differ
 NEWS: Final = 0.1  # Weight of the latest interval between rounds in its mean
 
@@ -197,7 +197,7 @@ class AnchorDrift:
         if not self._between_s or self._shared_at is None:
             return math.inf
         rounds = max(FEWEST_APART, (at - self._shared_at) / self._between_s)
-        return ASTRAY * self._length * rounds
+        return DRIFT_LIMIT * self._length * rounds
 
 
 def _norm_per_token(entry: Entry) -> float:

@@ -387,13 +387,17 @@ def test_a_version_that_cannot_be_had_is_tried_again_later() -> None:
     assert events.CatchUp in kinds(desk.wait(4.0))
 
 
-ASTRAY = AnchorVersion(6, 60, 60_000, 0, b"a" * 32)
+IMPLAUSIBLE = AnchorVersion(6, 60, 60_000, 0, b"a" * 32)
 
 
 def four_alone() -> tuple[Desk, list[Action]]:
     """B and C have each gone on by themselves, and D twice as far; what follows of that."""
     desk = Desk()
-    for peer, version in ((B, replace(RESULT, digest=b"b" * 32)), (C, replace(RESULT, digest=b"c" * 32)), (D, ASTRAY)):
+    for peer, version in (
+        (B, replace(RESULT, digest=b"b" * 32)),
+        (C, replace(RESULT, digest=b"c" * 32)),
+        (D, IMPLAUSIBLE),
+    ):
         desk.hear(peer, Progress(MODULE, version, 0, 0))
     return desk, desk.wait(4.0)
 
@@ -402,15 +406,15 @@ def test_of_as_many_the_greater_is_got_and_held_against_ours() -> None:
     _, actions = four_alone()
     assert [action for action in actions if isinstance(action, events.CatchUp)] == [
         events.CatchUp(
-            ASTRAY, (D,), "1 replicas have round 6, 1 have ours (a tie, and it has more tokens)", by_most=False
+            IMPLAUSIBLE, (D,), "1 replicas have round 6, 1 have ours (a tie, and it has more tokens)", by_most=False
         )
     ]
 
 
 def test_who_stands_farther_away_than_can_be_is_not_followed_nor_invited_whatever_it_stands_on_next() -> None:
     desk, _ = four_alone()
-    desk.feed(events.CatchUpFailed(ASTRAY, "too far", (D,)))
-    desk.hear(D, Progress(MODULE, replace(ASTRAY, round=7, digest=b"d" * 32), 0, 0))
+    desk.feed(events.CatchUpFailed(IMPLAUSIBLE, "too far", (D,)))
+    desk.hear(D, Progress(MODULE, replace(IMPLAUSIBLE, round=7, digest=b"d" * 32), 0, 0))
     caught_up = [action for action in desk.wait(4.0) if isinstance(action, events.CatchUp)]
     assert [action.donors for action in caught_up] == [(C,)], "the next in order of those that are trusted"
     desk.feed(events.CaughtUp(caught_up[0].version))
@@ -424,9 +428,9 @@ def test_who_stands_farther_away_than_can_be_is_not_followed_nor_invited_whateve
 
 def test_where_most_stand_who_is_distrusted_is_followed_too() -> None:
     desk, _ = four_alone()
-    desk.feed(events.CatchUpFailed(ASTRAY, "too far", (D,)))
+    desk.feed(events.CatchUpFailed(IMPLAUSIBLE, "too far", (D,)))
     for peer in (B, C, D):
-        desk.hear(peer, Progress(MODULE, replace(ASTRAY, round=8, digest=b"e" * 32), 0, 0))
+        desk.hear(peer, Progress(MODULE, replace(IMPLAUSIBLE, round=8, digest=b"e" * 32), 0, 0))
     desk.wait(4.0)
     actions = desk.feed(events.CaughtUp(replace(RESULT, digest=b"c" * 32)))
     caught_up = [action for action in actions if isinstance(action, events.CatchUp)]

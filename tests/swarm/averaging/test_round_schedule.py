@@ -32,7 +32,16 @@ from swarm.averaging.schedule import (
     possible,
     standing,
 )
-from swarm.averaging.trust import ASTRAY, FADING, FEWEST_APART, AnchorDrift, UsualLength, mark_of, measured_of, rates
+from swarm.averaging.trust import (
+    DRIFT_LIMIT,
+    FADING,
+    FEWEST_APART,
+    AnchorDrift,
+    UsualLength,
+    mark_of,
+    measured_of,
+    rates,
+)
 from swarm.vocabulary.averaging_messages import Entry, LinkRate, Roster, RoundId, SignedRoster
 from swarm.vocabulary.types import MAX_COUNT, MAX_ROUND, AnchorVersion, Codec, ModuleId, PeerId
 from tests.swarm.averaging.round_world import VirtualSigner
@@ -188,12 +197,14 @@ def test_an_anchor_may_be_as_far_as_the_rounds_since_we_were_together_and_no_far
     drift.committed(2.0, 1.0, 0.0, True, 100.0)
     assert drift.farthest(1e9) == math.inf, "one round says nothing of the time between two"
     drift.committed(3.0, 1.0, 0.0, True, 110.0)
-    assert drift.farthest(110.0) == ASTRAY * 3.0 * FEWEST_APART
-    assert drift.farthest(210.0) == ASTRAY * 3.0 * 10
+    assert drift.farthest(110.0) == DRIFT_LIMIT * 3.0 * FEWEST_APART
+    assert drift.farthest(210.0) == DRIFT_LIMIT * 3.0 * 10
     drift.committed(0.0, 1.0, 0.0, False, 120.0)
-    assert drift.farthest(210.0) == pytest.approx(ASTRAY * FADING * 3.0 * 10), "a round of our own is not one together"
+    assert drift.farthest(210.0) == pytest.approx(DRIFT_LIMIT * FADING * 3.0 * 10), (
+        "a round of our own is not one together"
+    )
     drift.committed(3.0, 2.0, 0.0, True, 210.0)
-    assert drift.farthest(50.0) == ASTRAY * 3.0 * FEWEST_APART, "the computer's clock was set back"
+    assert drift.farthest(50.0) == DRIFT_LIMIT * 3.0 * FEWEST_APART, "the computer's clock was set back"
 
 
 def test_a_replica_that_gets_hardly_any_work_follows_one_that_gets_all_of_it() -> None:
@@ -201,9 +212,11 @@ def test_a_replica_that_gets_hardly_any_work_follows_one_that_gets_all_of_it() -
     drift = AnchorDrift()
     drift.committed(0.05, 0.1, 0.02, True, 100.0)
     drift.committed(0.0, 0.0, 0.02, True, 101.0)
-    assert drift.farthest(111.0) == pytest.approx(ASTRAY * FADING * 0.5 * 10), "ten rounds that the other one had alone"
+    assert drift.farthest(111.0) == pytest.approx(DRIFT_LIMIT * FADING * 0.5 * 10), (
+        "ten rounds that the other one had alone"
+    )
     drift.committed(0.0, 0.0, 0.7, True, 102.0)
-    assert drift.farthest(112.0) == pytest.approx(ASTRAY * 0.7 * 10), "we have none to compare with"
+    assert drift.farthest(112.0) == pytest.approx(DRIFT_LIMIT * 0.7 * 10), "we have none to compare with"
 
 
 def test_an_update_far_too_short_for_its_work_is_known_by_our_own_and_by_the_rounds_before() -> None:
