@@ -252,11 +252,11 @@ class Leader:
         late = [peer for peer, invitee in self.invitees.items() if invitee.answer is Answer.ACCEPTED]
         for peer in late:
             self.invitees[peer].answer = Answer.REFUSED
-        left_out = [SendMessage(peer, Dissolved(self.round, "the roster was fixed without you")) for peer in late]
-        left_out += [
+        excluded = [SendMessage(peer, Dissolved(self.round, "the roster was fixed without you")) for peer in late]
+        excluded += [
             SendMessage(peer, Dissolved(self.round, "your update is far too small for its work")) for peer in short
         ]
-        return left_out + [SendMessage(peer, signed) for peer in entries]
+        return excluded + [SendMessage(peer, signed) for peer in entries]
 
     def _entries(self) -> dict[PeerId, Entry]:
         return {peer: invitee.entry for peer, invitee in self.invitees.items() if invitee.entry is not None}

@@ -32,7 +32,7 @@ class AttemptLog:
         self.commits: dict[RoundId, Commit] = {}
         self._failures = 0
         self.highest: tuple[int, int] = (0, 0)
-        self.left_out: set[PeerId] = set()
+        self.excluded: set[PeerId] = set()
         self.refused: set[PeerId] = set()  # Leaders whose roster we refused; not followed again in this round
         self.doubted: set[PeerId] = set()
         self.rosters: list[Roster] = []
@@ -49,7 +49,7 @@ class AttemptLog:
 
     def follow(self, attempt: RoundId) -> None:
         if attempt.number > self.highest[0]:
-            self.left_out, self.refused, self.doubted = set(), set(), set()
+            self.excluded, self.refused, self.doubted = set(), set(), set()
         self.highest = max(self.highest, (attempt.number, attempt.attempt))
         self.due_since = None
 
@@ -72,7 +72,7 @@ class AttemptLog:
     def new_anchor(self) -> None:
         self._failures = 0
         self.highest, self.quiet_until, self.due_since, self.ended = (0, 0), 0.0, None, None
-        self.left_out, self.refused, self.doubted, self.rosters = set(), set(), set(), []
+        self.excluded, self.refused, self.doubted, self.rosters = set(), set(), set(), []
 
 
 # Time for which a replica's own message outranks its announcement, in seconds: announcements arrive late and reordered

@@ -346,7 +346,7 @@ class RoundMachine:
         view = self._view
         attempt = view.attempt_log.next_attempt(view.module, view.own, view.next_number())
         view.attempt_log.follow(attempt)
-        away = view.attempt_log.left_out | view.penalties.excluded(view.now)
+        away = view.attempt_log.excluded | view.penalties.excluded(view.now)
         invitees = {view.own, *(view.others.serving - away)}
         self._leading = Leader(view, attempt, invitees)
         self._latest = f"opened round {attempt.number} attempt {attempt.attempt}: {why}"
@@ -488,7 +488,7 @@ class RoundMachine:
         accused: Actions = []
         if lie:
             accused = self._accuse(leader, part.round, f"its roster is impossible: {why}")
-            view.attempt_log.left_out.add(leader)
+            view.attempt_log.excluded.add(leader)
         view.attempt_log.refused.add(leader)
         return [*accused, *self._decline(part, DeclineReason.NOT_READY, f"we do not follow {short(leader)}: {why}")]
 
@@ -550,7 +550,7 @@ class RoundMachine:
     def _piece_rejected(self, part: Participation, sender: PeerId) -> Actions:
         part.rejected.add(sender)
         if sender == part.round.convener:
-            self._view.attempt_log.left_out.add(sender)
+            self._view.attempt_log.excluded.add(sender)
             return self._decline(part, DeclineReason.NOT_READY, "the leader sent unusable data")
         return self._tell_leader(part)
 
@@ -647,7 +647,7 @@ class RoundMachine:
     def _try_again(self, leading: Leader, without: frozenset[PeerId], why: str) -> Actions:
         view = self._view
         mute = {peer for peer, invitee in leading.invitees.items() if invitee.answer is Answer.NONE}
-        view.attempt_log.left_out |= without | mute
+        view.attempt_log.excluded |= without | mute
         dissolved = messages.Dissolved(leading.round, f"you were excluded: {why}")
         left: Actions = [SendMessage(peer, dissolved) for peer in sorted(without) if peer != view.own]
         if leading.round.attempt % ATTEMPTS_AT_ONCE == ATTEMPTS_AT_ONCE - 1:
@@ -700,8 +700,8 @@ class RoundMachine:
         peers = view.others.on(view.version, view.now)
         if roster is not None:
             peers = frozenset(roster.peers)
-        view.attempt_log.left_out.add(part.round.convener)
-        candidates = {view.own, *(peers - view.attempt_log.left_out)}
+        view.attempt_log.excluded.add(part.round.convener)
+        candidates = {view.own, *(peers - view.attempt_log.excluded)}
         rank = leader_order(view.module, view.version, part.round.number, candidates).index(view.own)
         # The next leader in order opens at once, later ones after further timeouts.
         patience_s = view.rules.silence_s + rank * view.rules.answer_s

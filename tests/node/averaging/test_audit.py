@@ -66,7 +66,7 @@ def lie_of(monkeypatch: pytest.MonkeyPatch, change: Callable[[Reduction, np.ndar
     monkeypatch.setattr(Reduction, "finish", finish)
 
 
-async def until_left_out(here: Hall, culprit: PeerId, rounds: int = 12) -> None:
+async def until_excluded(here: Hall, culprit: PeerId, rounds: int = 12) -> None:
     """Rounds are held until all others know the culprit for certain, or those who do hold rounds without it, in which
     the rest have nothing to find out; nobody else is caught meanwhile."""
     honest = set(here.replicas) - {culprit}
@@ -143,7 +143,7 @@ async def test_a_reducer_whose_mean_is_another_is_caught_and_left_out(
     lie_of(monkeypatch, lie)
     async with hall(6, inner_steps=INNER, elements=160_000) as here:
         audit_always(here)
-        await until_left_out(here, LIAR)
+        await until_excluded(here, LIAR)
         assert here.agree()
         for replica in here.replicas.values():
             if replica.peer != LIAR and LIAR in certain(here, replica.peer):
@@ -166,7 +166,7 @@ async def test_who_swaps_two_members_weights_is_caught(monkeypatch: pytest.Monke
     monkeypatch.setattr(Reduction, "add", add)
     async with hall(4, inner_steps=INNER, elements=120_000) as here:
         audit_always(here)
-        await until_left_out(here, LIAR)
+        await until_excluded(here, LIAR)
 
 
 async def test_one_piece_of_four_is_found_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +182,7 @@ async def test_one_piece_of_four_is_found_in_the_end(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Reduction, "finish", finish)
     async with hall(3, inner_steps=INNER, elements=120_000) as here:
         audit_always(here)
-        await until_left_out(here, LIAR, rounds=40)
+        await until_excluded(here, LIAR, rounds=40)
 
 
 async def test_a_contributor_that_shows_an_auditor_other_bytes_is_caught() -> None:
@@ -198,7 +198,7 @@ async def test_a_contributor_that_shows_an_auditor_other_bytes_is_caught() -> No
                     np.frombuffer(data, np.float32)[:] *= 2
 
         here.on_piece = on_piece
-        await until_left_out(here, LIAR)
+        await until_excluded(here, LIAR)
 
 
 async def test_a_contributor_that_signs_two_things_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,7 +261,7 @@ async def test_a_reducer_that_cannot_show_signatures_is_caught(monkeypatch: pyte
     monkeypatch.setattr(Auditor, "receive", hear)
     async with hall(3, inner_steps=INNER, elements=120_000) as here:
         audit_always(here)
-        await until_left_out(here, LIAR)
+        await until_excluded(here, LIAR)
 
 
 async def test_a_reducer_that_refuses_audits_is_left_out_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
