@@ -216,8 +216,8 @@ def figures(arm: Arm, task: Task) -> dict[str, float]:
 def standard_library() -> list[int]:
     """Bytes of this Python's modules, without tests and what is installed."""
     root = Path(sysconfig.get_path("stdlib"))
-    left_out = {"test", "tests", "site-packages", "dist-packages"}
-    files = (path for path in sorted(root.rglob("*.py")) if not left_out & set(path.relative_to(root).parts))
+    excluded = {"test", "tests", "site-packages", "dist-packages"}
+    files = (path for path in sorted(root.rglob("*.py")) if not excluded & set(path.relative_to(root).parts))
     return [size for path in files if (size := path.stat().st_size)]
 
 

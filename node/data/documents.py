@@ -210,7 +210,7 @@ class Documents:
         self._source = source
         self._mark = mark or (lambda document: whole_text(document, tokenizer))
         self._seed = seed
-        self._left_out = 0
+        self._skipped = 0
 
     @property
     def files(self) -> int | None:
@@ -271,10 +271,10 @@ class Documents:
         try:
             return self._mark(due.read())
         except (OSError, MalformedDocumentError) as error:
-            self._left_out += 1
-            if self._left_out <= MOST_TOLD:
+            self._skipped += 1
+            if self._skipped <= MOST_TOLD:
                 why = error.strerror if isinstance(error, OSError) else error
-                more = "; further ones are not logged" if self._left_out == MOST_TOLD else ""
+                more = "; further ones are not logged" if self._skipped == MOST_TOLD else ""
                 logger.warning("excluding document %s: %s%s", due.name, why, more)
             return Marked(np.empty(0, dtype=np.int64))
 

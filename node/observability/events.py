@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import astuple, dataclass, field
 from typing import ClassVar, Literal, Protocol
 
-from node.observability.typed_json import LEFT_OUT
+from node.observability.typed_json import OMITTED_IF_NONE
 from swarm.workload.microbatch_sizes import SizeSummary
 
 
@@ -56,7 +56,7 @@ class Step:
     tokens_per_s: float
     peer: str
     """The data node; `swarm` for several, empty for solo."""
-    sizes: SizeSummary | None = field(default=None, metadata=LEFT_OUT)
+    sizes: SizeSummary | None = field(default=None, metadata=OMITTED_IF_NONE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,9 +185,9 @@ class Completed:
     microbatch: str
     hops: tuple[str, ...]
     """`module@peer` each, including repairs, without stage 0."""
-    tokens: int | None = field(default=None, metadata=LEFT_OUT)
+    tokens: int | None = field(default=None, metadata=OMITTED_IF_NONE)
     """Null in older logs."""
-    route: tuple[int, ...] | None = field(default=None, metadata=LEFT_OUT)
+    route: tuple[int, ...] | None = field(default=None, metadata=OMITTED_IF_NONE)
     """Experts of its documents. `hops` differs where an expert was unserved."""
 
 

@@ -10,7 +10,7 @@ from functools import reduce
 from typing import Any
 
 from node.observability.events import MicrobatchCounts
-from node.observability.typed_json import LEFT_OUT, from_json
+from node.observability.typed_json import OMITTED_IF_NONE, from_json
 from swarm.vocabulary.errors import ProtocolViolation
 from swarm.vocabulary.types import MAX_COUNT
 from swarm.workload.microbatch_sizes import SizeSummary
@@ -77,8 +77,8 @@ class LinkStatus:
     """Codecs of the link to one peer; None if nothing was sent yet."""
 
     bytes_per_s: float = 0.0
-    activations: CodecChoice | None = field(default=None, metadata=LEFT_OUT)
-    gradients: CodecChoice | None = field(default=None, metadata=LEFT_OUT)
+    activations: CodecChoice | None = field(default=None, metadata=OMITTED_IF_NONE)
+    gradients: CodecChoice | None = field(default=None, metadata=OMITTED_IF_NONE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,15 +179,15 @@ class Account:
     measured: tuple[str, ...] = ()
     """Peers whose visits this data node completed recently."""
     paths: PathStatus | None = None
-    sizes: SizeSummary | None = field(default=None, metadata=LEFT_OUT)
-    window: WindowStatus | None = field(default=None, metadata=LEFT_OUT)
-    module_visits: dict[str, int] | None = field(default=None, metadata=LEFT_OUT)
+    sizes: SizeSummary | None = field(default=None, metadata=OMITTED_IF_NONE)
+    window: WindowStatus | None = field(default=None, metadata=OMITTED_IF_NONE)
+    module_visits: dict[str, int] | None = field(default=None, metadata=OMITTED_IF_NONE)
     """Completed visits by module, in a run with experts."""
-    rerouted: dict[str, int] | None = field(default=None, metadata=LEFT_OUT)
+    rerouted: dict[str, int] | None = field(default=None, metadata=OMITTED_IF_NONE)
     """Visits that went to another expert, by the replaced module."""
-    routes: tuple[RouteStatus, ...] | None = field(default=None, metadata=LEFT_OUT)
-    weights: WeightsStatus | None = field(default=None, metadata=LEFT_OUT)
-    moments: MomentsStatus | None = field(default=None, metadata=LEFT_OUT)
+    routes: tuple[RouteStatus, ...] | None = field(default=None, metadata=OMITTED_IF_NONE)
+    weights: WeightsStatus | None = field(default=None, metadata=OMITTED_IF_NONE)
+    moments: MomentsStatus | None = field(default=None, metadata=OMITTED_IF_NONE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,7 +212,7 @@ class Status(Account):
     accused: tuple[Accusation, ...] = ()
     catching_up: DownloadStatus | None = None
     codecs: CodecStatus = field(default_factory=CodecStatus)
-    compute: ComputeStatus | None = field(default=None, metadata=LEFT_OUT)
+    compute: ComputeStatus | None = field(default=None, metadata=OMITTED_IF_NONE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,8 +254,8 @@ class SwarmStatus:
     microbatches: MicrobatchCounts = field(default_factory=MicrobatchCounts)
     waiting_for: tuple[str, ...] = ()
     peers: tuple[PeerStatus, ...] = ()
-    modules: tuple[str, ...] | None = field(default=None, metadata=LEFT_OUT)
-    routes: tuple[RouteStatus, ...] | None = field(default=None, metadata=LEFT_OUT)
+    modules: tuple[str, ...] | None = field(default=None, metadata=OMITTED_IF_NONE)
+    routes: tuple[RouteStatus, ...] | None = field(default=None, metadata=OMITTED_IF_NONE)
 
     @property
     def too_few_peers(self) -> str | None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 MAX_INTEGER: Final = 2**63
 # Fields that came later are left out while None, so that older output stays the same.
-LEFT_OUT: Final = {"left_out": True}
+OMITTED_IF_NONE: Final = {"omitted_if_none": True}
 
 Read = TypeVar("Read")
 
@@ -26,7 +26,7 @@ def to_json(value: Any) -> Any:
     """Converts a value to types that `json.dumps` accepts. Infinity and NaN become None."""
     if dataclasses.is_dataclass(value):
         fields = ((field, getattr(value, field.name)) for field in dataclasses.fields(value))
-        return {f.name: to_json(item) for f, item in fields if item is not None or "left_out" not in f.metadata}
+        return {f.name: to_json(item) for f, item in fields if item is not None or "omitted_if_none" not in f.metadata}
     if isinstance(value, dict):
         return {key: to_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

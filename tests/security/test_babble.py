@@ -87,9 +87,9 @@ class Babbler:
         """Every field, with what fits its type and, often, its name."""
         chooser = self._random
         groups = [[f.name for f in group.fields] for group in message.DESCRIPTOR.oneofs]
-        left_out = {name for group in groups for name in group if name != chooser.choice(group)}
+        excluded = {name for group in groups for name in group if name != chooser.choice(group)}
         for field in message.DESCRIPTOR.fields:
-            if field.name in left_out:
+            if field.name in excluded:
                 continue
             if field.message_type is not None and field.message_type.name == "TensorHeader":
                 self._fill_header(getattr(message, field.name), message.DESCRIPTOR.name)

@@ -30,16 +30,16 @@ async def test_data_nodes_go_round_a_replica_whose_microbatches_have_greater_los
         watch = Watch(swarm)
         liar = next(PeerId(peer.peer) for peer in swarm.peers if peer.index == LIAR)
 
-        def left_out(event: Event) -> bool:
+        def excluded(event: Event) -> bool:
             return isinstance(event, Note) and "excluded from paths" in event.message
 
-        found = await watch.until(left_out)
+        found = await watch.until(excluded)
         assert isinstance(found, Note)
         assert short(liar) in found.message
         await watch.step(swarm.progress.step + 40)
         await swarm.stop()
     events = events_of(logs)
-    alarm = next(index for index, event in enumerate(events) if left_out(event))
+    alarm = next(index for index, event in enumerate(events) if excluded(event))
     completed = [event for event in events[alarm:] if isinstance(event, Completed)]
     under_way = manifest.microbatches_per_step * (1 + manifest.training.staleness)
     assert len(completed) > 4 * under_way
