@@ -159,7 +159,7 @@ class TensorCounter:
     def broken_off(self, sender: PeerId, message: TensorMessage, buffer: memoryview, *error: PeerError) -> None:
         self._free.append(buffer)
 
-    def told(self, sender: PeerId, message: Any) -> None:
+    def received_control(self, sender: PeerId, message: Any) -> None:
         self.whole.set()
 
 

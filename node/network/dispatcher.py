@@ -111,7 +111,7 @@ class Dispatcher:
             case Topic.ROUNDS:
                 return self._is_replica(sender)
 
-    def told(self, sender: PeerId, message: ControlMessage) -> None:
+    def received_control(self, sender: PeerId, message: ControlMessage) -> None:
         receive = self._messages.get(type(message))
         if receive is not None:
             receive(sender, message)

@@ -150,7 +150,7 @@ class LinkHandler(Protocol):
     def minds(self, sender: PeerId, topic: Topic) -> bool:
         """Whether this peer may send messages on the topic. Called before a frame is decoded."""
 
-    def told(self, sender: PeerId, message: ControlMessage) -> None: ...
+    def received_control(self, sender: PeerId, message: ControlMessage) -> None: ...
 
     def announced(self, sender: PeerId, record: bytes) -> None:
         """Takes the peer's signed record, unverified."""

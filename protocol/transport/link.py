@@ -595,7 +595,7 @@ class Link:
             case Hello():
                 raise ProtocolViolation("a second Hello on one stream")
             case _:
-                self._handler.told(self.peer, frame)
+                self._handler.received_control(self.peer, frame)
 
     def _cancelled(self, transfer: int) -> None:
         if self._inbox.owns(transfer):

@@ -490,7 +490,7 @@ class MemoryWire:
 
     async def tell(self, peer: PeerId, message: object) -> None:
         await self._reach(peer)
-        self._hall.replicas[peer].dispatcher.told(self._own, message)  # type: ignore[arg-type]
+        self._hall.replicas[peer].dispatcher.received_control(self._own, message)  # type: ignore[arg-type]
 
     async def ask(self, peer: PeerId, question: Question, timeout_s: float) -> bytes:
         raise Unreachable("nobody answers questions here")

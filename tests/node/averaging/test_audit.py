@@ -223,7 +223,7 @@ async def test_a_contributor_that_signs_two_things_is_caught(monkeypatch: pytest
         other = replace(other, signature=liar._means.signatures.sign(message, other.hash))
         shown = (other, here.replicas[victim].runner.auditor._records[-1].own[piece])
         accusation = Accusation(message.round, message.first_chunk, message.end_chunk, shown)
-        here.replicas[victim].dispatcher.told(LIAR, accusation)
+        here.replicas[victim].dispatcher.received_control(LIAR, accusation)
         await here.until(lambda: here.replicas[victim].accused)
         assert certain(here, victim) == {LIAR}
         assert "two different" in here.replicas[victim].accused[0].why
@@ -297,7 +297,7 @@ async def test_slander_costs_the_slanderer(monkeypatch: pytest.MonkeyPatch) -> N
             message = auditor._records[-1].plan.contribution(piece)
             before = auditor.verdicts
             for _ in range(3):  # only the first in a round is heard
-                here.replicas[victim].dispatcher.told(
+                here.replicas[victim].dispatcher.received_control(
                     LIAR, Accusation(message.round, message.first_chunk, message.end_chunk, ())
                 )
             await here.until(lambda: auditor.verdicts > before and not auditor.busy)  # noqa: B023
@@ -315,7 +315,7 @@ async def test_an_accusation_with_signatures_that_do_not_hold_costs_its_author()
         piece = auditor._records[-1].plan.shards[slandered][0]
         message = auditor._records[-1].plan.contribution(piece)
         forged = replace(auditor._records[-1].own[piece], hash=bytes(32))
-        here.replicas[victim].dispatcher.told(
+        here.replicas[victim].dispatcher.received_control(
             LIAR, Accusation(message.round, message.first_chunk, message.end_chunk, (forged,))
         )
         await here.until(lambda: here.replicas[victim].accused)

@@ -155,7 +155,7 @@ def test_small_messages_go_to_whom_they_concern() -> None:
     receives = dispatcher()
     with at_work(receives) as (microbatches, rounds):
         for word in (Close(MICROBATCH, "over"), *ROUND_WORDS):
-            receives.told(A, word)  # type: ignore[arg-type]
+            receives.received_control(A, word)  # type: ignore[arg-type]
     assert microbatches.calls == [("receive", (A, Close(MICROBATCH, "over")))]
     assert rounds.calls == [("receive", (A, word)) for word in ROUND_WORDS]
 
@@ -196,8 +196,8 @@ def test_without_a_module_tensors_are_refused_and_the_rest_is_ignored(message: T
     assert receives.admit(A, message, TENSOR) == Refusal(False, "this node has no receiver for this message")
     receives.received(A, message, TENSOR, BUFFER)
     receives.broken_off(A, message, BUFFER, ERROR)
-    receives.told(A, Close(MICROBATCH, "over"))
-    receives.told(A, ROUND_WORDS[0])  # type: ignore[arg-type]
+    receives.received_control(A, Close(MICROBATCH, "over"))
+    receives.received_control(A, ROUND_WORDS[0])  # type: ignore[arg-type]
     receives.link_down(A, ERROR)
 
 

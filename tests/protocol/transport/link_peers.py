@@ -74,7 +74,7 @@ class Recorder:
     def broken_off(self, sender: PeerId, message: TensorMessage, buffer: memoryview, error: PeerError) -> None:
         self.broken.append((message, error))
 
-    def told(self, sender: PeerId, message: ControlMessage) -> None:
+    def received_control(self, sender: PeerId, message: ControlMessage) -> None:
         self.messages.append((sender, message))
 
     def announced(self, sender: PeerId, record: bytes) -> None:

@@ -381,7 +381,7 @@ async def test_an_error_in_the_block_comes_out_as_it_is() -> None:
 
 async def test_a_broken_handler_ends_the_transport() -> None:
     class Broken(Recorder):
-        def told(self, sender: PeerId, message: object) -> None:
+        def received_control(self, sender: PeerId, message: object) -> None:
             raise LookupError("a bug")
 
     async def serve_and_be_told() -> None:
