@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from node.context.options import LogLevel, NodeOptions, without_settings
-from node.data.deployments import as_written
+from node.data.local_paths import as_written
 from node.experts.router import router_file
 from node.model.moments import MomentType
 from protocol.identity.keys import Identity
