@@ -189,7 +189,7 @@ async def confirm_batches(transport: Any, counter: TensorCounter) -> None:
     """Confirms each whole batch to its sender, until cancelled."""
     while True:
         peer = await counter.batches.get()
-        await transport.tell(peer, Close(MicrobatchId(peer, 0), "whole"))
+        await transport.send_control(peer, Close(MicrobatchId(peer, 0), "whole"))
 
 
 async def send_batches(transport: Any, counter: TensorCounter, own: PeerId, peer: PeerId, batches: int) -> list[float]:

@@ -179,10 +179,10 @@ def _lie_as_reducer(liar: Liar) -> None:
 
 
 def _lie_in_messages(liar: Liar) -> None:
-    tell_honestly, send_honestly = GrpcTransport.tell, GrpcTransport.send
+    send_control_honestly, send_honestly = GrpcTransport.send_control, GrpcTransport.send
 
-    async def tell(self: GrpcTransport, peer: PeerId, message: ControlMessage) -> None:
-        await tell_honestly(self, peer, _told(liar, peer, message))
+    async def send_control(self: GrpcTransport, peer: PeerId, message: ControlMessage) -> None:
+        await send_control_honestly(self, peer, _changed(liar, peer, message))
 
     async def send(
         self: GrpcTransport, peer: PeerId, message: TensorMessage, tensor: TensorSpec, data: memoryview
@@ -194,10 +194,10 @@ def _lie_in_messages(liar: Liar) -> None:
         )
         await send_honestly(self, peer, message, tensor, memoryview(os.urandom(data.nbytes)) if other_bytes else data)
 
-    _replace(GrpcTransport, tell=tell, send=send)
+    _replace(GrpcTransport, send_control=send_control, send=send)
 
 
-def _told(liar: Liar, peer: PeerId, message: ControlMessage) -> ControlMessage:
+def _changed(liar: Liar, peer: PeerId, message: ControlMessage) -> ControlMessage:
     """Returns the message that replaces an honest one."""
     match message:
         case SignedRoster(entries=entries) if liar.tells("omits a member from its rosters"):

@@ -98,7 +98,7 @@ class MachineRunner(ABC, Generic[Event, Action]):
 
     async def _send(self, to: PeerId, message: ControlMessage) -> None:
         try:
-            await self.transport.tell(to, message)
+            await self.transport.send_control(to, message)
         except PeerError as error:
             log.debug("cannot send %s to %s: %s", type(message).__name__, to, error)
             self._not_sent(to, error)

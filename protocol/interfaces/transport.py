@@ -181,7 +181,7 @@ class Transport(Protocol):
         Raises Unreachable, Stalled, Rejected, StaleVersion.
         """
 
-    async def tell(self, peer: PeerId, message: ControlMessage) -> None:
+    async def send_control(self, peer: PeerId, message: ControlMessage) -> None:
         """Sends a small message, after dialling if necessary. Raises as `send`."""
 
     async def ask(self, peer: PeerId, question: Question, timeout_s: float) -> bytes:

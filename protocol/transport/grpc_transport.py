@@ -113,8 +113,8 @@ class GrpcTransport:
     async def send(self, peer: PeerId, message: TensorMessage, tensor: TensorSpec, data: memoryview) -> None:
         await (await self._link_to(peer)).send(message, tensor, data)
 
-    async def tell(self, peer: PeerId, message: ControlMessage) -> None:
-        await (await self._link_to(peer)).tell(message)
+    async def send_control(self, peer: PeerId, message: ControlMessage) -> None:
+        await (await self._link_to(peer)).send_control(message)
 
     async def ask(self, peer: PeerId, question: Question, timeout_s: float) -> bytes:
         return await (await self._link_to(peer)).ask(question, timeout_s)

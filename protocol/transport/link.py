@@ -485,7 +485,7 @@ class Link:
             self.say(Ping(self._meter.ping_after(number)))
             self._patience.exchanged(_hops_of(message))
 
-    async def tell(self, message: ControlMessage) -> None:
+    async def send_control(self, message: ControlMessage) -> None:
         await self.outbox.put(encode(message))
 
     async def ask(self, question: Question, timeout_s: float) -> bytes:

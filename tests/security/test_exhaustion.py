@@ -166,7 +166,7 @@ async def test_what_grpc_has_compressed_is_not_taken() -> None:
                 await stream.farewell()
         assert server.handler.ups == []
         honest.persona.knows(server.persona, server.port)
-        await honest.transport.tell(server.peer, Close(MicrobatchId(honest.peer, 0), ""))
+        await honest.transport.send_control(server.peer, Close(MicrobatchId(honest.peer, 0), ""))
 
 
 SILENT, LYING = 10, 4
@@ -211,7 +211,7 @@ async def beside(session: NetworkSession, targets: Targets, handler: Recorder) -
     known = session.own.announcement()
     persona.book.contacts[known.peer] = Contact(known.peer, known.addresses, known.certificate)
     async with node(persona, handler=handler, settings=SETTINGS) as impostor:
-        await impostor.transport.tell(known.peer, Close(MicrobatchId(persona.peer, 0), ""))
+        await impostor.transport.send_control(known.peer, Close(MicrobatchId(persona.peer, 0), ""))
         impostor.transport.announce(targets.record(persona, ModuleId(1), addresses=(address_of(impostor),)))
         yield persona.peer
 
@@ -290,8 +290,8 @@ async def test_forged_news_of_others_microbatches_changes_nothing(scene: Siege) 
         first, started = scene.first_number(), await _started(intruder, data_node)
         for number in range(max(0, started - 10), started + 30):
             for lie in lies_about(MicrobatchId(data_node, first + number), intruder.peer):
-                await intruder.transport.tell(data_node, lie)
-                await intruder.transport.tell(victim, lie)
+                await intruder.transport.send_control(data_node, lie)
+                await intruder.transport.send_control(victim, lie)
         await scene.goes_on()
 
 
@@ -393,7 +393,7 @@ async def test_a_stranger_has_no_word_in_rounds(scene: Siege) -> None:
     async with scene.targets.peer() as intruder:
         for convener in (intruder.peer, scene.targets.victim.peer):
             for lie in lies(scene, intruder.peer, convener):
-                await intruder.transport.tell(scene.targets.victim.peer, lie)
+                await intruder.transport.send_control(scene.targets.victim.peer, lie)
         committed = await scene.holds_a_round()
     assert intruder.peer not in committed.members
     assert committed.round < versions(scene)[1].round

@@ -110,7 +110,7 @@ async def test_a_hello_is_worth_nothing_to_who_has_heard_it() -> None:
     ):
         victim.persona.knows(listener, port)
         with pytest.raises(PeerError):
-            await victim.transport.tell(listener.peer, Close(MicrobatchId(victim.peer, 0), ""))
+            await victim.transport.send_control(listener.peer, Close(MicrobatchId(victim.peer, 0), ""))
         assert isinstance(decode(heard[0]), Hello)
         contact = server.persona.contact(server.port)
         async with hostile_stream(contact, listener, introduced=False) as stream:
@@ -133,7 +133,7 @@ async def test_what_a_dialled_peer_says_through_grpc_cannot_draw(detail: str) ->
         async with node() as caller:
             caller.persona.knows(persona, port)
             with pytest.raises(Rejected) as raised:
-                await caller.transport.tell(persona.peer, Close(MicrobatchId(caller.peer, 0), ""))
+                await caller.transport.send_control(persona.peer, Close(MicrobatchId(caller.peer, 0), ""))
             assert str(raised.value).isprintable()
     finally:
         await server.stop(0)

@@ -50,7 +50,7 @@ class FalseHop(Recorder):
 
     def say(self, to: PeerId, message: Receipt) -> None:
         assert self.node is not None
-        self._spawn(self.node.transport.tell(to, message))
+        self._spawn(self.node.transport.send_control(to, message))
 
     def send(self, to: PeerId, message: Forward | Backward, tensor: TensorSpec, data: bytes) -> None:
         assert self.node is not None

@@ -194,7 +194,7 @@ class Donor:
 
     async def _send_refusal(self, peer: PeerId, refused: StateRefused) -> None:
         try:
-            await self._transport.tell(peer, refused)
+            await self._transport.send_control(peer, refused)
         except PeerError as error:
             log.debug("could not send %s a refusal: %s", short(peer), error)
         finally:

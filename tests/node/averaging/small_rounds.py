@@ -153,7 +153,7 @@ class Wire:
         admitted[:] = octets
         there.arrivals.received(self._own, message, admitted)
 
-    async def tell(self, peer: PeerId, message: ControlMessage) -> None:
+    async def send_control(self, peer: PeerId, message: ControlMessage) -> None:
         raise Unreachable("nothing is told here")
 
     async def ask(self, peer: PeerId, question: Question, timeout_s: float) -> bytes:
@@ -488,7 +488,7 @@ class MemoryWire:
             admitted[:] = octets
             there.received(self._own, message, tensor, admitted)  # type: ignore[arg-type]
 
-    async def tell(self, peer: PeerId, message: object) -> None:
+    async def send_control(self, peer: PeerId, message: object) -> None:
         await self._reach(peer)
         self._hall.replicas[peer].dispatcher.received_control(self._own, message)  # type: ignore[arg-type]
 

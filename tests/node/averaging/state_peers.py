@@ -91,10 +91,10 @@ class FaultyTransport:
         self._faults.codecs[tensor.codec] += 1
         await self._inner.send(peer, message, tensor, data)
 
-    async def tell(self, peer: PeerId, message: ControlMessage) -> None:
+    async def send_control(self, peer: PeerId, message: ControlMessage) -> None:
         if isinstance(message, StateRefused):
             self._faults.refused.append(message)
-        await self._inner.tell(peer, message)
+        await self._inner.send_control(peer, message)
 
     async def ask(self, peer: PeerId, question: Question, timeout_s: float) -> bytes:
         return await self._inner.ask(peer, question, timeout_s)

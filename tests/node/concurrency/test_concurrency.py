@@ -255,7 +255,7 @@ class Wire:
         self.open = asyncio.Event()
         self.sent: list[PeerId] = []
 
-    async def tell(self, peer: PeerId, message: Any) -> None:
+    async def send_control(self, peer: PeerId, message: Any) -> None:
         await self.open.wait()
         if peer == B:
             raise Unreachable("b is gone")

@@ -321,7 +321,7 @@ class MemoryTransport:
         admitted[:] = data
         there.received(self._own, message, tensor, admitted)
 
-    async def tell(self, peer: PeerId, message: MicrobatchControl) -> None:
+    async def send_control(self, peer: PeerId, message: MicrobatchControl) -> None:
         await self._reach(peer)
         if not self._swarm.lost_messages(self._own, peer, message):
             self._swarm[peer].runner.receive(self._own, message)

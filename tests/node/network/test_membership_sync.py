@@ -49,7 +49,7 @@ class Links:
     async def send(self, peer: PeerId, message: TensorMessage, tensor: TensorSpec, data: memoryview) -> None:
         raise AssertionError("nobody sends tensors here")
 
-    async def tell(self, peer: PeerId, message: ControlMessage) -> None:
+    async def send_control(self, peer: PeerId, message: ControlMessage) -> None:
         raise AssertionError("nobody tells anything here")
 
     def figures(self) -> dict[PeerId, LinkFigures]:

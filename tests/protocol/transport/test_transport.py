@@ -137,7 +137,7 @@ async def test_a_backward_message_keeps_its_route() -> None:
 async def test_small_messages_keep_their_order() -> None:
     async with two_nodes() as (left, right):
         for number in range(100):
-            await left.transport.tell(right.peer, close_of(left.peer, number))
+            await left.transport.send_control(right.peer, close_of(left.peer, number))
         await right.handler.until(lambda: len(right.handler.messages) == 100)
         assert right.handler.messages == [(left.peer, close_of(left.peer, n)) for n in range(100)]
 
@@ -146,7 +146,7 @@ async def test_hello_carries_the_record_and_announce_updates_it() -> None:
     left_persona, right_persona = Persona(), Persona()
     async with node(left_persona, record=b"left") as left, node(right_persona, record=b"right") as right:
         introduce(left, right)
-        await left.transport.tell(right.peer, close_of(left.peer))
+        await left.transport.send_control(right.peer, close_of(left.peer))
         left.transport.announce(b"")  # none that could be said: nothing that a peer would have to end the link for
         left.transport.announce(b"left, later")
         await right.handler.until(lambda: len(right.handler.records) == 2)
@@ -244,7 +244,7 @@ async def test_leaving_tells_the_peers_and_ends_what_was_under_way() -> None:
     async with node() as right:
         async with node() as left:
             introduce(left, right)
-            await left.transport.tell(right.peer, close_of(left.peer))
+            await left.transport.send_control(right.peer, close_of(left.peer))
             left.handler.answer_gate = asyncio.Event()
             asked = asyncio.create_task(right.transport.ask(left.peer, Question(QuestionAbout.STATUS), 30))
             await right.handler.until(lambda: right.handler.ups)
@@ -253,7 +253,7 @@ async def test_leaving_tells_the_peers_and_ends_what_was_under_way() -> None:
         assert [peer for peer, _ in right.handler.downs] == [left.peer]
         assert right.transport.figures() == {}
         with pytest.raises(Unreachable):
-            await right.transport.tell(left.peer, close_of(right.peer))
+            await right.transport.send_control(left.peer, close_of(right.peer))
 
 
 async def test_leaving_leaves_no_task_behind() -> None:
@@ -298,11 +298,11 @@ async def test_a_second_stream_from_the_peer_that_loses_is_a_duplicate() -> None
     smaller, larger = sorted((Persona(), Persona()), key=lambda persona: persona.peer)
     async with node(smaller) as left, node(larger) as right:
         introduce(left, right)
-        await left.transport.tell(right.peer, close_of(left.peer))
+        await left.transport.send_control(right.peer, close_of(left.peer))
         async with bare_stream(larger, left, introduced=False) as stream:
             await stream.say(replace(hello_of(larger), incarnation=right.transport.incarnation))
             assert await stream.farewell() == Farewell(FarewellReason.DUPLICATE)
-        await left.transport.tell(right.peer, close_of(left.peer, 1))
+        await left.transport.send_control(right.peer, close_of(left.peer, 1))
         await right.handler.until(lambda: len(right.handler.messages) == 2)
 
 
@@ -346,11 +346,11 @@ async def test_a_peer_that_has_lost_its_end_replaces_the_link() -> None:
         node(persona) as reborn,
     ):
         introduce(server, reborn)
-        await reborn.transport.tell(server.peer, close_of(reborn.peer, 1))
+        await reborn.transport.send_control(server.peer, close_of(reborn.peer, 1))
         await server.handler.until(lambda: server.handler.messages)
         assert server.handler.ups == [persona.peer, persona.peer]
         assert [peer for peer, _ in server.handler.downs] == [persona.peer]
-        await server.transport.tell(persona.peer, close_of(server.peer))
+        await server.transport.send_control(persona.peer, close_of(server.peer))
         await reborn.handler.until(lambda: reborn.handler.messages)
 
 
@@ -365,12 +365,12 @@ async def test_links_are_limited() -> None:
     async with node(settings=with_settings(max_links=1)) as server, node() as first, node() as second:
         introduce(server, first)
         introduce(server, second)
-        await first.transport.tell(server.peer, close_of(first.peer))
+        await first.transport.send_control(server.peer, close_of(first.peer))
         with pytest.raises(Unreachable, match="no room"):
-            await second.transport.tell(server.peer, close_of(second.peer))
+            await second.transport.send_control(server.peer, close_of(second.peer))
         with pytest.raises(Unreachable, match="links are in use"):
-            await server.transport.tell(second.peer, close_of(server.peer))
-        await server.transport.tell(first.peer, close_of(server.peer))
+            await server.transport.send_control(second.peer, close_of(server.peer))
+        await server.transport.send_control(first.peer, close_of(server.peer))
 
 
 async def test_an_error_in_the_block_comes_out_as_it_is() -> None:
@@ -387,7 +387,7 @@ async def test_a_broken_handler_ends_the_transport() -> None:
     async def serve_and_be_told() -> None:
         async with node() as left, node(handler=Broken()) as right:
             introduce(left, right)
-            await left.transport.tell(right.peer, close_of(left.peer))
+            await left.transport.send_control(right.peer, close_of(left.peer))
             await asyncio.sleep(20)
 
     with pytest.raises(ExceptionGroup) as raised:
@@ -422,7 +422,7 @@ async def peer_process(own: Node, *arguments: str) -> AsyncIterator[tuple[asynci
         assert process.stdout is not None
         other = contact_from_json((await process.stdout.readline()).decode())
         own.persona.book.contacts[other.peer] = other
-        await own.transport.tell(other.peer, Close(MicrobatchId(own.peer, 0), ""))
+        await own.transport.send_control(other.peer, Close(MicrobatchId(own.peer, 0), ""))
         yield process, other
     finally:
         with suppress(ProcessLookupError):
@@ -451,7 +451,7 @@ async def test_a_killed_receiver_fails_the_send_and_the_question_at_once() -> No
         assert [peer for peer, _ in own.handler.downs] == [other.peer]
         assert isinstance(own.handler.downs[0][1], Unreachable)
         with pytest.raises(Unreachable):
-            await own.transport.tell(other.peer, Close(MicrobatchId(own.peer, 0), ""))
+            await own.transport.send_control(other.peer, Close(MicrobatchId(own.peer, 0), ""))
 
 
 async def test_a_stopped_receiver_is_noticed_although_its_sockets_stay_open() -> None:
@@ -490,7 +490,7 @@ def greeting(peer: PeerId) -> Close:
 async def test_a_caller_nobody_has_heard_of_is_let_in_and_its_record_handed_on() -> None:
     async with node() as server, node(record=b"who I am") as stranger:
         stranger.persona.knows(server.persona, server.port)
-        await stranger.transport.tell(server.peer, greeting(stranger.peer))
+        await stranger.transport.send_control(server.peer, greeting(stranger.peer))
         await server.handler.until(lambda: server.handler.messages)
         assert server.handler.ups == [stranger.peer]
         assert server.handler.records == [(stranger.peer, b"who I am")]
@@ -502,13 +502,13 @@ async def test_a_restarted_caller_gets_in_at_once_with_its_new_certificate() -> 
         former = Persona()
         async with node(former) as caller:
             introduce(server, caller)
-            await caller.transport.tell(server.peer, greeting(caller.peer))
+            await caller.transport.send_control(server.peer, greeting(caller.peer))
             await server.handler.until(lambda: server.handler.messages)
         reborn = Persona(former.identity)
         assert reborn.credentials.certificate_der != former.credentials.certificate_der
         async with node(reborn) as caller:
             reborn.knows(server.persona, server.port)
-            await caller.transport.tell(server.peer, greeting(caller.peer))
+            await caller.transport.send_control(server.peer, greeting(caller.peer))
             await server.handler.until(lambda: len(server.handler.messages) == 2)
         assert server.handler.ups == [former.peer, former.peer]
 
@@ -518,7 +518,7 @@ async def test_a_peer_of_another_run_gets_no_link_whoever_dials() -> None:
         introduce(server, other)
         for dialling, dialled in ((server, other), (other, server)):
             with pytest.raises(Unreachable, match="another run"):
-                await dialling.transport.tell(dialled.peer, greeting(dialling.peer))
+                await dialling.transport.send_control(dialled.peer, greeting(dialling.peer))
         assert server.handler.ups == other.handler.ups == []
 
 
@@ -555,7 +555,7 @@ async def test_a_peer_that_proves_to_be_another_is_rejected_by_who_dials() -> No
         expected = Persona()
         caller.persona.knows(expected, server.port)
         with pytest.raises(Rejected, match="another peer"):
-            await caller.transport.tell(expected.peer, greeting(caller.peer))
+            await caller.transport.send_control(expected.peer, greeting(caller.peer))
         assert server.handler.ups == []
 
 
@@ -567,7 +567,7 @@ async def server_and_honest(**settings: Any) -> AsyncIterator[tuple[Node, Node]]
     """A server and an honest peer linked to it, which must go on whatever the test does."""
     async with node(settings=with_settings(**settings)) as server, node() as honest:
         introduce(server, honest)
-        await honest.transport.tell(server.peer, Close(MicrobatchId(honest.peer, 0), "hello"))
+        await honest.transport.send_control(server.peer, Close(MicrobatchId(honest.peer, 0), "hello"))
         yield server, honest
         server.handler.admit_error = server.handler.refusal = None
         data = pattern(FLOATS, 9)
@@ -862,7 +862,9 @@ async def test_a_peer_that_does_not_read_makes_senders_wait_and_holds_no_memory(
         ]
         await standstill(lambda: server.transport.figures()[hostile.peer].sent_bytes)
         tells = [
-            asyncio.create_task(server.transport.tell(hostile.peer, Close(MicrobatchId(server.peer, n), "x" * 256)))
+            asyncio.create_task(
+                server.transport.send_control(hostile.peer, Close(MicrobatchId(server.peer, n), "x" * 256))
+            )
             for n in range(TELLS)
         ]
         await standstill(lambda: outbox.waiting_bytes)
@@ -1030,7 +1032,7 @@ async def dialling_raises(
     async with node(settings=with_settings(**settings)) as own, scripted_server(persona, script) as port:
         own.persona.knows(persona, port)
         with pytest.raises(kind) as raised:
-            await own.transport.tell(persona.peer, Close(MicrobatchId(own.peer, 0), ""))
+            await own.transport.send_control(persona.peer, Close(MicrobatchId(own.peer, 0), ""))
         assert type(raised.value) is kind
         assert own.handler.ups == []
 
@@ -1039,7 +1041,7 @@ async def test_an_unknown_peer_and_oneself_cannot_be_reached() -> None:
     async with node() as own:
         for peer in (Persona().peer, own.peer):
             with pytest.raises(Unreachable):
-                await own.transport.tell(peer, Close(MicrobatchId(own.peer, 0), ""))
+                await own.transport.send_control(peer, Close(MicrobatchId(own.peer, 0), ""))
 
 
 async def test_addresses_are_tried_one_after_the_other() -> None:
@@ -1047,7 +1049,7 @@ async def test_addresses_are_tried_one_after_the_other() -> None:
         introduce(left, right)
         contact = right.persona.contact(1, right.port)
         left.persona.book.contacts[right.peer] = replace(contact, addresses=("unix:/nobody", *contact.addresses))
-        await left.transport.tell(right.peer, Close(MicrobatchId(left.peer, 0), ""))
+        await left.transport.send_control(right.peer, Close(MicrobatchId(left.peer, 0), ""))
         await right.handler.until(lambda: right.handler.messages)
 
 
@@ -1107,7 +1109,7 @@ async def both_hidden() -> AsyncIterator[tuple[Node, Node, Three]]:
 async def test_a_link_through_a_tunnel_carries_tensors_both_ways() -> None:
     async with both_hidden() as (near, far, peers):
         with pytest.raises(Unreachable, match="cannot be dialled"):
-            await far.transport.tell(near.peer, Close(MicrobatchId(far.peer, 0), ""))
+            await far.transport.send_control(near.peer, Close(MicrobatchId(far.peer, 0), ""))
         data = pattern(LARGE, 3)
         await near.transport.send(far.peer, forward(near.peer, far.peer), LARGE, memoryview(data))
         await far.transport.send(near.peer, forward(far.peer, near.peer), LARGE, memoryview(data))
@@ -1165,8 +1167,8 @@ async def test_two_that_open_tunnels_to_each_other_at_once_end_with_one_link() -
             await left.handler.until(lambda: service.figures().attached == 2)
             told = (Close(MicrobatchId(left.peer, 0), ""), Close(MicrobatchId(right.peer, 0), ""))
             async with asyncio.TaskGroup() as telling:
-                telling.create_task(left.transport.tell(right.peer, told[0]))
-                telling.create_task(right.transport.tell(left.peer, told[1]))
+                telling.create_task(left.transport.send_control(right.peer, told[0]))
+                telling.create_task(right.transport.send_control(left.peer, told[1]))
             for end, far, said in ((right, left, told[0]), (left, right, told[1])):
                 await end.handler.until(lambda end=end: end.handler.messages)  # type: ignore[misc]
                 assert end.handler.messages == [(far.peer, said)]

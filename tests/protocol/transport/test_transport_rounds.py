@@ -55,7 +55,7 @@ async def test_a_piece_that_is_not_wanted_is_cancelled_without_a_receipt_and_the
         right.handler.refusal = Refusal(False, "an older round")
         for chunk in range(100):
             await send_piece(left, right, chunk, spec, bytes(spec.byte_length))
-        await right.transport.tell(left.peer, Accepting(round_of(left.peer)))
+        await right.transport.send_control(left.peer, Accepting(round_of(left.peer)))
         await left.handler.until(lambda: left.handler.messages)
         assert left.handler.messages == [(right.peer, Accepting(round_of(left.peer)))]
         right.handler.refusal = None
@@ -83,7 +83,7 @@ async def test_words_and_the_question_for_a_hash_list_travel() -> None:
     question = Question(QuestionAbout.STATE, module=ModuleId(2, 1), digest=DIGEST)
     async with two_nodes() as (left, right):
         pulse = Pulse(round_of(left.peer), (left.peer,), (right.peer,))
-        await left.transport.tell(right.peer, pulse)
+        await left.transport.send_control(right.peer, pulse)
         await right.handler.until(lambda: right.handler.messages)
         assert right.handler.messages == [(left.peer, pulse)]
         right.handler.answering = lambda asked: repr(asked == question).encode()

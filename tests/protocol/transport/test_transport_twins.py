@@ -36,7 +36,7 @@ pytestmark = pytest.mark.e2e
 
 
 async def linked(peer: Node, server: Node, number: int) -> None:
-    await peer.transport.tell(server.peer, close_of(peer.peer, number))
+    await peer.transport.send_control(server.peer, close_of(peer.peer, number))
     await server.handler.until(lambda: len(server.handler.messages) == number)
 
 
@@ -48,7 +48,7 @@ async def test_the_newcomer_is_told_with_the_older_ones_record() -> None:
         async with node(persona, record=b"of the newcomer") as newcomer:
             for _ in range(3):
                 with pytest.raises(Rejected, match="another process with this key has run for"):
-                    await newcomer.transport.tell(server.peer, close_of(persona.peer))
+                    await newcomer.transport.send_control(server.peer, close_of(persona.peer))
             assert set(newcomer.handler.records) == {(server.peer, b"of the older")}
         assert server.handler.ups == [persona.peer]
         assert not server.handler.downs

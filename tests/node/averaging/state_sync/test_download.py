@@ -258,7 +258,7 @@ async def test_a_flood_of_requests_is_bounded_and_others_are_served():
         donor.faults.gate.clear()
         for _ in range(200):
             chunks = tuple(range(16))
-            await flooder.transport.tell(donor.peer, StateRequest(MODULE, ANCHOR.version.digest, chunks))
+            await flooder.transport.send_control(donor.peer, StateRequest(MODULE, ANCHOR.version.digest, chunks))
         await until(lambda: donor.faults.refused)
         assert donor.donor is not None
         assert all(len(queue) <= CHUNKS_OF_ONE for queue in donor.donor._askers.values())
@@ -270,8 +270,8 @@ async def test_a_flood_of_requests_is_bounded_and_others_are_served():
 async def test_requests_for_what_is_not_there_are_answered_with_gone():
     async with state_swarm(LAYOUT) as swarm:
         donor, asker = await swarm.donor(ANCHOR), await swarm.joiner()
-        await asker.transport.tell(donor.peer, StateRequest(MODULE, ANCHOR.version.digest, (0, CHUNKS)))
-        await asker.transport.tell(donor.peer, StateRequest(MODULE, b"?" * 32, (0,)))
+        await asker.transport.send_control(donor.peer, StateRequest(MODULE, ANCHOR.version.digest, (0, CHUNKS)))
+        await asker.transport.send_control(donor.peer, StateRequest(MODULE, b"?" * 32, (0,)))
         await until(lambda: len(donor.faults.refused) == 2)
         assert {refused.reason for refused in donor.faults.refused} == {StateRefusal.GONE}
         assert not donor.faults.sent
