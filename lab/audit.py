@@ -198,14 +198,14 @@ class VisitCheck(LogCheck):
             if said != logged:
                 message = f"the data node reports {said} {what}, but its log has {logged}"
                 self.violate("account", spot, message)
-        under_way = counts.started - counts.completed - counts.abandoned
-        if under_way < 0:
+        in_flight = counts.started - counts.completed - counts.abandoned
+        if in_flight < 0:
             message = f"{counts.started} started, but {counts.completed} completed and {counts.abandoned} abandoned"
             self.violate("account", spot, message)
         if counts.duplicated:
             self.violate("account", spot, f"{counts.duplicated} microbatches completed twice")
-        self.count("started", max(0, under_way))
-        self.count("under way at the end", max(0, under_way))
+        self.count("started", max(0, in_flight))
+        self.count("under way at the end", max(0, in_flight))
 
     def _judge_completed(self, microbatch: str, done: _Done) -> None:
         if microbatch in self._abandoned:

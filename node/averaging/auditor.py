@@ -189,12 +189,12 @@ class Auditor:
         self._wanted: dict[tuple[PeerId, Contribution], _Wanted] = {}
         self._evidence: dict[tuple[PeerId, Contribution], asyncio.Future[messages.Evidence | None]] = {}
         self._auditing = asyncio.Lock()
-        self._under_way = 0
+        self._running = 0
         self._sending, self._fetching = asyncio.Semaphore(AT_ONCE), asyncio.Semaphore(AT_ONCE)
 
     @property
     def busy(self) -> bool:
-        return self._under_way > 0
+        return self._running > 0
 
     def completed(self, record: ExchangeRecord) -> None:
         """Records a complete exchange. Members that commit it before us may already ask about it."""
@@ -295,12 +295,12 @@ class Auditor:
         self, record: ExchangeRecord, piece: Piece, accuser: PeerId | None = None, shown: Sequence[SignedHash] = ()
     ) -> None:
         """Audits a piece and reports a liar. `accuser` requested the audit, with the signed hashes `shown`."""
-        self._under_way += 1
+        self._running += 1
         try:
             async with self._auditing:
                 caught = await self._audited(record, piece, accuser, shown)
         finally:
-            self._under_way -= 1
+            self._running -= 1
         if caught is None or caught.peer in self._caught:
             return
         # Report a proven liar once. Doubts may recur.

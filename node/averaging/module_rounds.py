@@ -245,7 +245,7 @@ class ModuleRounds:
 
     async def finish_round(self) -> None:
         """Finishes the current round before leaving, because it contains our work since the anchor."""
-        while self._machine.under_way is not None:  # noqa: ASYNC110 - the machine has no events to wait for
+        while self._machine.current_attempt is not None:  # noqa: ASYNC110 - the machine has no events to wait for
             await asyncio.sleep(LOOK_S)
 
     def others(self) -> tuple[OtherReplica, ...]:

@@ -221,7 +221,7 @@ class ReadingPosition:
     def __init__(self, start: Cursor, remembered: int) -> None:
         self._next = start
         self._waiting: set[Cursor] = set()
-        self._under_way: dict[Cursor, MicrobatchId] = {}
+        self._in_flight: dict[Cursor, MicrobatchId] = {}
         self._back: deque[tuple[Cursor, MicrobatchId]] = deque(maxlen=remembered)
         self._lock = threading.Lock()
 
@@ -235,23 +235,23 @@ class ReadingPosition:
         """Records the launch of a text as this microbatch, for the first time or as a retry."""
         with self._lock:
             self._waiting.discard(text.start)
-            self._under_way[text.start] = microbatch
+            self._in_flight[text.start] = microbatch
             self._next = max(self._next, text.end)
 
     def came_back(self, text: Microbatch) -> None:
         with self._lock:
-            microbatch = self._under_way.pop(text.start, None)
+            microbatch = self._in_flight.pop(text.start, None)
             if microbatch is not None:
                 self._back.append((text.start, microbatch))
 
     def dropped(self, text: Microbatch) -> None:
         with self._lock:
-            self._under_way.pop(text.start, None)
+            self._in_flight.pop(text.start, None)
 
     def resume_at(self, is_applied: Callable[[MicrobatchId], bool]) -> Cursor:
         """Returns the first text whose gradient is not in the parameters. Later texts may be read twice."""
         with self._lock:
-            known = [*self._under_way.items(), *self._back]
+            known = [*self._in_flight.items(), *self._back]
             unapplied = [start for start, microbatch in known if not is_applied(microbatch)]
             # Texts that wait are lost in a restart, so they count as unapplied.
             return min([*self._waiting, *unapplied], default=self._next)

@@ -50,22 +50,22 @@ class Witness:
     clock: Clock
     dial: Callable[[str, int, bytes], Awaitable[DialBackResult]] = dial_back
     _allowance: Allowance = field(default_factory=lambda: Allowance(BURST, REFILL_S))
-    _under_way: set[PeerId] = field(default_factory=set)
+    _testing: set[PeerId] = field(default_factory=set)
 
     async def answer(self, asker: PeerId, question: Question) -> bytes:
         """Dials the asker back. Raises Busy beyond the limits of the asker, its address, or all askers."""
         end = self.far_end(asker)
         if end is None:
             return encode_dial_back(DialBackResult("", DialBackOutcome.NOT_TRIED, "your link has just ended"))
-        if asker in self._under_way or len(self._under_way) >= MAX_AT_ONCE:
+        if asker in self._testing or len(self._testing) >= MAX_AT_ONCE:
             raise Busy("a dial-back is in progress; ask again in a few seconds")
         if not self._allowance.take(end.host, self.clock.monotonic()):
             raise Busy("too many dial-backs to your address; ask again in a minute")
-        self._under_way.add(asker)
+        self._testing.add(asker)
         try:
             return encode_dial_back(await self.dial(end.host, question.port, end.certificate))
         finally:
-            self._under_way.remove(asker)
+            self._testing.remove(asker)
 
 
 @dataclass(frozen=True, slots=True)

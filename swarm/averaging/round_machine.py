@@ -173,7 +173,7 @@ class RoundMachine:
         return self._view.version
 
     @property
-    def under_way(self) -> RoundId | None:
+    def current_attempt(self) -> RoundId | None:
         part = self._part
         return None if part is None else part.round
 

@@ -61,7 +61,7 @@ async def test_gradients_count_exactly_once_when_a_replica_is_lost_under_way(
     options = LocalSwarmOptions(peers=5, threads=1, log_dir=tmp_path / "logs")
     async with LocalSwarm(manifest, options) as swarm:
         watch = Watch(swarm)
-        await watch.under_way(swarm)
+        await watch.in_progress(swarm)
         victim = next(peer for peer in swarm.peers if peer.stage == REPLICATED)
         swarm.kill(victim.index, number)
         await watch.until(lambda event: event == PeerChange(victim.peer, "down", getattr(event, "reason", "")))
@@ -93,7 +93,7 @@ async def test_work_goes_to_the_other_replica(tmp_path: Path, number: signal.Sig
     manifest = small_run(write_text(tmp_path / "text"))
     async with LocalSwarm(manifest, LocalSwarmOptions(peers=5, steps=40, threads=1)) as swarm:
         watch = Watch(swarm)
-        await watch.under_way(swarm)
+        await watch.in_progress(swarm)
         victim = next(peer.index for peer in swarm.peers if peer.stage == REPLICATED)
         swarm.kill(victim, number)
         await watch.step(40)
@@ -170,7 +170,7 @@ async def test_a_replica_leaves_and_nothing_is_abandoned(tmp_path: Path, how: st
     manifest = small_run(write_text(tmp_path / "text"))
     async with LocalSwarm(manifest, LocalSwarmOptions(peers=5, steps=40, threads=1)) as swarm:
         watch = Watch(swarm)
-        await watch.under_way(swarm)
+        await watch.in_progress(swarm)
         leaver = [peer for peer in swarm.peers if peer.stage == REPLICATED][-1]
         if how == "leave":
             await ask_to_leave(leaver.identity_path, STOP_LIMIT_S)
@@ -192,7 +192,7 @@ async def test_a_second_signal_ends_a_draining_node_at_once(tmp_path: Path) -> N
     manifest = small_run(write_text(tmp_path / "text"))
     async with LocalSwarm(manifest, LocalSwarmOptions(peers=5, steps=20, threads=1)) as swarm:
         watch = Watch(swarm)
-        await watch.under_way(swarm)
+        await watch.in_progress(swarm)
         leaver = [peer for peer in swarm.peers if peer.stage == REPLICATED][-1]
         swarm.terminate(leaver.index)
         await watch.until(
@@ -221,7 +221,7 @@ async def test_a_peer_moves_to_a_stage_that_has_lost_its_last_one(tmp_path: Path
     manifest = small_run(write_text(tmp_path / "text"))
     async with LocalSwarm(manifest, LocalSwarmOptions(peers=5, threads=1, moving=True)) as swarm:
         watch = Watch(swarm)
-        await watch.under_way(swarm)
+        await watch.in_progress(swarm)
         swarm.kill(2, signal.SIGKILL)
         await watch.until(lambda event: isinstance(event, Resumed) and event.module == "2.0")
         moves = [event for event in watch.seen if isinstance(event, Move)]

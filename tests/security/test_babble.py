@@ -230,10 +230,10 @@ def knowledge(scene: Siege, persona: Persona) -> Knowledge:
     others: tuple[Contact, ...] = targets.everybody
     data_node = targets.data_node.peer
     near = range(4 * step, 4 * step + 40, 3)
-    under_way = [MicrobatchId(data_node, scene.first_number() + n) for n in near]
+    in_flight = [MicrobatchId(data_node, scene.first_number() + n) for n in near]
     own = [MicrobatchId(persona.peer, number) for number in range(3)]
     anchors = tuple(announced.anchor for announced in targets.announced.values() if announced.anchor is not None)
-    return Knowledge(persona.peer, tuple(c.peer for c in others), anchors, (*under_way, *own), targets.tensor)
+    return Knowledge(persona.peer, tuple(c.peer for c in others), anchors, (*in_flight, *own), targets.tensor)
 
 
 async def for_longer(count: int, seed: int) -> None:

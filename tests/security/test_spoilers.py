@@ -41,8 +41,8 @@ async def test_data_nodes_go_round_a_replica_whose_microbatches_have_greater_los
     events = events_of(logs)
     alarm = next(index for index, event in enumerate(events) if excluded(event))
     completed = [event for event in events[alarm:] if isinstance(event, Completed)]
-    under_way = manifest.microbatches_per_step * (1 + manifest.training.staleness)
-    assert len(completed) > 4 * under_way
-    assert not any(liar in hop for event in completed[under_way:] for hop in event.hops)
+    in_flight = manifest.microbatches_per_step * (1 + manifest.training.staleness)
+    assert len(completed) > 4 * in_flight
+    assert not any(liar in hop for event in completed[in_flight:] for hop in event.hops)
     losses = [event.loss for event in events[alarm:] if isinstance(event, Step)]
     assert median(losses[-10:]) < 3.0, "of 5.5 at the start"

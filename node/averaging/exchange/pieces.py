@@ -186,9 +186,9 @@ KEPT: Final = 0.5
 class _Sender:
     size_bytes: float = 0.0
     seconds: float = 0.0
-    under_way: int = 0
+    in_flight: int = 0
     since: float = 0.0
-    came: int = 0
+    received: int = 0
 
 
 class Incoming:
@@ -204,19 +204,19 @@ class Incoming:
         # Bounds the number of senders.
         while len(self._senders) > MAX_MEMBERS:
             del self._senders[next(iter(self._senders))]
-        if not known.under_way:
-            known.since, known.came = self._clock.monotonic(), 0
-        known.under_way += 1
+        if not known.in_flight:
+            known.since, known.received = self._clock.monotonic(), 0
+        known.in_flight += 1
 
     def ended(self, sender: PeerId, size_bytes: int) -> None:
         known = self._senders.get(sender)
-        if known is None or not known.under_way:
+        if known is None or not known.in_flight:
             return
-        known.came += size_bytes
-        known.under_way -= 1
+        known.received += size_bytes
+        known.in_flight -= 1
         seconds = self._clock.monotonic() - known.since
-        if not known.under_way and known.came and seconds > 0:
-            known.size_bytes = KEPT * known.size_bytes + known.came
+        if not known.in_flight and known.received and seconds > 0:
+            known.size_bytes = KEPT * known.size_bytes + known.received
             known.seconds = KEPT * known.seconds + seconds
 
     def bytes_per_s(self) -> Mapping[PeerId, float]:

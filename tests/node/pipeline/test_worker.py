@@ -425,21 +425,21 @@ def test_every_gradient_is_that_of_one_version_whatever_comes_between(seed: int)
     chance = random.Random(seed)
     replica = Replica(staleness=chance.choice([1, 2]))
     replica.step(1)
-    under_way: dict[int, nn.Module] = {}
+    in_flight: dict[int, nn.Module] = {}
     outcomes = {"then": 0, "now": 0}
     for number in range(100, 220):
         turn = chance.random()
         if turn < 0.45:
-            under_way[number] = replica.forward(number)
-        elif turn < 0.85 and under_way:
-            oldest = chance.choice(list(under_way))
-            then, recomputed = under_way.pop(oldest), replica.worker.recomputed
+            in_flight[number] = replica.forward(number)
+        elif turn < 0.85 and in_flight:
+            oldest = chance.choice(list(in_flight))
+            then, recomputed = in_flight.pop(oldest), replica.worker.recomputed
             found, is_new = replica.backward(oldest), replica.worker.recomputed > recomputed
             outcomes["now" if is_new else "then"] += 1
             assert same(found, replica.expected(replica.worker.part if is_new else then, oldest))
-        elif turn < 0.88 and under_way:
-            forgotten = chance.choice(list(under_way))
-            del under_way[forgotten]
+        elif turn < 0.88 and in_flight:
+            forgotten = chance.choice(list(in_flight))
+            del in_flight[forgotten]
             replica.worker.forget(forgotten)
         elif turn < 0.91:
             with torch.no_grad():
@@ -449,7 +449,7 @@ def test_every_gradient_is_that_of_one_version_whatever_comes_between(seed: int)
         if replica.worker.optimizer.due:
             replica.worker.step()
     assert min(outcomes.values()) > 0, outcomes
-    for number in under_way:
+    for number in in_flight:
         replica.worker.forget(number)
     assert replica.worker._stash._copies == {}
 

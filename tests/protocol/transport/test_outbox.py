@@ -234,12 +234,12 @@ async def test_ending_a_transfer_in_the_middle_tells_the_receiver(by_receiver: b
 
 async def test_closing_fails_everyone_who_waits_and_who_comes() -> None:
     box = outbox(places=1)
-    under_way, waiting = sending(box, 1, 1), sending(box, 2, 1)
+    in_flight, waiting = sending(box, 1, 1), sending(box, 2, 1)
     box.post(bytes(MAX_WAITING_BYTES * 3 // 4))
     small = asyncio.create_task(box.put(b"x"))
     await settled()
     box.finish(None, ERROR)
-    for task in (under_way, waiting, small, sending(box, 3, 1), asyncio.create_task(box.put(b"x"))):
+    for task in (in_flight, waiting, small, sending(box, 3, 1), asyncio.create_task(box.put(b"x"))):
         with pytest.raises(Unreachable):
             await task
     with pytest.raises(Unreachable):

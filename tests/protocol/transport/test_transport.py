@@ -445,9 +445,9 @@ async def test_a_killed_receiver_fails_the_send_and_the_question_at_once() -> No
         asked = asyncio.create_task(own.transport.ask(other.peer, Question(QuestionAbout.STATUS), 60))
         sending = await start_sending(own, other)
         process.kill()
-        for under_way in (sending, asked):
+        for pending in (sending, asked):
             with pytest.raises(Unreachable):
-                await under_way
+                await pending
         assert [peer for peer, _ in own.handler.downs] == [other.peer]
         assert isinstance(own.handler.downs[0][1], Unreachable)
         with pytest.raises(Unreachable):

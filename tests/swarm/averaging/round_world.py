@@ -368,7 +368,7 @@ class VirtualReplica:
     def piece_arrived(self, sender: PeerId, piece: Piece, spoilt: bool) -> None:
         exchange = self.exchange
         if exchange is None or exchange.roster.round != piece.roster.round:
-            if piece.roster.round == self.machine.under_way:
+            if piece.roster.round == self.machine.current_attempt:
                 self.early.append(lambda: self.piece_arrived(sender, piece, spoilt))
             return
         if spoilt:

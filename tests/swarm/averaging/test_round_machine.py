@@ -104,16 +104,16 @@ def test_a_round_from_the_members_side() -> None:
     assert actions[0] == events.CommitStaged(roster(), RESULT)
     assert desk.machine.version == RESULT
     assert {peer for peer in (B, C, D) if told(actions, peer) == [Progress(MODULE, RESULT, 0, 0)]} == {B, C, D}
-    assert desk.machine.under_way is None
+    assert desk.machine.current_attempt is None
 
 
 def test_a_round_from_the_conveners_side_and_for_those_who_missed_a_message() -> None:
     desk = Desk()
     actions = desk.feed(Worked(2 * RULES.inner_steps, 1000))
-    while desk.machine.under_way is None:
+    while desk.machine.current_attempt is None:
         actions = desk.wait(0.1)
     invitations = [a for a in actions if isinstance(a, SendMessage) and isinstance(a.message, Invitation)]
-    attempt = desk.machine.under_way
+    attempt = desk.machine.current_attempt
     assert attempt == RoundId(MODULE, 5, 0, US)
     assert {invitation.to for invitation in invitations} == {B, C, D}
     desk.hear(B, Accepting(attempt))
@@ -140,9 +140,9 @@ def test_a_round_from_the_conveners_side_and_for_those_who_missed_a_message() ->
 def test_a_convener_for_which_all_have_waited_goes_on_at_once() -> None:
     desk = Desk()
     desk.feed(Worked(2 * RULES.inner_steps, 1000))
-    while desk.machine.under_way is None:
+    while desk.machine.current_attempt is None:
         desk.wait(0.1)
-    attempt = desk.machine.under_way
+    attempt = desk.machine.current_attempt
     for peer in (B, C, D):
         assert desk.hear(peer, entry(attempt, peer)) == []
     actions = desk.feed(SnapshotTaken(attempt, 20, 1000, 1.0, 1e6))
@@ -197,7 +197,7 @@ def test_a_lying_convener_is_refused_and_not_followed_again_at_this_round(wrong:
     actions = desk.hear(B, wrong)
     assert events.Exchange not in kinds(actions)
     assert told(actions, B) == [Declined(ATTEMPT, DeclineReason.NOT_READY, BASE)]
-    assert desk.machine.under_way is None
+    assert desk.machine.current_attempt is None
     again = replace(ATTEMPT, attempt=1)
     assert told(desk.hear(B, Invitation(again, BASE)), B) == [Declined(again, DeclineReason.OTHER_CONVENER, BASE)]
     assert told(desk.hear(C, Invitation(replace(again, convener=C), BASE)), C) == [
@@ -208,9 +208,9 @@ def test_a_lying_convener_is_refused_and_not_followed_again_at_this_round(wrong:
 def test_a_convener_takes_no_entry_that_another_has_signed_or_nobody() -> None:
     desk = Desk()
     desk.feed(Worked(2 * RULES.inner_steps, 1000))
-    while desk.machine.under_way is None:
+    while desk.machine.current_attempt is None:
         desk.wait(0.1)
-    attempt = desk.machine.under_way
+    attempt = desk.machine.current_attempt
     for peer, false in ((B, entry(attempt, C)), (C, replace(entry(attempt, C), tokens=7)), (D, entry(ATTEMPT, D))):
         answers = told(desk.hear(peer, replace(false, round=attempt)), peer)
         assert [type(answer) for answer in answers] == [Dissolved]
@@ -228,9 +228,9 @@ def test_of_two_the_one_that_declares_next_to_nothing_has_no_say() -> None:
     actions = desk.hear(B, SignedRoster(ATTEMPT, BASE, (tiny, entry())))
     assert told(actions, B) == [Declined(ATTEMPT, DeclineReason.NOT_READY, BASE)]
     desk.feed(Worked(2 * RULES.inner_steps, 1000))
-    while desk.machine.under_way is None:
+    while desk.machine.current_attempt is None:
         desk.wait(0.1)
-    attempt = desk.machine.under_way
+    attempt = desk.machine.current_attempt
     desk.hear(B, SIGNER.sign(replace(tiny, round=attempt)))
     actions = desk.feed(SnapshotTaken(attempt, 20, 1000, 1.0, 1e6)) + desk.wait(0.1)
     (alone,) = [action.roster for action in actions if isinstance(action, events.Exchange)]
@@ -247,7 +247,7 @@ def test_a_convener_that_is_heard_and_brings_nothing_to_an_end_is_left() -> None
         if Declined(ATTEMPT, DeclineReason.NOT_READY, BASE) in told(actions, B):
             break
         desk.hear(B, Pulse(ATTEMPT))
-    assert desk.machine.under_way is None
+    assert desk.machine.current_attempt is None
     again = replace(ATTEMPT, attempt=1)
     assert told(desk.hear(B, Invitation(again, BASE)), B) == [Declined(again, DeclineReason.OTHER_CONVENER, BASE)]
 
@@ -271,7 +271,7 @@ def test_a_convener_that_pulses_is_not_replaced() -> None:
     for _ in range(20):
         desk.wait(0.5)
         desk.hear(B, Pulse(ATTEMPT))
-    assert desk.machine.under_way == ATTEMPT
+    assert desk.machine.current_attempt == ATTEMPT
 
 
 def test_a_process_that_is_held_up_does_not_take_its_convener_for_silent() -> None:
@@ -281,7 +281,7 @@ def test_a_process_that_is_held_up_does_not_take_its_convener_for_silent() -> No
     for _ in range(8):
         desk.now += 1.9
         desk.feed(Tick())
-    assert desk.machine.under_way == ATTEMPT
+    assert desk.machine.current_attempt == ATTEMPT
 
 
 def test_rejected_pieces_are_told_and_a_repeated_offender_is_heard_no_more() -> None:
@@ -324,9 +324,9 @@ def test_a_convener_that_leaves_out_whom_it_did_not_see_is_not_named() -> None:
 def test_a_guest_whose_entry_is_forged_is_named(what: str) -> None:
     desk = Desk()
     desk.feed(Worked(2 * RULES.inner_steps, 1000))
-    while desk.machine.under_way is None:
+    while desk.machine.current_attempt is None:
         desk.wait(0.1)
-    attempt = desk.machine.under_way
+    attempt = desk.machine.current_attempt
     forged = {
         "not signed": replace(entry(attempt, C), tokens=7),
         "somebody else's": entry(attempt, B),
@@ -338,9 +338,9 @@ def test_a_guest_whose_entry_is_forged_is_named(what: str) -> None:
 def test_a_guest_that_stands_elsewhere_by_now_is_not_named() -> None:
     desk = Desk()
     desk.feed(Worked(2 * RULES.inner_steps, 1000))
-    while desk.machine.under_way is None:
+    while desk.machine.current_attempt is None:
         desk.wait(0.1)
-    other = SIGNER.sign(replace(entry(desk.machine.under_way, C), base=RESULT))
+    other = SIGNER.sign(replace(entry(desk.machine.current_attempt, C), base=RESULT))
     assert accused(desk.hear(C, other)) == []
 
 
