@@ -21,7 +21,7 @@ from swarm.vocabulary.errors import ConfigError
 from swarm.vocabulary.types import Reasoned
 
 if TYPE_CHECKING:
-    from node.dial.dial import Peers, Turned
+    from node.dial.dial import DialedRun, Peers
     from protocol.manifest.manifest import Manifest
 
 
@@ -55,10 +55,9 @@ class DialOptions:
                     raise ConfigError(f"--{option} goes with --size", hint="Add the model's size: --size 160m.")
 
 
-def turned_by(dial: DialOptions, changes: ManifestChanges, name: str) -> Turned:
+def dialed_run(dial: DialOptions, changes: ManifestChanges, name: str) -> DialedRun:
     """Chooses a run by its size. Raises ConfigError, ManifestError."""
-    from node.dial.dial import BYTES, Wish, turn
-    from node.dial.dial import Turned as Made
+    from node.dial.dial import BYTES, DialedRun, Wish, turn
 
     if changes.total_tokens is not None and changes.total_tokens < 1:
         raise ConfigError(f"--total-tokens must be at least 1, not {changes.total_tokens}")
@@ -70,22 +69,22 @@ def turned_by(dial: DialOptions, changes: ManifestChanges, name: str) -> Turned:
         total_tokens=changes.total_tokens,
         inner=changes.inner or "adamw",
     )
-    turned = turn(wish, name)
+    dialed = turn(wish, name)
     if tokenizer is None:
         # The dial knows only the size of the vocabulary; name the file itself now.
-        return turned
+        return dialed
     from protocol.manifest.manifest import manifest_from_table
 
-    table = turned.manifest.model_dump()
-    return Made(manifest_from_table(table | {"data": table["data"] | tokenizer[1]}), turned.choices)
+    table = dialed.manifest.model_dump()
+    return DialedRun(manifest_from_table(table | {"data": table["data"] | tokenizer[1]}), dialed.choices)
 
 
-def told(dial: DialOptions, turned: Turned, manifest: Manifest) -> Iterator[str]:
+def choice_lines(dial: DialOptions, dialed: DialedRun, manifest: Manifest) -> Iterator[str]:
     """Yields lines with each choice, its reason, and the forecast for the manifest."""
     from node.dial.dial import COMMON_CARD, LARGE_CARD, LINKS_MBIT_S, forecast
     from swarm.membership.room import size_text
 
-    for name, choice in turned.choices:
+    for name, choice in dialed.choices:
         value = count(choice.value) if isinstance(choice.value, int) else str(choice.value)
         line = f"  {name:<{_NAME_WIDTH}}  {value} ({choice.reason})"
         yield textwrap.fill(line, _LINE_WIDTH, subsequent_indent=" " * (_NAME_WIDTH + 4), break_on_hyphens=False)
@@ -166,16 +165,16 @@ def new(
     if changes.name is None and base is None:
         name = re.sub(r"[^A-Za-z0-9._-]+", "-", file.stem).lstrip("._-")[:64] or None
         changes = dataclasses.replace(changes, name=name)
-    turned = None
+    dialed = None
     if dial.size is None:
         manifest = chosen_manifest(base, changes)
     else:
         for option, value in {"--from": base, "--from-model": model, "--stages": changes.blocks}.items():
             if value is not None:
                 raise ConfigError(f"--size and {option} both set the size of the model", hint="Give one of them.")
-        turned = turned_by(dial, changes, changes.name or "run")
+        dialed = dialed_run(dial, changes, changes.name or "run")
         # The dial has already placed `total_tokens` in the schedule.
-        manifest = changed_manifest(turned.manifest, dataclasses.replace(changes, total_tokens=None))
+        manifest = changed_manifest(dialed.manifest, dataclasses.replace(changes, total_tokens=None))
     if model is not None:
         manifest = starting_from(model, manifest, is_default=base is None, keeps_blocks=changes.blocks is not None)
     elif manifest.start is not None and changes.blocks is not None:
@@ -208,7 +207,7 @@ def new(
     if manifest.stages.has_experts:
         by = "at random" if router is None else f"by {router_file(file)}; keep it next to the manifest"
         typer.echo(f"  {len(manifest.modules())} modules; documents are routed to experts {by}")
-    lines = [f"  memory: {_largest_need(manifest)}"] if turned is None else told(dial, turned, manifest)
+    lines = [f"  memory: {_largest_need(manifest)}"] if dialed is None else choice_lines(dial, dialed, manifest)
     for line in lines:
         typer.echo(line)
     typer.echo(f"Start the first node with: skipstone join {file}{'' if model is None else f' --model {model}'}")

@@ -333,14 +333,14 @@ class Wish:
 
 
 @dataclass(frozen=True, slots=True)
-class Turned:
+class DialedRun:
     """A manifest for a wish, and its choices as name, value and reason."""
 
     manifest: Manifest
     choices: tuple[tuple[str, Reasoned[Any]], ...]
 
 
-def turn(wish: Wish, name: str) -> Turned:
+def turn(wish: Wish, name: str) -> DialedRun:
     """Makes all choices for a wish. Raises ConfigError if no run is possible."""
     vocabulary = -(-wish.tokens.value // GRID) * GRID
     shape = choose_shape(wish.parameters, vocabulary)
@@ -353,7 +353,7 @@ def turn(wish: Wish, name: str) -> Turned:
     replicas = max(1, (wish.peers.number or stages) // stages)
     largest = max(blocks.value) * sizes.block
     recipe = choose_recipe(sizes.parameters, largest, sizes.hidden, stages, replicas, wish.total_tokens)
-    return Turned(_cut(uncut, blocks.value, recipe), _told(shape, wish, vocabulary, blocks, recipe))
+    return DialedRun(_cut(uncut, blocks.value, recipe), _choices(shape, wish, vocabulary, blocks, recipe))
 
 
 def _manifest(name: str, sizes: Shape, wish: Wish, rows: dict[str, Any], training: dict[str, Any]) -> Manifest:
@@ -399,7 +399,7 @@ def _cut(uncut: Manifest, blocks: tuple[int, ...], recipe: Recipe) -> Manifest:
     return manifest_from_table(table)
 
 
-def _told(
+def _choices(
     shape: ShapeChoices, wish: Wish, vocabulary: int, blocks: Reasoned[tuple[int, ...]], recipe: Recipe
 ) -> tuple[tuple[str, Reasoned[Any]], ...]:
     tokens = replace(wish.tokens, value=vocabulary, reason=f"{wish.tokens.reason}; a multiple of {GRID}")
