@@ -242,14 +242,14 @@ class PlainBlock(nn.Module):
         rows, tokens, _ = x.shape
         qkv = self.qkv(self.first(x)).view(rows, tokens, -1, self.head).transpose(1, 2)
         q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
-        q, k = turned(q, cos, sin), turned(k, cos, sin)
+        q, k = rotated(q, cos, sin), rotated(k, cos, sin)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.heads != self.kv_heads)
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
         gate, up = self.gate_up(self.second(x)).chunk(2, dim=-1)
         return x + self.down(F.silu(gate) * up)
 
 
-def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)

@@ -101,8 +101,8 @@ class Angles(NamedTuple):
     def rotate(self, vectors: Tensor) -> Tensor:
         """Rotates queries or keys [rows, heads, tokens, head_size], pairing components i and i + head_size / 2."""
         front, back = vectors.chunk(2, dim=-1)
-        turned = torch.cat((-back, front), dim=-1)
-        return vectors * self.cosines + turned * self.sines
+        rotated = torch.cat((-back, front), dim=-1)
+        return vectors * self.cosines + rotated * self.sines
 
 
 class Rotary(nn.Module):

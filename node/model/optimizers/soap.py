@@ -163,12 +163,12 @@ class Preconditioned:
     """Eigenvectors as columns, by side."""
     refresh: Refresh | None = None
 
-    def turned(self, matrix: Tensor) -> Tensor:
+    def rotated(self, matrix: Tensor) -> Tensor:
         if "left" in self.bases:
             matrix = self.bases["left"].T @ matrix
         return matrix @ self.bases["right"] if "right" in self.bases else matrix
 
-    def turned_back(self, matrix: Tensor) -> Tensor:
+    def rotated_back(self, matrix: Tensor) -> Tensor:
         if "left" in self.bases:
             matrix = self.bases["left"] @ matrix
         return matrix @ self.bases["right"].T if "right" in self.bases else matrix
@@ -259,10 +259,10 @@ class Soap(InnerRule[Preconditioned]):
             state.variance.zero_()
         moments = clock.moments(state.steps)
         state.mean.lerp_(gradient, 1 - inner.beta1)
-        turned = state.turned(gradient)
-        state.variance.mul_(inner.beta2).addcmul_(turned, turned, value=1 - inner.beta2)
+        rotated = state.rotated(gradient)
+        state.variance.mul_(inner.beta2).addcmul_(rotated, rotated, value=1 - inner.beta2)
         deviation = state.variance.div(1 - inner.beta2**moments).sqrt_().add_(inner.epsilon)
-        update = state.turned_back(state.turned(state.mean).div_(deviation))
+        update = state.rotated_back(state.rotated(state.mean).div_(deviation))
         with self.opened(parameter) as values:
             values.mul_(1 - rate * inner.weight_decay)
             values.add_(update, alpha=-rate / (1 - inner.beta1**moments))
