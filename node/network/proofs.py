@@ -10,19 +10,19 @@ from typing import Final
 from node.network.session import NetworkSession
 from node.observability.status import parse_status
 from protocol.interfaces.transport import Question, QuestionAbout
-from swarm.membership.rebalancing import LEAST_VOUCHED, proven_by
+from swarm.membership.rebalancing import LEAST_CONFIRMED, proven_by
 from swarm.vocabulary.errors import PeerError
 from swarm.vocabulary.types import MicrobatchId, ModuleId, PeerId
 
 REMEMBERED_MICROBATCHES: Final = 1024  # Recent microbatches whose data nodes are asked
 ASKED_DATA_NODES: Final = 8
-MAX_VOUCHED: Final = 256  # Replicas confirmed by one data node
+MAX_CONFIRMED: Final = 256  # Replicas confirmed by one data node
 MOST: Final = 0.5  # Required share of data nodes if none has given us work
 ASK_TIMEOUT_S: Final = 5.0
 ASK_AGAIN_S: Final = 5.0
 
 
-class Vouched:
+class ConfirmedReplicas:
     """The replicas whose visits a data node completed last."""
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class Vouched:
     def add(self, peer: PeerId) -> None:
         self._peers[peer] = None
         self._peers.move_to_end(peer)
-        if len(self._peers) > MAX_VOUCHED:
+        if len(self._peers) > MAX_CONFIRMED:
             self._peers.popitem(last=False)
 
     def peers(self) -> tuple[PeerId, ...]:
@@ -67,13 +67,13 @@ class Proofs:
         if now - self._asked_at < ASK_AGAIN_S:
             return
         self._asked_at = now
-        words: dict[PeerId, frozenset[PeerId]] = {}
+        claims: dict[PeerId, frozenset[PeerId]] = {}
 
         async def ask(peer: PeerId) -> None:
             try:
                 answer = await self._session.transport.ask(peer, Question(QuestionAbout.STATUS), ASK_TIMEOUT_S)
                 # Bounded, so that a data node cannot confirm a crowd of invented peers.
-                words[peer] = frozenset(map(PeerId, parse_status(answer).measured[:MAX_VOUCHED]))
+                claims[peer] = frozenset(map(PeerId, parse_status(answer).measured[:MAX_CONFIRMED]))
             except PeerError:
                 return
 
@@ -84,4 +84,4 @@ class Proofs:
         work = Counter(data_nodes if idle else self._work)
         hosting = [peer for peer, _ in work.most_common() if self._session.membership.hosts(peer, ModuleId(0))]
         await asyncio.gather(*(ask(peer) for peer in hosting[:ASKED_DATA_NODES]))
-        self._measured = proven_by(words, work, MOST if idle else LEAST_VOUCHED)
+        self._measured = proven_by(claims, work, MOST if idle else LEAST_CONFIRMED)

@@ -11,7 +11,7 @@ from node.concurrency.task_groups import set_or_after
 from node.context.module_context import ModuleContext
 from node.data.feed import ReadingPosition
 from node.data.packing import Microbatch
-from node.network.proofs import Vouched
+from node.network.proofs import ConfirmedReplicas
 from node.observability.events import Abandoned, Completed, Note, Resumed, Step, Visit, Waiting
 from node.observability.failpoints import crash_point
 from node.observability.throughput import Rate
@@ -92,7 +92,7 @@ class DataNode(PathEnds):
         self.in_flight, self.progress = training.in_flight, training.progress
         self._clock = context.session.own.clock
         self.rate = Rate(self._clock)
-        self.vouched = Vouched()
+        self.confirmed = ConfirmedReplicas()
         self._is_stopping = False
         self.sizes = times.sizes
         self._planner, self._times, self._evaluator = planner, times, evaluator
@@ -220,7 +220,7 @@ class DataNode(PathEnds):
             crash_point("after completed")
             self._events.emit(Visit(self.in_flight.own, str(ModuleId(0)), str(microbatch)))
             for hop in path.hops:
-                self.vouched.add(hop.peer)
+                self.confirmed.add(hop.peer)
                 self.progress.visits[hop.module] = self.progress.visits.get(hop.module, 0) + 1
             if text is not None:
                 self.progress.routes.completed(text.route, path, entry.loss)

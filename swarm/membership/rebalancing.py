@@ -15,7 +15,7 @@ from swarm.membership.room import Needs, room_of
 from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.types import ModuleId, PeerId, PeerState, Reasoned, short
 
-LEAST_VOUCHED = 0.1  # Share of our work that proves a peer. Not 0.5: each data node has measured only some peers.
+LEAST_CONFIRMED = 0.1  # Share of our work that proves a peer. Not 0.5: each data node has measured only some peers.
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,12 +170,12 @@ def _who_can_be_spared(standing: Standing, hosts: tuple[Host, ...]) -> frozenset
 
 
 def proven_by(
-    words: Mapping[PeerId, frozenset[PeerId]], work: Mapping[PeerId, int], least_share: float = LEAST_VOUCHED
+    claims: Mapping[PeerId, frozenset[PeerId]], work: Mapping[PeerId, int], least_share: float = LEAST_CONFIRMED
 ) -> frozenset[PeerId]:
     """Returns the peers measured by data nodes that together gave us `least_share` of our work."""
     # Data nodes are weighted by work, because identities are free and microbatches are not.
     votes: Counter[PeerId] = Counter()
-    for data_node, measured in words.items():
+    for data_node, measured in claims.items():
         for peer in measured:
             votes[peer] += work.get(data_node, 0)
     least = max(1.0, least_share * sum(work.values()))

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from node.context.module_context import ModuleContext
-from node.network.proofs import ASK_AGAIN_S, ASKED_DATA_NODES, MAX_VOUCHED, Proofs, Vouched
+from node.network.proofs import ASK_AGAIN_S, ASKED_DATA_NODES, MAX_CONFIRMED, ConfirmedReplicas, Proofs
 from node.network.session import NetworkSession
 from node.runtime.serving import others_serve
 from protocol.interfaces.transport import Question, QuestionAbout
@@ -96,12 +96,12 @@ async def test_they_are_few_and_asked_seldom() -> None:
 
 
 def test_a_data_node_remembers_the_last_ones() -> None:
-    vouched = Vouched()
-    for number in range(MAX_VOUCHED + 5):
-        vouched.add(PeerId(f"p{number}"))
-    vouched.add(PeerId("p5"))
-    assert len(vouched.peers()) == MAX_VOUCHED
-    assert vouched.peers()[-1] == "p5"
+    confirmed = ConfirmedReplicas()
+    for number in range(MAX_CONFIRMED + 5):
+        confirmed.add(PeerId(f"p{number}"))
+    confirmed.add(PeerId("p5"))
+    assert len(confirmed.peers()) == MAX_CONFIRMED
+    assert confirmed.peers()[-1] == "p5"
 
 
 async def test_before_it_lets_go_a_replica_wants_an_answer_from_one_that_is_proven() -> None:
