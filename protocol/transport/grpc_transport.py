@@ -23,7 +23,7 @@ from protocol.interfaces.tensor_spec import TensorSpec
 from protocol.interfaces.transport import AddressBook, FarEnd, LinkFigures, LinkHandler, Question
 from protocol.transport.dialer import MAX_REMEMBERED_PEERS, Dialler, Turnover, Ways
 from protocol.transport.grpc_streams import AcceptedStream, DialledStream, ServicerContext, make_server
-from protocol.transport.handshake import Door, SameKey, expect_hello, objection_to
+from protocol.transport.handshake import SameKey, StreamAdmission, expect_hello, objection_to
 from protocol.transport.link import Link, LinkSurroundings
 from protocol.transport.rate_limits import CommonPatience
 from protocol.transport.settings import TransportSettings
@@ -66,7 +66,7 @@ class GrpcTransport:
         self._clock = clock
         self._settings = settings
         self._own_record = own_record
-        self._door = Door(credentials.run)
+        self._admission = StreamAdmission(credentials.run)
         self._surroundings = LinkSurroundings(handler, clock, settings, CommonPatience(clock.monotonic()))
         self.incarnation = secrets.randbits(64)  # Distinguishes this process from others with the same key
         self._began = clock.monotonic()
@@ -248,7 +248,7 @@ class GrpcTransport:
 
     async def _serve(self, _requests: object, context: ServicerContext) -> None:
         """Handles `Connect` for gRPC, in a separate task, so that we handle its errors."""
-        peer = await self._door.enter(context)
+        peer = await self._admission.enter(context)
         if self._closing:
             return
         task = self._spawn(self._welcome(peer, AcceptedStream(context)))

@@ -21,7 +21,7 @@ MAX_STREAMS_PER_PEER: Final = 3  # The link, its successor after a restart, and 
 FORMER_LIFE_MS: Final = 5000  # Largest clock correction between two processes of one node, in ms
 
 
-class Door:
+class StreamAdmission:
     """Admits the peers of a run. Counts each peer's streams until gRPC has released them."""
 
     def __init__(self, run: RunId) -> None:

@@ -913,12 +913,12 @@ async def test_one_peer_gets_few_streams_even_when_it_reads_none() -> None:
         attack(server, introduced=False) as (hostile, first),
     ):
         async with bare_stream(hostile, server, introduced=False), bare_stream(hostile, server, introduced=False):
-            streams = server.transport._door._streams
+            streams = server.transport._admission._streams
             await server.handler.until(lambda: streams[hostile.peer] == MAX_STREAMS_PER_PEER)
             async with bare_stream(hostile, server, introduced=False) as fourth:
                 with pytest.raises(Unreachable, match="too many streams"):
                     await fourth.hear()
-        await server.handler.until(lambda: server.transport._door._streams[hostile.peer] == 1)
+        await server.handler.until(lambda: server.transport._admission._streams[hostile.peer] == 1)
         await first.say(hello_of(hostile))
         assert isinstance(await first.hear(), Hello)
 
