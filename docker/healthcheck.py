@@ -1,6 +1,6 @@
 """Whether the node in this container does its work, asked of the node itself: exit code 0, or 1 and the reason.
 
-Two things are asked, for less than a tenth of a second of computing. The event loop has to answer at the door that
+Two things are asked, for less than a tenth of a second of computing. The event loop has to answer at the endpoint that
 `skipstone leave` comes to: it is sent what is not the secret, and must hang up (`node/runtime/leave_socket.py`); a
 process that hangs does not. And the port of the node has to answer with TLS 1.3 (RFC 8446), which takes no certificate
 of ours: a caller is done with the handshake before the server has looked at what the caller shows.
@@ -18,7 +18,7 @@ from pathlib import Path
 LIMIT_S = 4.0
 """For each of the two; Docker gives both of them ten seconds together."""
 NO_SECRET = b"?" * 64
-"""As long as the secret: the door hangs up when it has heard so much and it is wrong."""
+"""As long as the secret: the endpoint hangs up when it has heard so much and it is wrong."""
 
 
 def main() -> int:
@@ -35,14 +35,14 @@ def main() -> int:
     return 0
 
 
-def ask_event_loop(door: Path) -> None:
-    """Raises OSError (TimeoutError is one) or ValueError when there is no door, or nobody hangs up on a wrong
+def ask_event_loop(endpoint: Path) -> None:
+    """Raises OSError (TimeoutError is one) or ValueError when there is no endpoint, or nobody hangs up on a wrong
     secret."""
-    port = int(json.loads(door.read_text())["port"])
+    port = int(json.loads(endpoint.read_text())["port"])
     with socket.create_connection(("127.0.0.1", port), LIMIT_S) as connection:
         connection.sendall(NO_SECRET)
         if connection.recv(1):
-            raise ValueError(f"whoever listens at the port in {door} is not the node")
+            raise ValueError(f"whoever listens at the port in {endpoint} is not the node")
 
 
 def ask_for_tls(host: str, port: int) -> None:

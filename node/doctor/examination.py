@@ -358,7 +358,7 @@ ODD_CLOCK_S: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Doorway:
+class Endpoint:
     """Where this machine would listen, and the address that it would advertise."""
 
     listen: str
@@ -371,17 +371,17 @@ Tell = Callable[[Sequence[Finding]], None]
 
 
 async def look_in_the_run(
-    link: JoinLink, doorway: Doorway, fits: Callable[[Manifest], Sequence[Finding]], tell: Tell
+    link: JoinLink, endpoint: Endpoint, fits: Callable[[Manifest], Sequence[Finding]], tell: Tell
 ) -> None:
     """Visits the run and reports `run`, `fits`, `clock` and `reach`. Contacts only its peers and our router."""
 
     async def enter() -> Sequence[Finding]:
-        async with visit(link, doorway.listen, doorway.port) as session:
+        async with visit(link, endpoint.listen, endpoint.port) as session:
             tell(await bounded_async("run", lambda: _find_peers(session, fits), PATIENCE_S + 10))
             if not _peers(session):
                 return [Finding("reach", Level.SKIP, "no peer of the run can test this machine")]
             tell(await bounded_async("clock", lambda: _compare_clocks(session), CLOCK_LIMIT_S))
-            return await bounded_async("reach", lambda: _climb(session, doorway), REACH_LIMIT_S)
+            return await bounded_async("reach", lambda: _climb(session, endpoint), REACH_LIMIT_S)
 
     # Each check has its own limit; this one also bounds entering and leaving the run.
     limit_s = ENTER_LIMIT_S + PATIENCE_S + CLOCK_LIMIT_S + REACH_LIMIT_S
@@ -450,11 +450,11 @@ def clock_finding(offsets: Sequence[float]) -> Finding:
     return Finding("clock", level, found, fix)
 
 
-async def _climb(session: NetworkSession, doorway: Doorway) -> Sequence[Finding]:
-    router = Router(ways_to_map()) if doorway.mode is ReachMode.AUTO else None
+async def _climb(session: NetworkSession, endpoint: Endpoint) -> Sequence[Finding]:
+    router = Router(ways_to_map()) if endpoint.mode is ReachMode.AUTO else None
     ask = witnesses_of(session.membership, session.transport)
     try:
-        standing = await climb(session.transport.port, doorway.advertise, ask, router)
+        standing = await climb(session.transport.port, endpoint.advertise, ask, router)
         if standing.step is ReachStep.UNREACHABLE:
             # A node would do the same: hold links through which peers can call it.
             hold = Attachments(session.own, session.membership, session.transport).hold
@@ -484,7 +484,7 @@ class Patient:
     """This machine, described by the options of its future node."""
 
     device: str
-    doorway: Doorway
+    endpoint: Endpoint
     dht_port: int
     folders: tuple[tuple[str, Path], ...]
     link: JoinLink | None
@@ -494,7 +494,7 @@ class Patient:
 
 async def examine(patient: Patient, tell: Tell) -> None:
     """Runs every check within its time limit and reports findings as they come."""
-    doorway = patient.doorway
+    endpoint = patient.endpoint
     local: tuple[tuple[str, Callable[[], Sequence[Finding]], float], ...] = (
         ("versions", look_at_versions, QUICK_S),
         ("device", lambda: look_at_device(patient.device), DEVICE_S),
@@ -505,10 +505,10 @@ async def examine(patient: Patient, tell: Tell) -> None:
     )
     for check, look, limit_s in local:
         tell(await bounded(check, look, limit_s))
-    ports = [doorway.port] if patient.dht_port == 0 else [doorway.port, patient.dht_port]
+    ports = [endpoint.port] if patient.dht_port == 0 else [endpoint.port, patient.dht_port]
     free = True
     for port in ports:
-        found = await bounded("port", lambda port=port: look_at_port(doorway.listen, port), QUICK_S)  # type: ignore[misc]
+        found = await bounded("port", lambda port=port: look_at_port(endpoint.listen, port), QUICK_S)  # type: ignore[misc]
         free = free and all(finding.level is Level.OK for finding in found)
         tell(found)
     if patient.link is None:
@@ -518,4 +518,4 @@ async def examine(patient: Patient, tell: Tell) -> None:
         tell([Finding("reach", Level.SKIP, "the port is not free")])
     else:
         fits = partial(what_fits_of, patient.device, patient.memory_limit, patient.moments)
-        await look_in_the_run(patient.link, doorway, fits, tell)
+        await look_in_the_run(patient.link, endpoint, fits, tell)

@@ -30,13 +30,13 @@ LOCK_POLL_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class _Door:
+class _Endpoint:
     port: int
     secret: str
     process: int
 
 
-def door_path(identity_path: Path) -> Path:
+def endpoint_path(identity_path: Path) -> Path:
     return identity_path.with_name(identity_path.name + ".running")
 
 
@@ -59,7 +59,7 @@ async def sole_use(identity_path: Path) -> AsyncIterator[None]:
 async def leave_requests(identity_path: Path, ask: Callable[[], None]) -> AsyncIterator[None]:
     """Listens for `skipstone leave` within the block; each request calls `ask`. Raises ResourceExhausted."""
     secret = secrets.token_hex(SECRET_BYTES)
-    path = door_path(identity_path)
+    path = endpoint_path(identity_path)
     silent: dict[asyncio.StreamWriter, None] = {}  # oldest first
     accepted: list[asyncio.StreamWriter] = []
 
@@ -84,7 +84,7 @@ async def leave_requests(identity_path: Path, ask: Callable[[], None]) -> AsyncI
 
     try:
         server = await asyncio.start_server(listen, LOOPBACK, 0, backlog=MAX_CONVERSATIONS)
-        _write(path, _Door(server.sockets[0].getsockname()[1], secret, os.getpid()))
+        _write(path, _Endpoint(server.sockets[0].getsockname()[1], secret, os.getpid()))
     except OSError as error:
         raise ResourceExhausted(f"cannot listen for `skipstone leave`: {error.strerror or error}") from error
     try:
@@ -98,11 +98,11 @@ async def leave_requests(identity_path: Path, ask: Callable[[], None]) -> AsyncI
 
 async def ask_to_leave(identity_path: Path, patience_s: float) -> None:
     """Asks the node of this identity to leave and waits. Raises ConfigError without a node, Stalled after the time."""
-    door = _read(door_path(identity_path))
+    endpoint = _read(endpoint_path(identity_path))
     try:
         async with asyncio.timeout(CONNECT_S):
-            reader, writer = await asyncio.open_connection(LOOPBACK, door.port)
-            writer.write(door.secret.encode())
+            reader, writer = await asyncio.open_connection(LOOPBACK, endpoint.port)
+            writer.write(endpoint.secret.encode())
             accepted = await reader.read(len(ACCEPTED)) == ACCEPTED
     except (OSError, TimeoutError):
         raise _nobody(identity_path) from None
@@ -140,23 +140,23 @@ async def _lock(descriptor: int, identity_path: Path) -> None:
             return
     who = ""
     with contextlib.suppress(ConfigError):
-        who = f" (process {_read(door_path(identity_path)).process})"
+        who = f" (process {_read(endpoint_path(identity_path)).process})"
     raise IdentityError(
         f"another node{who} on this machine uses the identity {identity_path}",
         hint="Stop it with `skipstone leave`, or give this node its own key with --identity FILE.",
     )
 
 
-def _write(path: Path, door: _Door) -> None:
+def _write(path: Path, endpoint: _Endpoint) -> None:
     path.unlink(missing_ok=True)  # left by a killed node
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        json.dump({"port": door.port, "secret": door.secret, "process": door.process}, file)
+        json.dump({"port": endpoint.port, "secret": endpoint.secret, "process": endpoint.process}, file)
 
 
-def _read(path: Path) -> _Door:
+def _read(path: Path) -> _Endpoint:
     try:
         table = json.loads(path.read_text())
-        return _Door(int(table["port"]), str(table["secret"]), int(table["process"]))
+        return _Endpoint(int(table["port"]), str(table["secret"]), int(table["process"]))
     except (OSError, ValueError, KeyError, TypeError):
         raise _nobody(path.with_name(path.name.removesuffix(".running"))) from None
 

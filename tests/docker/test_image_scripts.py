@@ -19,7 +19,7 @@ from types import ModuleType
 import grpc
 import pytest
 
-from node.runtime.leave_socket import door_path, leave_requests
+from node.runtime.leave_socket import endpoint_path, leave_requests
 from protocol.identity.certificates import make_credentials
 from protocol.identity.keys import Identity
 from swarm.vocabulary.types import RunId
@@ -239,7 +239,7 @@ class TestHealthCheck:
         script = load(HEALTH_CHECK)
         monkeypatch.setattr(script, "LIMIT_S", 0.1)
         with socket.create_server(("127.0.0.1", 0)) as silent:  # the kernel takes calls, and nobody answers them
-            door = door_path(tmp_path / "identity.key")
-            door.write_text(json.dumps({"port": silent.getsockname()[1], "secret": "s"}))
+            endpoint = endpoint_path(tmp_path / "identity.key")
+            endpoint.write_text(json.dumps({"port": silent.getsockname()[1], "secret": "s"}))
             with pytest.raises(TimeoutError):
-                script.ask_event_loop(door)
+                script.ask_event_loop(endpoint)

@@ -26,7 +26,7 @@ from node.observability.events import (
     Resumed,
     Waiting,
 )
-from node.runtime.leave_socket import ask_to_leave, door_path
+from node.runtime.leave_socket import ask_to_leave, endpoint_path
 from node.runtime.module_choice import NextModule
 from node.runtime.node import run_node
 from protocol.identity.keys import Identity
@@ -181,7 +181,7 @@ async def test_a_replica_leaves_and_nothing_is_abandoned(tmp_path: Path, how: st
             while leaver.index not in swarm.ends:
                 await asyncio.sleep(0.05)
         assert swarm.ends[leaver.index].exit_code == 0
-        assert not door_path(leaver.identity_path).exists()
+        assert not endpoint_path(leaver.identity_path).exists()
         await watch.to_the_end(swarm)
     assert watch.states(leaver.peer)[-2:] == ["serving", "draining"]
     assert_nothing_lost(watch, 40 * manifest.microbatches_per_step)
@@ -286,6 +286,6 @@ async def test_a_node_that_is_the_only_one_in_its_module_calls_its_move_off(tmp_
 async def test_leave_without_a_node_says_so(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no node runs here"):
         await ask_to_leave(tmp_path / "identity.key", 1.0)
-    door_path(tmp_path / "identity.key").write_text('{"port": 1, "secret": "of a node that was killed"}')
+    endpoint_path(tmp_path / "identity.key").write_text('{"port": 1, "secret": "of a node that was killed"}')
     with pytest.raises(ConfigError, match="no node runs here"):
         await ask_to_leave(tmp_path / "identity.key", 1.0)

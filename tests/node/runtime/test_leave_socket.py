@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from node.runtime import leave_socket as leave
-from node.runtime.leave_socket import ask_to_leave, door_path, leave_requests, sole_use
+from node.runtime.leave_socket import ask_to_leave, endpoint_path, leave_requests, sole_use
 from protocol.identity.keys import Identity
 from swarm.vocabulary.errors import IdentityError
 
@@ -56,7 +56,7 @@ async def test_connections_that_say_nothing_do_not_keep_the_owner_out(key: Path)
     asked = asyncio.Event()
     async with asyncio.TaskGroup() as tasks:
         async with leave_requests(key, asked.set):
-            port = json.loads(door_path(key).read_text())["port"]
+            port = json.loads(endpoint_path(key).read_text())["port"]
             idle = [await asyncio.open_connection(leave.LOOPBACK, port) for _ in range(2 * leave.MAX_CONVERSATIONS)]
             leaving = tasks.create_task(ask_to_leave(key, 10.0))
             await asked.wait()
@@ -68,7 +68,9 @@ async def test_connections_that_say_nothing_do_not_keep_the_owner_out(key: Path)
 async def test_who_says_nothing_is_not_listened_to_for_ever(key: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leave, "LISTEN_S", 0.01)
     async with leave_requests(key, lambda: pytest.fail("nobody has asked")):
-        reader, writer = await asyncio.open_connection(leave.LOOPBACK, json.loads(door_path(key).read_text())["port"])
+        reader, writer = await asyncio.open_connection(
+            leave.LOOPBACK, json.loads(endpoint_path(key).read_text())["port"]
+        )
         async with asyncio.timeout(10):
             assert await reader.read(1) == b""
         writer.close()
@@ -83,4 +85,4 @@ async def test_who_has_asked_waits_as_long_as_it_takes(key: Path, monkeypatch: p
         await asyncio.wait((leaving,), timeout=0.3)
         assert not leaving.done(), "the node is still there"
     await leaving
-    assert not os.path.lexists(door_path(key))
+    assert not os.path.lexists(endpoint_path(key))
