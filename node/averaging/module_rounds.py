@@ -54,7 +54,7 @@ CLIPPED_ROUNDS: Final = 3
 PROGRESS_S: Final = 1.0
 
 
-class RoundNews:
+class RoundReports:
     """Events and status of one replica's rounds."""
 
     def __init__(self, peer: PeerId, module: ModuleId, clock: Clock, events: EventSink) -> None:
@@ -66,7 +66,7 @@ class RoundNews:
         self._clipped = 0
         self._download: CatchingUp | None = None
         self._accused: list[Caught] = []
-        self._began = self._told = 0.0
+        self._began = self._reported_at = 0.0
 
     def exchanging(self, attempt: RoundId, reduced_chunks: int, percent: int) -> None:
         figures = (attempt.number, attempt.attempt, attempt.convener, reduced_chunks, percent)
@@ -97,7 +97,7 @@ class RoundNews:
     def fetching(self, wanted: AnchorVersion) -> Iterator[None]:
         """Reports the download that runs within the block."""
         self._began = self._clock.monotonic()
-        self._told = self._began - PROGRESS_S
+        self._reported_at = self._began - PROGRESS_S
         self._download = CatchingUp(self._peer, self._module, wanted.round, 0, 0)
         try:
             yield
@@ -110,8 +110,8 @@ class RoundNews:
         self._download = CatchingUp(self._peer, self._module, self._download.round, done, total)
         # Limits the rate of events.
         now = self._clock.monotonic()
-        if now - self._told >= PROGRESS_S:
-            self._told = now
+        if now - self._reported_at >= PROGRESS_S:
+            self._reported_at = now
             self._events.emit(self._download)
 
     def caught_up(
@@ -160,8 +160,8 @@ class ModuleRounds:
 
     def __init__(self, context: ModuleContext, replica: LocalReplica, start: Anchor, averaging: ComputeThread) -> None:
         manifest, own, session, module = context.manifest, context.session.own, context.session, context.module
-        self.news = RoundNews(own.peer, module, own.clock, context.events)
-        self.accused = self.news.accused
+        self.reports = RoundReports(own.peer, module, own.clock, context.events)
+        self.accused = self.reports.accused
         self._context = context
         self._own = own
         self._store = AnchorStore(start)
@@ -177,7 +177,7 @@ class ModuleRounds:
             clock=own.clock,
             signatures=PieceSignatures(own.run, session.identity),
             random=SystemRandom(),
-            watch=self.news.exchanging,
+            watch=self.reports.exchanging,
         )
         self.runner = RoundRunner(own.peer, module, self._machine, self._store, self._replica_sync, means, self)
         codecs, folder = STATE_CODECS[manifest.codecs.state], context.options.checkpoint_dir
@@ -188,7 +188,7 @@ class ModuleRounds:
             self._store,
             codecs,
             None if folder is None else folder / own.peer / "download",
-            self.news.progressed,
+            self.reports.progressed,
             self.runner.gave_other_state,
         )
         self._ready = False
@@ -259,9 +259,9 @@ class ModuleRounds:
 
     async def catch_up(self, version: AnchorVersion, donors: tuple[PeerId, ...]) -> Anchor:
         known = self._store.current
-        with self.news.fetching(version):
+        with self.reports.fetching(version):
             anchor = await self._downloads.catch_up(version, donors, known)
-            self.news.caught_up(anchor, known, donors, self._downloads.received_bytes)
+            self.reports.caught_up(anchor, known, donors, self._downloads.received_bytes)
         return anchor
 
     def anchored(self, anchor: Anchor) -> None:
@@ -271,7 +271,7 @@ class ModuleRounds:
             self._context.session.membership_sync.announce()
 
     def settled(self, version: AnchorVersion, event: RoundCommitted, reason: str = "", clipping: float = 1.0) -> None:
-        self.news.committed(event, reason, clipping)
+        self.reports.committed(event, reason, clipping)
         # Another anchor may have been adopted meanwhile.
         if version == self._store.current.version:
             self._context.proofs.shared_round(frozenset(map(PeerId, event.contributors)) - {self._own.peer})
@@ -367,7 +367,7 @@ class _Fetch:
         self._context = context
         self._layout = module_layout(manifest, module)
         self._first = first_version(manifest, module)
-        self._news = RoundNews(session.own.peer, module, session.own.clock, context.events)
+        self._reports = RoundReports(session.own.peer, module, session.own.clock, context.events)
         self._random = Random()  # noqa: S311 - spreads the load over donors; no secret
         folder = context.options.checkpoint_dir
         self._downloads = StateDownloads(
@@ -376,7 +376,7 @@ class _Fetch:
             FreshSpace(self._layout),
             STATE_CODECS[manifest.codecs.state],
             None if folder is None else folder / session.own.peer / "download",
-            self._news.progressed,
+            self._reports.progressed,
         )
 
     async def anchor(self) -> Anchor:
@@ -403,7 +403,7 @@ class _Fetch:
             return None
         donors = tuple(peer for peer, stands in announced.items() if stands == version)
         try:
-            with self._news.fetching(version):
+            with self._reports.fetching(version):
                 return await self._downloads.catch_up(version, donors)
         except (NoQuorum, Stalled) as error:  # they may have moved on, or never had it
             log.info("module %s: %s", module, error)
@@ -415,6 +415,6 @@ class _Fetch:
         self._random.shuffle(known)  # only some are asked at once; each attempt picks others
         # First peers that announce this state, then data nodes (the author runs one), then all others.
         known.sort(key=lambda a: (a.anchor != self._first, a.module is None or a.module.stage > 0))
-        with self._news.fetching(self._first):
+        with self._reports.fetching(self._first):
             parameters = await self._downloads.parameters(self._first, [a.peer for a in known][:MOST_ASKED])
         return await asyncio.to_thread(initial_anchor, self._layout, parameters)

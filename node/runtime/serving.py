@@ -215,9 +215,9 @@ def status_json(own: LocalPeer, role: NodeRole, compute: ComputeThread, tunnels:
         round=0 if own.anchor is None else own.anchor.round,
         digest="" if own.anchor is None else own.anchor.digest.hex(),
         rounds=rounds.describe(),
-        last_round=rounds.news.last_round(),
-        accused=rounds.news.accused_lately(),
-        catching_up=rounds.news.catching_up(),
+        last_round=rounds.reports.last_round(),
+        accused=rounds.reports.accused_lately(),
+        catching_up=rounds.reports.catching_up(),
         codecs=role.runner.codecs.describe(),
         compute=ComputeStatus(
             round(compute.busy_s, 3), round(compute.idle_work_s, 3), round(compute.idle_s, 3), compute.idle_waiting
