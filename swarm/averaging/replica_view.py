@@ -76,7 +76,7 @@ class AttemptLog:
 
 
 # Time for which a replica's own message outranks its announcement, in seconds: announcements arrive late and reordered
-WORD_HOLDS_S = 30.0
+REPORT_VALID_S = 30.0
 
 PRESUMED_S = 5.0  # Time for which a member of our committed round is assumed to hold its result, in seconds
 
@@ -90,14 +90,16 @@ REMEMBERED = 16
 class _Known:
     serving: bool
     announced: AnchorVersion
-    said: AnchorVersion | None = None
-    said_at: float = 0.0
+    reported: AnchorVersion | None = None
+    reported_at: float = 0.0
     presumed: bool = False
     base: AnchorVersion | None = None
     steps: int = 0
 
     def version(self, now: float) -> AnchorVersion:
-        return self.said if self.said is not None and now - self.said_at < WORD_HOLDS_S else self.announced
+        return (
+            self.reported if self.reported is not None and now - self.reported_at < REPORT_VALID_S else self.announced
+        )
 
 
 class OtherReplicas:
@@ -115,27 +117,27 @@ class OtherReplicas:
         self._known = {r.peer: before.get(r.peer) or _Known(r.serving, r.version) for r in listed}
         for replica in listed:
             known = self._known[replica.peer]
-            news = replica.version != known.announced
-            if news and known.said is not None and replica.version.round >= known.said.round:
-                known.said = None
+            is_new = replica.version != known.announced
+            if is_new and known.reported is not None and replica.version.round >= known.reported.round:
+                known.reported = None
             known.serving, known.announced = replica.serving, replica.version
         return frozenset(before) - frozenset(self._known)
 
-    def said(self, peer: PeerId, version: AnchorVersion, now: float) -> None:
+    def reported(self, peer: PeerId, version: AnchorVersion, now: float) -> None:
         """Notes the version that a replica reports. Drops reports of unknown peers."""
         known = self._known.get(peer)
         if known is None:
             return
-        recent = known.said is not None and not known.presumed and now - known.said_at < OVERTAKEN_S
-        if not (recent and known.said is not None and version.round < known.said.round):
-            known.said, known.said_at, known.presumed = version, now, False
+        recent = known.reported is not None and not known.presumed and now - known.reported_at < OVERTAKEN_S
+        if not (recent and known.reported is not None and version.round < known.reported.round):
+            known.reported, known.reported_at, known.presumed = version, now, False
 
     def presume(self, members: Iterable[PeerId], version: AnchorVersion, now: float) -> None:
         # Otherwise the first replica to commit is alone on its version for a moment, and finds the next round due.
         for peer in members:
             known = self._known.get(peer)
             if known is not None and known.version(now).round < version.round:
-                known.said, known.said_at, known.presumed = version, now - WORD_HOLDS_S + PRESUMED_S, True
+                known.reported, known.reported_at, known.presumed = version, now - REPORT_VALID_S + PRESUMED_S, True
 
     def worked(self, peer: PeerId, base: AnchorVersion, steps: int) -> None:
         known = self._known.get(peer)

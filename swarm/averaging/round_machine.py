@@ -273,14 +273,14 @@ class RoundMachine:
             return []
         match message:
             case messages.Progress(_, base, steps, _):
-                view.others.said(sender, base, view.now)
+                view.others.reported(sender, base, view.now)
                 view.others.worked(sender, base, steps)
             case messages.Invitation(_, base) | messages.SignedRoster(_, base):
-                view.others.said(sender, base, view.now)
+                view.others.reported(sender, base, view.now)
             case messages.Declined(_, _, version):
-                view.others.said(sender, version, view.now)
+                view.others.reported(sender, version, view.now)
             case messages.Commit(_, version, holders) if sender in holders:
-                view.others.said(sender, version, view.now)
+                view.others.reported(sender, version, view.now)
             case _:
                 pass
         return [*self._adopt_if_others_did(), *self._about_attempt(sender, message)]
