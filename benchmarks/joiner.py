@@ -53,7 +53,7 @@ class Watch:
 
     swarm: LocalSwarm
     seen: list[tuple[float, Event]] = field(default_factory=list)
-    news: asyncio.Condition = field(default_factory=asyncio.Condition)
+    changed: asyncio.Condition = field(default_factory=asyncio.Condition)
 
     def start_one(self) -> str:
         """Starts one more replica of the stage and returns its peer id."""
@@ -61,14 +61,14 @@ class Watch:
 
     async def run(self) -> None:
         async for event in self.swarm.events():
-            async with self.news:
+            async with self.changed:
                 self.seen.append((time.perf_counter(), event))
-                self.news.notify_all()
+                self.changed.notify_all()
 
     async def until(self, what: str, met: Callable[[], bool]) -> None:
         tell(f"waiting for {what}")
-        async with asyncio.timeout(PATIENCE_S), self.news:
-            await self.news.wait_for(met)
+        async with asyncio.timeout(PATIENCE_S), self.changed:
+            await self.changed.wait_for(met)
 
     def steps(self, begin: float, end: float) -> list[float]:
         """Tokens per second of each step that ended between two times."""

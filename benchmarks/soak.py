@@ -104,15 +104,15 @@ class Soak:
         tasks = [asyncio.create_task(part) for part in (self._watch(), self._sample())]
         if every_s is not None:
             tasks += [asyncio.create_task(part) for part in (self._kill(every_s), self._join(every_s))]
-        begun = last_news = time.monotonic()
+        begun = last_step = time.monotonic()
         trained = told = 0
         try:
             while time.monotonic() - begun < until_s and (tokens is None or trained < tokens):
                 await asyncio.sleep(0.5)
                 now = time.monotonic()
                 if self._swarm.progress.tokens > trained or not all(self._serving().values()):
-                    last_news, trained = now, self._swarm.progress.tokens
-                self.account.longest_pause_s = max(self.account.longest_pause_s, now - last_news)
+                    last_step, trained = now, self._swarm.progress.tokens
+                self.account.longest_pause_s = max(self.account.longest_pause_s, now - last_step)
                 if now - begun - told > 30:
                     told = int(now - begun)
                     tell(f"{told} s: {trained} tokens, {self.account.rounds} commits")

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 SHOWN = 20
 # Interval of progress rows, in seconds.
-TOLD_EVERY_S = 10.0
+SHOWN_EVERY_S = 10.0
 MAX_LINE = 1000
 NO_NETEM = "the emulation is a proxy and does not use netem"
 
@@ -155,24 +155,24 @@ class Teller:
 
     def __init__(self, *, as_json: bool) -> None:
         self._stream = sys.stderr if as_json else sys.stdout
-        self._told_at = -TOLD_EVERY_S
+        self._shown_at = -SHOWN_EVERY_S
         self._loss: float | None = None
 
-    def tell(self, news: str | Row | Mark) -> None:
-        """Writes a row at most every `TOLD_EVERY_S`, and marks at once. A text starts or ends a run."""
+    def tell(self, update: str | Row | Mark) -> None:
+        """Writes a row at most every `SHOWN_EVERY_S`, and marks at once. A text starts or ends a run."""
         from lab.outcome import Row
 
-        if isinstance(news, str):
-            self._told_at, self._loss = -TOLD_EVERY_S, None
-            self._write(news)
-        elif not isinstance(news, Row):
-            self._write(f"  {duration(news.at_s)}  {news.what}")
+        if isinstance(update, str):
+            self._shown_at, self._loss = -SHOWN_EVERY_S, None
+            self._write(update)
+        elif not isinstance(update, Row):
+            self._write(f"  {duration(update.at_s)}  {update.what}")
         else:
             # A row without a step has no loss: show the previous one.
-            self._loss = self._loss if news.loss is None else news.loss
-            if news.at - self._told_at >= TOLD_EVERY_S:
-                self._told_at = news.at
-                self._write(self._line(news))
+            self._loss = self._loss if update.loss is None else update.loss
+            if update.at - self._shown_at >= SHOWN_EVERY_S:
+                self._shown_at = update.at
+                self._write(self._line(update))
 
     def _line(self, row: Row) -> str:
         waiting = f"  waiting for {', '.join(row.waiting)}" if row.waiting else ""

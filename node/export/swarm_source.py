@@ -31,7 +31,7 @@ Progress = Callable[[ModuleId, int, int], None]
 PATIENCE_S: Final = 30.0
 ATTEMPTS: Final = 4
 PAUSE_S: Final = 0.3
-NEWS_S: Final = 2.5
+RETRY_AFTER_S: Final = 2.5
 
 
 class SwarmSource:
@@ -72,7 +72,7 @@ class SwarmSource:
                     raise type(error)(
                         f"module {module}: {error}", hint="Try again when its replicas are online."
                     ) from None
-                await asyncio.sleep(NEWS_S)
+                await asyncio.sleep(RETRY_AFTER_S)
             else:
                 self.versions[module] = version
                 return tensors_of(module_layout(self.signed.manifest, module), vector)

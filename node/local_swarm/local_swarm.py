@@ -51,7 +51,7 @@ class LocalSwarm:
         self._clock = clock
         self._children: dict[int, ChildProcess] = {}
         self._unread: deque[Event] = deque(maxlen=MAX_UNREAD_EVENTS)
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
         self._stopping = asyncio.Event()
         self._tasks = asyncio.TaskGroup()
         self._nodes: dict[int, asyncio.Task[None]] = {}
@@ -103,8 +103,8 @@ class LocalSwarm:
                 yield self._unread.popleft()
             if not self._nodes:
                 return
-            self._news.clear()
-            await self._news.wait()
+            self._changed.clear()
+            await self._changed.wait()
 
     def start_peer(self, stage: int, command: Sequence[str] | None = None, expert: int = 0) -> int:
         """Starts one more node for a module; returns its index. Raises ConfigError, SkipstoneError."""
@@ -163,7 +163,7 @@ class LocalSwarm:
 
     def _gone(self, index: int) -> None:
         del self._nodes[index]
-        self._news.set()
+        self._changed.set()
 
     async def _run(self, peer: PlannedPeer, command: Sequence[str] | None) -> None:
         try:
@@ -210,7 +210,7 @@ class LocalSwarm:
     def _take(self, progressed: Progressed) -> None:
         self.progress = progressed.state
         self._unread.extend(progressed.events)
-        self._news.set()
+        self._changed.set()
 
     async def _stop_when_asked(self) -> None:
         # Data nodes first: their microbatches in flight still need the other nodes.

@@ -154,8 +154,8 @@ def apply(state: SwarmProgress, index: int, event: Event, now: float) -> Progres
         case events.LastPeer(saved_in=None):
             state = replace(state, lost=state.lost | {event.module})
         case events.Waiting():
-            news = () if event.module in state.waiting else (event,)
-            return Progressed(replace(state, waiting={**state.waiting, event.module: event.reason}), news)
+            updates = () if event.module in state.waiting else (event,)
+            return Progressed(replace(state, waiting={**state.waiting, event.module: event.reason}), updates)
         case events.Resumed():
             waiting = {module: why for module, why in state.waiting.items() if module != event.module}
             return Progressed(replace(state, waiting=waiting), (event,) if event.module in state.waiting else ())

@@ -230,7 +230,7 @@ def make_server(
 ) -> tuple[grpc.aio.Server, int]:
     """Makes a server of `Connect` for peers with a certificate of the run. Returns it with its port. Raises
     RuntimeError."""
-    logging.getLogger(_GRPC_LOG).addFilter(_is_news)
+    logging.getLogger(_GRPC_LOG).addFilter(_is_worth_logging)
     server = grpc.aio.server(options=(*_SERVER_OPTIONS, *_limits(max_frame_bytes)), maximum_concurrent_rpcs=max_streams)
     methods = {METHOD: grpc.stream_stream_rpc_method_handler(serve)}
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, methods),))
@@ -243,7 +243,7 @@ def make_server(
     return server, server.add_secure_port(address, secured)
 
 
-def _is_news(record: logging.LogRecord) -> bool:
+def _is_worth_logging(record: logging.LogRecord) -> bool:
     """Filters gRPC's traceback for a caller that cuts its stream, with which any caller could fill the log."""
     return not record.getMessage().startswith("ExecuteBatchError raised in core")
 

@@ -110,7 +110,7 @@ class _Donor:
     peer: PeerId
     owes: dict[int, None] = field(default_factory=dict)
     seconds_per_byte: Ewma = field(default_factory=lambda: Ewma(0.3))
-    news: float = 0.0  # Time of its last message, or of the request that ended its idleness
+    heard_at: float = 0.0  # Time of its last message, or of the request that ended its idleness
     rests_until: float = 0.0
     strikes: int = 0
     out: str = ""
@@ -166,7 +166,7 @@ class Download:
                     self._strike(donor, "its link broke", now)
             case Tick():
                 for donor in self._donors.values():
-                    if donor.owes and now - donor.news > self._silence_s(donor):
+                    if donor.owes and now - donor.heard_at > self._silence_s(donor):
                         self._strike(donor, "it is silent", now)
         return actions + self._go_on(now)
 
@@ -184,8 +184,8 @@ class Download:
             return [Report(peer, donor.out)]
         if owed:
             # Time per byte, not bytes per time: chunks that arrive in pairs would make a donor look fast.
-            donor.seconds_per_byte.add(max(now - donor.news, 1e-6) / self._chunk_bytes)
-        donor.strikes, donor.trouble, donor.news = 0, "it stopped sending", now
+            donor.seconds_per_byte.add(max(now - donor.heard_at, 1e-6) / self._chunk_bytes)
+        donor.strikes, donor.trouble, donor.heard_at = 0, "it stopped sending", now
         if chunk in self._missing:  # also accept it from a donor that counts as silent
             self._missing.discard(chunk)
             self._progressed_at = now
@@ -209,7 +209,7 @@ class Download:
             if chunk in donor.owes:
                 del donor.owes[chunk]
                 self._put_back(chunk)
-        donor.news = now
+        donor.heard_at = now
         donor.trouble = "it is busy"
         self._rest(donor, now, donor.strikes + 3)
 
@@ -275,7 +275,7 @@ class Download:
             if chunks:
                 active += not donor.owes
                 if not donor.owes:
-                    donor.news = now
+                    donor.heard_at = now
                 donor.owes.update(dict.fromkeys(chunks))
                 actions.append(Ask(donor.peer, chunks))
         return actions
@@ -305,7 +305,7 @@ class Download:
             if holder is thief or not owed:
                 continue
             chunk_s = self._chunk_s(holder)
-            silent_s = now - holder.news
+            silent_s = now - holder.heard_at
             expected_s = silent_s if chunk_s is None else max(len(holder.owes) * chunk_s, silent_s)
             if expected_s > max(longest, 2 * own_s, STEAL_AFTER_S):
                 best, longest = owed[-1], expected_s

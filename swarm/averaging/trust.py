@@ -116,7 +116,7 @@ FADING: Final = 0.9  # Decay of the usual norm per round, so that it follows a f
 # Largest distance between anchors, in rounds like ours, with a margin for momentum and faster replicas
 DRIFT_LIMIT: Final = 8.0
 FEWEST_APART: Final = 2.0  # Rounds by which two anchors may always differ
-NEWS: Final = 0.1  # Weight of the latest interval between rounds in its mean
+LATEST_WEIGHT: Final = 0.1  # Weight of the latest interval between rounds in its mean
 
 
 def mark_of(peer: PeerId) -> int:
@@ -187,7 +187,7 @@ class AnchorDrift:
         self._length = max(own, mean_norm, FADING * self._length)
         if self._round_at is not None:
             between_s = max(0.0, at - self._round_at)
-            self._between_s += (between_s - self._between_s) * (NEWS if self._between_s else 1.0)
+            self._between_s += (between_s - self._between_s) * (LATEST_WEIGHT if self._between_s else 1.0)
         self._round_at = at
         if shared or self._shared_at is None:
             self._shared_at = at

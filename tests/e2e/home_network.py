@@ -311,14 +311,14 @@ Kind = TypeVar("Kind")
 @dataclass(eq=False)
 class WatchedNode:
     seen: list[Event] = field(default_factory=list)
-    _news: asyncio.Event = field(default_factory=asyncio.Event)
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def read(self, stream: asyncio.StreamReader) -> None:
         async for line in stream:
             event = event_from_json(line)
             if event is not None:
                 self.seen.append(event)
-                self._news.set()
+                self._changed.set()
 
     async def until(self, kind: type[Kind], wanted: Callable[[Kind], bool] = lambda _: True) -> Kind:
         async with asyncio.timeout(PATIENCE_S):
@@ -326,8 +326,8 @@ class WatchedNode:
                 for event in self.seen:
                     if isinstance(event, kind) and wanted(event):
                         return event
-                self._news.clear()
-                await self._news.wait()
+                self._changed.clear()
+                await self._changed.wait()
 
     async def reached(self) -> Reach:
         return await self.until(Reach)

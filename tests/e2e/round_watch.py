@@ -55,7 +55,7 @@ class RoundWatch:
     module: str
     stands: list[Stand] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
-    _news: asyncio.Event = field(default_factory=asyncio.Event)
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def take(self, event: Event) -> None:
         match event:
@@ -63,13 +63,13 @@ class RoundWatch:
                 self.stands.append(Stand(time.monotonic(), event))
             case Step():
                 self.losses.append(event.loss)
-        self._news.set()
+        self._changed.set()
 
     async def until(self, find: Callable[[], Found | None], patience_s: float = PATIENCE_S) -> Found:
         async with asyncio.timeout(patience_s):
             while (found := find()) is None:
-                self._news.clear()
-                await self._news.wait()
+                self._changed.clear()
+                await self._changed.wait()
         return found
 
     async def loss_below(self, wanted: float) -> None:

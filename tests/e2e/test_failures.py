@@ -242,17 +242,17 @@ class Told:
 
     def __init__(self) -> None:
         self.seen: list[Event] = []
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
 
     def emit(self, event: Event) -> None:
         self.seen.append(event)
-        self._news.set()
+        self._changed.set()
 
     async def until(self, module: str, state: str) -> None:
         async with asyncio.timeout(PATIENCE_S):
             while not any(isinstance(e, NodeStatus) and (e.module, e.state) == (module, state) for e in self.seen):
-                self._news.clear()
-                await self._news.wait()
+                self._changed.clear()
+                await self._changed.wait()
 
 
 async def test_a_node_that_is_the_only_one_in_its_module_calls_its_move_off(tmp_path: Path) -> None:

@@ -174,7 +174,7 @@ def test_replicas_agree_on_one_anchor_or_the_one_before_it() -> None:
 def run(tmp_path: Path) -> Run:
     """Half a minute after its beginning; nothing was started."""
     scenario = scenario_from_table(tomllib.loads(CHAOS + '[[event]]\nat = 10\naction = "kill"\npeers = [4]\n'))
-    made = Run(scenario, tmp_path, lambda news: None, asyncio.Event())
+    made = Run(scenario, tmp_path, lambda update: None, asyncio.Event())
     made.lab._began = time.monotonic() - 30.0
     made.lab.watch.completed = [-1.0, *steady(0, 10), *steady(14, 30)]
     return made
