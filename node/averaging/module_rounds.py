@@ -27,7 +27,7 @@ from node.checkpoint.state import Agreed, AnchorState
 from node.concurrency.compute_thread import ComputeThread, Priority
 from node.concurrency.task_groups import task_scope
 from node.context.module_context import ModuleContext
-from node.model.memory_need import require_room
+from node.model.memory_need import require_memory
 from node.observability import events
 from node.observability.events import CatchingUp, EventSink, Note, RoundCommitted
 from node.observability.status import Accusation, DownloadStatus, RoundStatus
@@ -353,7 +353,7 @@ async def first_state(context: ModuleContext) -> FirstState:
     if context.manifest.start is None or context.resumed.state is not None:
         return FirstState()
     allowance = context.options.allowance
-    require_room(context.manifest, (context.module,), context.device, allowance.slots, allowance.moments)
+    require_memory(context.manifest, (context.module,), context.device, allowance.slots, allowance.moments)
     if context.start is not None:
         return FirstState(await asyncio.to_thread(context.start.anchor, context.module))
     return FirstState(await _Fetch(context).anchor())

@@ -82,7 +82,7 @@ def dialed_run(dial: DialOptions, changes: ManifestChanges, name: str) -> Dialed
 def choice_lines(dial: DialOptions, dialed: DialedRun, manifest: Manifest) -> Iterator[str]:
     """Yields lines with each choice, its reason, and the forecast for the manifest."""
     from node.dial.dial import COMMON_CARD, LARGE_CARD, LINKS_MBIT_S, forecast
-    from swarm.membership.room import size_text
+    from swarm.membership.memory_fit import size_text
 
     for name, choice in dialed.choices:
         value = count(choice.value) if isinstance(choice.value, int) else str(choice.value)
@@ -215,7 +215,7 @@ def new(
 
 def _largest_need(manifest: Manifest) -> str:
     from node.model.memory_need import needs_of
-    from swarm.membership.room import size_text
+    from swarm.membership.memory_fit import size_text
     from swarm.pipeline.custody import DEFAULT_SLOTS
     from swarm.vocabulary.types import ModuleId
 

@@ -17,7 +17,7 @@ from node.model.moments import MomentType
 from node.model.shapes import BYTES_PER_PARAMETER, parameter_bytes, parameter_shapes
 from protocol.interfaces.tensor_spec import DType, TensorSpec
 from protocol.manifest.manifest import Manifest, manifest_from_table
-from swarm.membership.room import Need, Room, size_text
+from swarm.membership.memory_fit import FreeMemory, Need, size_text
 from swarm.pipeline.custody import DEFAULT_SLOTS
 from swarm.vocabulary.errors import ConfigError
 from swarm.vocabulary.types import MAX_STAGES, Codec, ModuleId, Reasoned
@@ -78,15 +78,15 @@ def choose_blocks(uncut: Manifest, peers: Peers) -> Reasoned[tuple[int, ...]]:
 
 
 def _most_blocks(uncut: Manifest, card: int) -> int:
-    room = Room(Reasoned(None, ""), Reasoned(int(FILLED * card), f"of a card of {_card(card)}"))
+    free = FreeMemory(Reasoned(None, ""), Reasoned(int(FILLED * card), f"of a card of {_card(card)}"))
     ends = need_of(uncut, (ModuleId(0),), DEFAULT_SLOTS)
-    if room.lacks(ends) is not None:
+    if free.lacks(ends) is not None:
         raise ConfigError(
             f"stage 0, with a vocabulary of {uncut.model.vocabulary:,}, needs {size_text(ends.device)}, more than "
             f"{FILLED:.0%} of a card of {_card(card)}",
             hint="Set a larger --card or a smaller --size, or choose a tokenizer with fewer tokens.",
         )
-    most = blocks_that_fit(uncut, room, DEFAULT_SLOTS)
+    most = blocks_that_fit(uncut, free, DEFAULT_SLOTS)
     if most == 0:
         raise ConfigError(
             f"one block of this model needs more than {FILLED:.0%} of a card of {_card(card)}",

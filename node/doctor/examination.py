@@ -34,7 +34,7 @@ from protocol.interfaces.clock import Clock
 from protocol.interfaces.transport import Question, QuestionAbout
 from protocol.manifest.join_link import JoinLink
 from protocol.manifest.manifest import Manifest
-from swarm.membership.room import Room, size_text
+from swarm.membership.memory_fit import FreeMemory, size_text
 from swarm.pipeline.custody import DEFAULT_SLOTS
 from swarm.vocabulary.errors import PeerError, SkipstoneError, Unreachable
 from swarm.vocabulary.types import PeerId, Reasoned
@@ -254,13 +254,15 @@ def look_at_memory(memory: Callable[[], Reasoned[int | None]] = available_memory
     return [Finding("memory", Level.OK, found)]
 
 
-def look_at_room(wish: str, limit: Reasoned[int] | None, moments: MomentType = MomentType.FLOAT32) -> Sequence[Finding]:
+def look_at_stage_memory(
+    wish: str, limit: Reasoned[int] | None, moments: MomentType = MomentType.FLOAT32
+) -> Sequence[Finding]:
     """Reports how large a stage a node could take. Raises ConfigError if the device is missing."""
     from node.model.memory_need import parameters_that_fit
 
-    room = _room(wish, limit)
-    there = room.memory if room.device is None else room.device
-    at_once, in_fragments = (parameters_that_fit(room, moments, fragments) for fragments in (1, MANY_FRAGMENTS))
+    free = _free_memory(wish, limit)
+    there = free.memory if free.device is None else free.device
+    at_once, in_fragments = (parameters_that_fit(free, moments, fragments) for fragments in (1, MANY_FRAGMENTS))
     if at_once is None or in_fragments is None or there.value is None:
         return [Finding("stage", Level.SKIP, "this system does not report its free memory")]
     found = f"a stage of up to {_rough(at_once)} million parameters fits"
@@ -273,7 +275,7 @@ def what_fits_of(wish: str, limit: Reasoned[int] | None, moments: MomentType, ma
     """Reports which stages of a run fit this machine. Raises ConfigError if the device is missing."""
     from node.model.memory_need import what_fits
 
-    fits = what_fits(manifest, _room(wish, limit), DEFAULT_SLOTS, moments)
+    fits = what_fits(manifest, _free_memory(wish, limit), DEFAULT_SLOTS, moments)
     if not fits.value:
         fix = "Close other programs, raise --memory-limit, or choose a run with smaller stages."
         return [Finding("fits", Level.FAIL, fits.reason, fix)]
@@ -284,11 +286,11 @@ def _rough(parameters: int) -> str:
     return f"{parameters // ROUGH * ROUGH / 1e6:,.1f}"
 
 
-def _room(wish: str, limit: Reasoned[int] | None) -> Room:
+def _free_memory(wish: str, limit: Reasoned[int] | None) -> FreeMemory:
     from node.model.device import choose_devices
-    from node.model.memory_need import room_on
+    from node.model.memory_need import free_memory_on
 
-    return room_on(choose_devices(wish).value[0]).within(limit)
+    return free_memory_on(choose_devices(wish).value[0]).within(limit)
 
 
 def look_at_disk(folders: Iterable[tuple[str, Path]]) -> Sequence[Finding]:
@@ -499,7 +501,7 @@ async def examine(patient: Patient, tell: Tell) -> None:
         ("versions", look_at_versions, QUICK_S),
         ("device", lambda: look_at_device(patient.device), DEVICE_S),
         ("memory", look_at_memory, QUICK_S),
-        ("stage", lambda: look_at_room(patient.device, patient.memory_limit, patient.moments), DEVICE_S),
+        ("stage", lambda: look_at_stage_memory(patient.device, patient.memory_limit, patient.moments), DEVICE_S),
         ("disk", lambda: look_at_disk((*patient.folders, ("temporary files", Path(tempfile.gettempdir())))), QUICK_S),
         ("files", look_at_files, QUICK_S),
     )

@@ -16,8 +16,8 @@ from node.model.optimizers.adamw import AdamW, EightBitAdamW
 from node.model.parts import HIDDEN_TYPES
 from node.model.shapes import BYTES_PER_PARAMETER, Shape, parameter_bytes, parameter_shapes
 from protocol.manifest.manifest import Manifest
+from swarm.membership.memory_fit import FreeMemory, Need, Needs, size_text
 from swarm.membership.placement import modules_that_fit
-from swarm.membership.room import Need, Needs, Room, size_text
 from swarm.vocabulary.errors import OutOfMemory
 from swarm.vocabulary.types import ModuleId, Reasoned
 
@@ -67,7 +67,7 @@ def needs_of(manifest: Manifest, microbatches: int, moments: MomentType = Moment
     return {module: each[module.stage] for module in manifest.modules()}
 
 
-def require_room(
+def require_memory(
     manifest: Manifest,
     modules: Sequence[ModuleId],
     device: torch.device,
@@ -76,7 +76,7 @@ def require_room(
 ) -> None:
     """Raises OutOfMemory if replicas of these modules do not fit."""
     need = need_of(manifest, modules, microbatches, moments)
-    lack = room_on(device).lacks(need)
+    lack = free_memory_on(device).lacks(need)
     if lack is not None:
         what = f"module {modules[0]}" if len(modules) == 1 else f"a model of {len(modules)} modules"
         raise _too_little(what, need, lack)
@@ -85,76 +85,78 @@ def require_room(
 def none_fits(
     manifest: Manifest,
     modules: Sequence[ModuleId],
-    room: Room,
+    free: FreeMemory,
     microbatches: int,
     moments: MomentType = MomentType.FLOAT32,
 ) -> OutOfMemory:
     """Returns the error for modules that do not fit. It names the smallest one, and the modules that do fit."""
     needs = needs_of(manifest, microbatches, moments)
     module = min(modules, key=lambda each: needs[each].all)
-    lack = room.lacks(needs[module])
+    lack = free.lacks(needs[module])
     assert lack is not None, "called only if nothing fits"
     what = f"module {module}"
     if len(modules) > 1:
         what = f"no module of this run fits on this machine; the smallest, {module},"
-    return _too_little(what, needs[module], f"{lack}{_instead(manifest, room, microbatches, moments)}")
+    return _too_little(what, needs[module], f"{lack}{_instead(manifest, free, microbatches, moments)}")
 
 
-def blocks_that_fit(manifest: Manifest, room: Room, microbatches: int, moments: MomentType = MomentType.FLOAT32) -> int:
+def blocks_that_fit(
+    manifest: Manifest, free: FreeMemory, microbatches: int, moments: MomentType = MomentType.FLOAT32
+) -> int:
     """Returns the most blocks that fit in one stage after stage 0; all blocks if free memory is unknown."""
     most = sum(manifest.stages.blocks)
 
     measure = _Measure(manifest, moments)
 
     def fits(blocks: int) -> bool:
-        return room.lacks(measure.need([blocks], microbatches, ends=0)) is None
+        return free.lacks(measure.need([blocks], microbatches, ends=0)) is None
 
     # Memory grows with the number of blocks, so bisect.
     return bisect_left(range(1, most + 1), True, key=lambda blocks: not fits(blocks))
 
 
-def parameters_that_fit(room: Room, moments: MomentType = MomentType.FLOAT32, fragments: int = 1) -> int | None:
+def parameters_that_fit(free: FreeMemory, moments: MomentType = MomentType.FLOAT32, fragments: int = 1) -> int | None:
     """Returns the block parameters that fit with AdamW, ignoring activations. None if free memory is unknown."""
     kept = (EightBitAdamW if moments is MomentType.EIGHT_BIT else AdamW).state_bytes((_MANY,)) / _MANY
     device, memory = DEVICE_BYTES + kept, round_bytes(fragments)
-    if room.device is None:
-        return None if room.memory.value is None else int(room.memory.value / (CPU_BYTES + kept + memory))
-    known = [int(there / each) for there, each in ((room.device.value, device), (room.memory.value, memory)) if there]
+    if free.device is None:
+        return None if free.memory.value is None else int(free.memory.value / (CPU_BYTES + kept + memory))
+    known = [int(there / each) for there, each in ((free.device.value, device), (free.memory.value, memory)) if there]
     return min(known, default=None)
 
 
 def what_fits(
-    manifest: Manifest, room: Room, microbatches: int, moments: MomentType = MomentType.FLOAT32
+    manifest: Manifest, free: FreeMemory, microbatches: int, moments: MomentType = MomentType.FLOAT32
 ) -> Reasoned[tuple[int, ...]]:
     """Returns the stages of the run that fit, with a clause for the user."""
     needs = needs_of(manifest, microbatches, moments)
     sizes = {stage: needs[ModuleId(stage)] for stage in range(manifest.stages.count)}
-    fitting = tuple(stage for stage, need in sizes.items() if room.lacks(need) is None)
+    fitting = tuple(stage for stage, need in sizes.items() if free.lacks(need) is None)
     large = [stage for stage in sizes if stage not in fitting]
     largest = max(sizes, key=lambda stage: sizes[stage].all)
-    there = room.memory if room.device is None else room.device
-    free = "" if there.value is None else f", and {size_text(there.value)} are free {there.reason}"
+    there = free.memory if free.device is None else free.device
+    more = "" if there.value is None else f", and {size_text(there.value)} are free {there.reason}"
     if not large:
         return Reasoned(
-            fitting, f"every stage fits; the largest, {largest}, takes {size_text(sizes[largest].all)}{free}"
+            fitting, f"every stage fits; the largest, {largest}, takes {size_text(sizes[largest].all)}{more}"
         )
     smallest = min(large, key=lambda stage: sizes[stage].all)
-    lack = room.lacks(sizes[smallest])
+    lack = free.lacks(sizes[smallest])
     takes = f"{smallest} takes {size_text(sizes[smallest].all)}, and {lack}"
     if fitting:
         return Reasoned(fitting, f"there is room for {_listed(fitting)}; of the others stage {takes}")
-    instead = _instead(manifest, room, microbatches, moments)
+    instead = _instead(manifest, free, microbatches, moments)
     return Reasoned(fitting, f"no stage fits; the smallest, {takes}{instead}")
 
 
-def room_on(device: torch.device) -> Room:
+def free_memory_on(device: torch.device) -> FreeMemory:
     memory = available_memory()
     if device.type == "cuda":
-        return Room(memory, Reasoned(torch.cuda.mem_get_info(device)[0], "on the GPU"))
+        return FreeMemory(memory, Reasoned(torch.cuda.mem_get_info(device)[0], "on the GPU"))
     if device.type == "mps":
         free = torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
-        return Room(memory, Reasoned(free, "for Apple's GPU"))
-    return Room(memory, None)
+        return FreeMemory(memory, Reasoned(free, "for Apple's GPU"))
+    return FreeMemory(memory, None)
 
 
 class _Measure:
@@ -203,12 +205,12 @@ def _listed(stages: Sequence[int]) -> str:
     return f"{what} {named}{f' and {len(stages) - _NAMED} others' if len(stages) > _NAMED else ''}"
 
 
-def _instead(manifest: Manifest, room: Room, microbatches: int, moments: MomentType) -> str:
-    fitting = modules_that_fit(manifest.modules(), room, needs_of(manifest, microbatches, moments))
+def _instead(manifest: Manifest, free: FreeMemory, microbatches: int, moments: MomentType) -> str:
+    fitting = modules_that_fit(manifest.modules(), free, needs_of(manifest, microbatches, moments))
     if fitting:
         named = ", ".join(map(str, fitting[:_NAMED]))
         return f"; there is room for {named}{' and others' if len(fitting) > _NAMED else ''}"
-    blocks = blocks_that_fit(manifest, room, microbatches, moments)
+    blocks = blocks_that_fit(manifest, free, microbatches, moments)
     if blocks == 0:
         return ", too little for a stage of one block of this model"
     return f", enough for a stage of {blocks} block{'s' if blocks > 1 else ''} of this model"

@@ -36,7 +36,7 @@ class LocalPeer:
     reach: Standing = NOT_LOOKED
     via: tuple[PeerId, ...] = ()  # Peers that can pass calls on to it
     relay: str = ""  # Multiaddr at which it relays tunnels; empty if it does not
-    memory_bytes: int = 0  # Main memory free for a module (`Room.announced`)
+    memory_bytes: int = 0  # Main memory free for a module (`FreeMemory.announced`)
     device_bytes: int = 0  # Memory free on the compute device
     visits: Callable[[], tuple[int, ...]] = tuple  # Microbatches that a data node launched, by stage
     incarnation: int = field(init=False)  # Start time of this process, in Unix milliseconds

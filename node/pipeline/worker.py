@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from node.concurrency.device_threads import DeviceThreads
 from node.data.packing import Microbatch
 from node.model.device import device_errors
-from node.model.memory_need import require_room
+from node.model.memory_need import require_memory
 from node.model.moments import ORDINARY, Allowance
 from node.model.optimizer import Accumulator, Addition, InnerOptimizer, StepFigures, inner_optimizer
 from node.model.optimizers.inner_rule import AtDeadline, Submit
@@ -613,7 +613,7 @@ def host_hop(
     submit: Submit = AtDeadline,
 ) -> HopWorker:
     """Makes a replica of a module after stage 0, with initial weights. Raises ResourceExhausted if it does not fit."""
-    require_room(manifest, (module,), device, allowance.slots, allowance.moments)
+    require_memory(manifest, (module,), device, allowance.slots, allowance.moments)
     with device_errors():
         part = build_block_stack(manifest, module).to(device)
         hidden_type = HIDDEN_TYPES[manifest.model.dtype]
@@ -654,7 +654,7 @@ def host_stage_zero(
     submit: Submit = AtDeadline,
 ) -> DataWorker:
     """Makes a data node's replica of stage 0. Raises the errors of `host_hop`."""
-    require_room(manifest, (ModuleId(0),), device, allowance.slots, allowance.moments)
+    require_memory(manifest, (ModuleId(0),), device, allowance.slots, allowance.moments)
     with device_errors():
         embedding = build_embedding(manifest).to(device)
         head = build_head(manifest, embedding).to(device)

@@ -12,15 +12,15 @@ import torch
 from node.checkpoint.state import Resumed
 from node.context.options import NodeOptions
 from node.data.local_paths import LocalPaths
-from node.model.memory_need import needs_of, none_fits, room_on, what_fits
+from node.model.memory_need import free_memory_on, needs_of, none_fits, what_fits
 from node.model.moments import MomentType
 from node.network.proofs import Proofs
 from node.network.session import NetworkSession
 from node.observability.events import EventSink, Note
 from protocol.manifest.manifest import Manifest, block_parameters
+from swarm.membership.memory_fit import FreeMemory, Need
 from swarm.membership.placement import Workload, choose_module, modules_that_fit
 from swarm.membership.rebalancing import MoveRules, MoveWatch, Standing
-from swarm.membership.room import Need, Room
 from swarm.vocabulary.errors import ConfigError, OutOfMemory
 from swarm.vocabulary.types import ModuleId, Reasoned
 
@@ -40,39 +40,39 @@ class FittingModules:
         self._device = device
         self._too_large: Need | None = None
         """Smallest module that ran out of memory."""
-        self._seen = self.room()
+        self._seen = self.free_memory()
 
-    def room(self, held: ModuleId | None = None) -> Room:
+    def free_memory(self, held: ModuleId | None = None) -> FreeMemory:
         """Measures the free memory, plus the memory of `held`."""
-        room = room_on(self._device)
+        free = free_memory_on(self._device)
         if held is not None:
-            room = room.and_back(self.needs[held])
-        room = room.within(self._options.memory_limit_bytes)
+            free = free.and_back(self.needs[held])
+        free = free.within(self._options.memory_limit_bytes)
         if self._too_large is not None:
-            tried = self._too_large.all if room.device is None else self._too_large.device
-            room = room.within(Reasoned(tried - 1, "below the module that ran out of memory"))
-        return room
+            tried = self._too_large.all if free.device is None else self._too_large.device
+            free = free.within(Reasoned(tried - 1, "below the module that ran out of memory"))
+        return free
 
     def of(self, modules: Iterable[ModuleId], held: ModuleId | None = None) -> list[ModuleId]:
         most = self._too_large
         untried = [module for module in modules if most is None or self.needs[module].all < most.all]
-        self._seen = self.room(held)
+        self._seen = self.free_memory(held)
         return modules_that_fit(untried, self._seen, self.needs)
 
     def announced(self) -> tuple[int, int]:
         """Returns the memory to announce, of machine and device; zeros if every module fits."""
         modules = self._manifest.modules()
-        fitting, room = self.of(modules), self.room()
+        fitting, free = self.of(modules), self.free_memory()
         if len(fitting) == len(modules):
             return 0, 0
         # Peers reckon with float32 moments: announce enough for all modules that fit with ours.
         if self._options.moments is not MomentType.FLOAT32:
             for module in fitting:
-                room = room.reaching(self._reckoned[module])
-        return room.announced
+                free = free.reaching(self._reckoned[module])
+        return free.announced
 
     def told(self) -> Reasoned[tuple[int, ...]]:
-        return what_fits(self._manifest, self.room(), self._options.slots_held, self._options.moments)
+        return what_fits(self._manifest, self.free_memory(), self._options.slots_held, self._options.moments)
 
     def _ran_out(self, module: ModuleId) -> None:
         """Notes that the module ran out of memory: neither it nor a larger one fits."""

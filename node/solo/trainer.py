@@ -36,7 +36,7 @@ from node.experts.router import Router
 from node.model import passes as visit
 from node.model.device import device_errors, flushed_denormals
 from node.model.initialization import parameters_of
-from node.model.memory_need import require_room
+from node.model.memory_need import require_memory
 from node.model.moments import MomentType
 from node.model.optimizer import Accumulator, Addition, InnerOptimizer, inner_optimizer
 from node.model.parts import BlockStack, EmbeddingPart, HeadPart, build_block_stack, build_embedding, build_head
@@ -123,7 +123,7 @@ class WholeModel:
     def __init__(self, manifest: Manifest, device: torch.device, moments: MomentType = MomentType.FLOAT32) -> None:
         self.device = device
         self._manifest = manifest
-        require_room(manifest, manifest.modules(), device, 1, moments)
+        require_memory(manifest, manifest.modules(), device, 1, moments)
         with device_errors():
             self.embedding: EmbeddingPart = build_embedding(manifest).to(device)
             self.head: HeadPart = build_head(manifest, self.embedding).to(device)

@@ -10,7 +10,7 @@ from math import inf
 from statistics import median
 from typing import Final
 
-from swarm.membership.room import Needs, Room
+from swarm.membership.memory_fit import FreeMemory, Needs
 from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.types import ModuleId, PeerId, PeerState, Reasoned
 
@@ -137,5 +137,5 @@ def choose_module(
     return Reasoned(chosen, f"module {chosen} has the least compute for its share of visits{larger}")
 
 
-def modules_that_fit(modules: Iterable[ModuleId], room: Room, needs: Needs) -> list[ModuleId]:
-    return [module for module in modules if room.lacks(needs[module]) is None]
+def modules_that_fit(modules: Iterable[ModuleId], free: FreeMemory, needs: Needs) -> list[ModuleId]:
+    return [module for module in modules if free.lacks(needs[module]) is None]

@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from swarm.membership.memory_fit import Needs, free_memory_of
 from swarm.membership.placement import Host, Workload, allowed_throughput, draw, hosts_of
-from swarm.membership.room import Needs, room_of
 from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.types import ModuleId, PeerId, PeerState, Reasoned, short
 
@@ -42,11 +42,11 @@ class Standing:
     proven: frozenset[PeerId] = frozenset()
     needs: Needs = field(default_factory=dict)
 
-    def have_room(self, module: ModuleId) -> frozenset[PeerId]:
+    def have_memory(self, module: ModuleId) -> frozenset[PeerId]:
         """Returns the peers for which the module is not known to be too large."""
         need = self.needs.get(module)
         everybody = (self.own, *self.others)
-        return frozenset(a.peer for a in everybody if need is None or room_of(a).lacks(need) is None)
+        return frozenset(a.peer for a in everybody if need is None or free_memory_of(a).lacks(need) is None)
 
     def hosts(self, workload: Workload) -> tuple[Host, ...]:
         return hosts_of((self.own, *self.others), workload, self.proven | {self.own.peer})
@@ -101,7 +101,7 @@ def strongest_wish(standing: Standing, workload: Workload, rules: MoveRules) -> 
     if not goals:
         return None
     target = min(goals, key=lambda module: (allowed[module], module))
-    able = _who_can_be_spared(standing, hosts) & standing.have_room(target)
+    able = _who_can_be_spared(standing, hosts) & standing.have_memory(target)
     values = {
         host.peer: _value(host, target, allowed, workload, rules)
         for host in hosts

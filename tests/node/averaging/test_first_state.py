@@ -192,7 +192,7 @@ async def test_sizes_are_compared_with_the_machine_before_anything_is_fetched(
     def full(*context: object) -> None:
         raise ResourceExhausted("there is no room")
 
-    monkeypatch.setattr("node.averaging.module_rounds.require_room", full)
+    monkeypatch.setattr("node.averaging.module_rounds.require_memory", full)
     async with state_swarm(module_layout(manifest, MODULE)) as swarm:
         joiner = await swarm.joiner()
         with pytest.raises(ResourceExhausted):

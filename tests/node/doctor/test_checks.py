@@ -30,7 +30,7 @@ from node.doctor.examination import (
     look_at_disk,
     look_at_memory,
     look_at_port,
-    look_at_room,
+    look_at_stage_memory,
     matmul_flops,
     reach_finding,
     satisfies,
@@ -165,7 +165,7 @@ def limit(size_bytes: int) -> Reasoned[int]:
 
 def test_the_largest_stage_is_told_in_parameters() -> None:
     size_bytes = 3 * 10**6 * (CPU_BYTES + 8 + int(round_bytes(1)))
-    (finding,) = look_at_room("cpu", limit(size_bytes))
+    (finding,) = look_at_stage_memory("cpu", limit(size_bytes))
     assert finding.level is Level.OK
     in_fragments = f"{int(size_bytes / (CPU_BYTES + 8 + round_bytes(8))) // 10**5 / 10} in a run with 8 fragments"
     assert finding.found.startswith(f"a stage of up to 3.0 million parameters fits, {in_fragments}: ")
@@ -173,7 +173,7 @@ def test_the_largest_stage_is_told_in_parameters() -> None:
 
 
 def test_moments_in_8_bits_leave_room_for_more() -> None:
-    (finding,) = look_at_room("cpu", limit(3 * 10**6 * (CPU_BYTES + 8 + 20)), MomentType.EIGHT_BIT)
+    (finding,) = look_at_stage_memory("cpu", limit(3 * 10**6 * (CPU_BYTES + 8 + 20)), MomentType.EIGHT_BIT)
     assert finding.found.startswith("a stage of up to 3.4 million parameters fits, ")
 
 

@@ -20,7 +20,7 @@ from node.observability.events import Note
 from node.runtime import module_choice, node
 from node.runtime.module_choice import FittingModules
 from protocol.manifest.join_link import JoinLink
-from swarm.membership.room import STEP_BYTES, size_text
+from swarm.membership.memory_fit import STEP_BYTES, size_text
 from swarm.pipeline.custody import DEFAULT_SLOTS
 from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.errors import OutOfMemory

@@ -8,9 +8,9 @@ from collections import Counter
 
 import pytest
 
+from swarm.membership.memory_fit import STEP_BYTES, FreeMemory, Need, free_memory_of
 from swarm.membership.placement import Workload, choose_module, modules_that_fit
 from swarm.membership.rebalancing import MoveRules, MoveWatch, Standing
-from swarm.membership.room import STEP_BYTES, Need, Room, room_of
 from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.types import ModuleId, PeerId, Reasoned
 from tests.swarm.membership.announcements import announcement
@@ -22,8 +22,8 @@ WORK = Workload(MODULES, (1.0, 1.0, 6.0), per_path=2)
 NEEDS = {DATA: Need(GB // 2, 0, ""), SMALL: Need(GB // 4, GB // 4, ""), LARGE: Need(3 * GB, 3 * GB, "")}
 
 
-def room(memory: int, device: int | None = None) -> Room:
-    return Room(Reasoned(memory, "here"), None if device is None else Reasoned(device, "on the card"))
+def free(memory: int, device: int | None = None) -> FreeMemory:
+    return FreeMemory(Reasoned(memory, "here"), None if device is None else Reasoned(device, "on the card"))
 
 
 def placed(limits: list[int]) -> list[ModuleId | None]:
@@ -31,7 +31,7 @@ def placed(limits: list[int]) -> list[ModuleId | None]:
     present = [announcement("data", 0)]
     found: list[ModuleId | None] = []
     for number, limit in enumerate(limits):
-        fitting = modules_that_fit(MODULES[1:], room(limit), NEEDS)
+        fitting = modules_that_fit(MODULES[1:], free(limit), NEEDS)
         own = PeerId(f"peer {number}")
         module = choose_module(own, fitting, present, WORK, needs=NEEDS).value if fitting else None
         found.append(module)
@@ -69,7 +69,7 @@ def moved(own: Announcement, others: tuple[Announcement, ...], *, at: float) -> 
     """Where `own`, which serves the small stage, goes when it has looked on for so many seconds."""
     watch = MoveWatch(WORK, MoveRules())
     goal: ModuleId | None = None
-    fitting = modules_that_fit([LARGE], room_of(own), NEEDS)
+    fitting = modules_that_fit([LARGE], free_memory_of(own), NEEDS)
     proven = frozenset(each.peer for each in others)
     for second in range(int(at) + 1):
         standing = Standing(own, others, 1000.0, dict.fromkeys(fitting, 15.0), proven, NEEDS)
@@ -100,22 +100,25 @@ def test_who_lies_about_its_memory_holds_up_a_move_by_a_turn() -> None:
 
 def test_who_says_nothing_of_its_memory_is_taken_to_have_enough() -> None:
     silent = announcement("a", SMALL)
-    assert room_of(silent).lacks(NEEDS[LARGE]) is None
+    assert free_memory_of(silent).lacks(NEEDS[LARGE]) is None
     assert moved(silent, (announcement("b", SMALL, memory_bytes=GB), announcement("data", DATA)), at=5.0) == LARGE
 
 
 def test_room_is_announced_in_steps_that_tell_little() -> None:
-    assert room(10 * STEP_BYTES + 17).announced == (10 * STEP_BYTES, 0)
-    assert room(17, 2 * STEP_BYTES).announced == (STEP_BYTES, 2 * STEP_BYTES), "0 would say that nothing is known"
-    assert Room(Reasoned(None, "nobody knows"), None).announced == (0, 0)
+    assert free(10 * STEP_BYTES + 17).announced == (10 * STEP_BYTES, 0)
+    assert free(17, 2 * STEP_BYTES).announced == (STEP_BYTES, 2 * STEP_BYTES), "0 would say that nothing is known"
+    assert FreeMemory(Reasoned(None, "nobody knows"), None).announced == (0, 0)
 
 
 def test_room_reaches_as_far_as_others_must_see() -> None:
     need = Need(STEP_BYTES + 1, 3 * STEP_BYTES, "", more_on_cpu=STEP_BYTES)
-    assert room(STEP_BYTES).reaching(need) == room(6 * STEP_BYTES)
-    assert room(STEP_BYTES, STEP_BYTES).reaching(need) == room(3 * STEP_BYTES, 2 * STEP_BYTES)
-    plenty = room(9 * STEP_BYTES, 9 * STEP_BYTES)
+    assert free(STEP_BYTES).reaching(need) == free(6 * STEP_BYTES)
+    assert free(STEP_BYTES, STEP_BYTES).reaching(need) == free(3 * STEP_BYTES, 2 * STEP_BYTES)
+    plenty = free(9 * STEP_BYTES, 9 * STEP_BYTES)
     assert plenty.reaching(need) == plenty
-    unknown = Room(Reasoned(None, "nobody knows"), None)
+    unknown = FreeMemory(Reasoned(None, "nobody knows"), None)
     assert unknown.reaching(need) == unknown
-    assert room_of(announcement("x", 1, memory_bytes=room(STEP_BYTES).reaching(need).announced[0])).lacks(need) is None
+    assert (
+        free_memory_of(announcement("x", 1, memory_bytes=free(STEP_BYTES).reaching(need).announced[0])).lacks(need)
+        is None
+    )

@@ -32,7 +32,7 @@ Needs = Mapping[ModuleId, Need]
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class FreeMemory:
     """Free memory in bytes and its source; None if unknown. `device` is None if it shares the machine's memory."""
 
     memory: Reasoned[int | None]
@@ -44,26 +44,26 @@ class Room:
             return _lack(need.all, self.memory)
         return _lack(need.device, self.device) or _lack(need.memory, self.memory)
 
-    def and_back(self, need: Need) -> Room:
+    def and_back(self, need: Need) -> FreeMemory:
         """Returns the free memory after the memory held for this need is released."""
         device = self.device
         if device is None:
-            return Room(_more(self.memory, need.all), None)
-        return Room(_more(self.memory, need.memory), _more(device, need.device))
+            return FreeMemory(_more(self.memory, need.all), None)
+        return FreeMemory(_more(self.memory, need.memory), _more(device, need.device))
 
-    def within(self, limit: Reasoned[int] | None) -> Room:
+    def within(self, limit: Reasoned[int] | None) -> FreeMemory:
         """Limits the free memory of the compute device."""
         if limit is None:
             return self
         if self.device is None:
-            return Room(_lesser(self.memory, limit), None)
-        return Room(self.memory, _lesser(self.device, limit))
+            return FreeMemory(_lesser(self.memory, limit), None)
+        return FreeMemory(self.memory, _lesser(self.device, limit))
 
-    def reaching(self, need: Need) -> Room:
+    def reaching(self, need: Need) -> FreeMemory:
         """Raises the free memory to the need, in whole steps, so that others see that the need fits."""
         if self.device is None:
-            return Room(_at_least(self.memory, need.all), None)
-        return Room(_at_least(self.memory, need.memory), _at_least(self.device, need.device))
+            return FreeMemory(_at_least(self.memory, need.all), None)
+        return FreeMemory(_at_least(self.memory, need.memory), _at_least(self.device, need.device))
 
     @property
     def largest(self) -> int | None:
@@ -75,11 +75,11 @@ class Room:
         return _steps(self.memory), 0 if self.device is None else _steps(self.device)
 
 
-def room_of(announcement: Announcement) -> Room:
+def free_memory_of(announcement: Announcement) -> FreeMemory:
     said = "according to its announcement"
     device = announcement.device_bytes
     memory = Reasoned(announcement.memory_bytes or None, said)
-    return Room(memory, Reasoned(device, said) if device else None)
+    return FreeMemory(memory, Reasoned(device, said) if device else None)
 
 
 def size_text(size_bytes: int) -> str:
