@@ -38,7 +38,7 @@ from benchmarks.kit import Solo, median, median_ratio, run_of, swarm_to_its_end,
 from node.data.packing import BLOCK_MICROBATCHES, MOST_DOCUMENTS, tokens_of_block, tokens_of_last
 from node.local_swarm.setup import Deployment, LocalSwarmOptions
 from protocol.manifest.manifest import Manifest, quadratic_share
-from swarm.workload.packing import Piece, Room, pack_and_end
+from swarm.workload.packing import Capacity, Piece, pack_and_end
 
 # ---- balance ---------------------------------------------------------------------------------------------------------
 
@@ -86,7 +86,7 @@ class Arm:
 def ours(task: Task) -> Arm:
     """As a data node's packer does, without the text."""
     budget = tokens_of_block(task.tokens)
-    room, level = Room(task.sequence, task.tokens, task.share), 0.0
+    room, level = Capacity(task.sequence, task.tokens, task.share), 0.0
     stream, packed, longest_s = task.stream(), list[Packed](), 0.0
     waiting = deque[tuple[int, bool]]()  # documents that have been read, and whether they are rests of one
     while len(packed) < task.microbatches:
@@ -305,16 +305,16 @@ def run_concatenating_node() -> None:
 
     class ConcatPacker(DocumentPacker):
         def _packed(self, stretches: list[_Stretch], end: StreamPosition) -> _Block:
-            turns, turn, room = list[tuple[Piece, ...]](), list[Piece](), self._room.tokens
+            turns, turn, room = list[tuple[Piece, ...]](), list[Piece](), self._capacity.tokens
             for index, stretch in enumerate(stretches):
                 start = 0
                 while start < stretch.labels.size:
-                    stop = min(start + min(room, self._room.sequence), stretch.labels.size)
+                    stop = min(start + min(room, self._capacity.sequence), stretch.labels.size)
                     turn.append(Piece(index, start, stop))
                     room, start = room - (stop - start), stop
                     if not room:
                         turns.append(tuple(turn))
-                        turn, room = [], self._room.tokens
+                        turn, room = [], self._capacity.tokens
             return _Block(stretches, [*turns, tuple(turn)] if turn else turns, Cursor(end))
 
     feed.DocumentPacker = ConcatPacker  # type: ignore[misc]

@@ -27,7 +27,7 @@ from protocol.manifest.manifest import Manifest, document_cost, quadratic_share
 from swarm.experts.routes import best_route, in_shares
 from swarm.vocabulary.types import Affinity, Route
 from swarm.workload.microbatch_sizes import Size
-from swarm.workload.packing import Piece, Room, pack, pack_and_end
+from swarm.workload.packing import Capacity, Piece, pack, pack_and_end
 
 BLOCK_TOKENS: Final = 2**20
 """Tokens packed and shuffled together, approximately."""
@@ -257,10 +257,10 @@ def reading_position(block: StreamPosition) -> StreamPosition:
 
 
 def tokens_of_block(microbatch_tokens: int, *, routed: bool = False) -> int:
-    room = max(BLOCK_TOKENS, BLOCK_MICROBATCHES * microbatch_tokens)
+    block = max(BLOCK_TOKENS, BLOCK_MICROBATCHES * microbatch_tokens)
     if routed:
-        return int(FULL * ROUTED * room)
-    return int(FULL * min(room, MOST_MICROBATCHES * microbatch_tokens))
+        return int(FULL * ROUTED * block)
+    return int(FULL * min(block, MOST_MICROBATCHES * microbatch_tokens))
 
 
 def tokens_of_last(taken: int, microbatch_tokens: int) -> int:
@@ -289,7 +289,7 @@ class DocumentPacker:
         self.cursor = replace(start, taken=taken, packing=PACKING)
         self._router, self._uneven = router, uneven
         self._model, self._seed = manifest.model, manifest.seed
-        self._room = Room(manifest.model.sequence, manifest.microbatch_tokens, quadratic_share(manifest.model))
+        self._capacity = Capacity(manifest.model.sequence, manifest.microbatch_tokens, quadratic_share(manifest.model))
         self._block_tokens = tokens_of_block(manifest.microbatch_tokens, routed=manifest.stages.has_experts)
         self._enough_tokens = min(self._block_tokens, ROUTED * BLOCK_MICROBATCHES * manifest.microbatch_tokens)
         self._stretches = _stretches(fragments, unscored)
@@ -321,21 +321,21 @@ class DocumentPacker:
         )
 
     def _next_block(self) -> _Block | None:
-        read, room, place = list[tuple[StreamPosition, _Stretch]](), self._block_tokens, self.cursor.block
+        read, left, place = list[tuple[StreamPosition, _Stretch]](), self._block_tokens, self.cursor.block
         while (found := self._next_stretch()) is not None:
             at, stretch = found
             # Do not mix epochs in a block that is large enough.
-            if at.epoch > place.epoch and self._block_tokens - room >= self._enough_tokens:
+            if at.epoch > place.epoch and self._block_tokens - left >= self._enough_tokens:
                 self._waiting.appendleft(found)
                 return self._packed([stretch for _, stretch in read], at)
             # The document does not fit. Take a part of it if it is cut anyway, and end the block.
-            if stretch.labels.size > room:
-                return self._ended(read, found, self._taken_now(stretch, room))
+            if stretch.labels.size > left:
+                return self._ended(read, found, self._taken_now(stretch, left))
             read.append(found)
-            room -= stretch.labels.size
+            left -= stretch.labels.size
             # Packing takes time for each document, so now only fill the last microbatch.
             if len(read) == MOST_DOCUMENTS:
-                room = min(room, tokens_of_last(self._block_tokens - room, self._room.tokens))
+                left = min(left, tokens_of_last(self._block_tokens - left, self._capacity.tokens))
             place = StreamPosition(at.epoch, at.position + 1)
         return self._packed([stretch for _, stretch in read], place) if read else None
 
@@ -357,21 +357,21 @@ class DocumentPacker:
             self._waiting.appendleft(rest)
             return self._packed(whole, rest[0])
         lengths, cut = self._sizes(whole)
-        packing, kept = pack_and_end(lengths, cut, self._room, self.cursor.level, self._chance())
+        packing, kept = pack_and_end(lengths, cut, self._capacity, self.cursor.level, self._chance())
         back = [*read, last][kept:] if kept < len(whole) else [rest]
         self._waiting.extendleft(reversed(back))
         return _Block(whole[:kept], list(packing.microbatches), self._end(back[0][0], packing.level))
 
-    def _taken_now(self, stretch: _Stretch, room: int) -> int:
+    def _taken_now(self, stretch: _Stretch, left: int) -> int:
         """Returns how many tokens of a document go into a block that is too full for all of it."""
-        sequence = self._room.sequence
+        sequence = self._capacity.sequence
         # Only documents that are cut anyway may span two blocks.
-        if not self._is_cut(stretch) or 2 * room < sequence:
+        if not self._is_cut(stretch) or 2 * left < sequence:
             return 0
-        return room - room % sequence if room > sequence else room
+        return left - left % sequence if left > sequence else left
 
     def _is_cut(self, stretch: _Stretch) -> bool:
-        return stretch.is_rest or stretch.labels.size > self._room.sequence
+        return stretch.is_rest or stretch.labels.size > self._capacity.sequence
 
     def _packed(self, stretches: list[_Stretch], end: StreamPosition) -> _Block:
         """Packs the documents of each route separately. Microbatches of all routes alternate and cost the same."""
@@ -398,7 +398,7 @@ class DocumentPacker:
     ) -> tuple[list[tuple[Piece, ...]], float]:
         """Packs the documents of one route. Returns its microbatches in order and the cost level for the next block."""
         lengths, cut = self._sizes([stretches[index] for index in members])
-        packing = pack(lengths, cut, self._room, self.cursor.level, self._chance(key))
+        packing = pack(lengths, cut, self._capacity, self.cursor.level, self._chance(key))
         named = [
             tuple(Piece(members[piece.document], piece.start, piece.stop) for piece in of)
             for of in packing.microbatches

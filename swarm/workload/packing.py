@@ -38,7 +38,7 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class Capacity:
     sequence: int
     tokens: int  # Most tokens of a microbatch; at least `sequence`
     quadratic_share: float  # Cost of attention, in tokens per squared token of a document
@@ -72,10 +72,15 @@ class Filling:
     """
 
     def __init__(
-        self, pieces: Sequence[Piece], cut: Collection[int], poured: Collection[int], room: Room, aims: Sequence[float]
+        self,
+        pieces: Sequence[Piece],
+        cut: Collection[int],
+        poured: Collection[int],
+        capacity: Capacity,
+        aims: Sequence[float],
     ) -> None:
         self.pieces, self.poured = list(pieces), poured
-        self._cut, self._room, self._costs = cut, room, cache(room.cost)
+        self._cut, self._capacity, self._costs = cut, capacity, cache(capacity.cost)
         self._lengths = [piece.stop - piece.start for piece in pieces]
         dealt = [index for index in range(len(pieces)) if index not in poured]
         longest_first = sorted(dealt, key=self._lengths.__getitem__, reverse=True)
@@ -113,7 +118,7 @@ class Filling:
 
     def _deal(self, longest_first: Sequence[int]) -> list[int]:
         """Assigns pieces, with new microbatches for whole documents that do not fit. Returns the other unfit pieces."""
-        bins, lengths, costs, most_tokens = self.bins, self._lengths, self._costs, self._room.tokens
+        bins, lengths, costs, most_tokens = self.bins, self._lengths, self._costs, self._capacity.tokens
         left_tokens, left_cost = sum(lengths), math.fsum(costs(length) for length in lengths)
         rate, rate_until = 0.0, max(lengths)  # Mean cost per remaining token
         open_ones: list[tuple[float, int]] = []  # Microbatches with room, by their cost when full
@@ -173,7 +178,7 @@ class Filling:
 
     def _by_cost(self, rate: float, full: int | None = None) -> list[tuple[float, int]]:
         """Returns a heap of the microbatches with room, by their cost when full, minus a constant."""
-        most = self._room.tokens if full is None else full
+        most = self._capacity.tokens if full is None else full
         heap = [
             (found.beside - rate * found.tokens, place)
             for place, found in enumerate(self.bins)
@@ -196,7 +201,7 @@ class Filling:
 
     def _cut_for(self, found: Bin, index: int, less: float) -> None:
         """Cuts a piece so that the parts cost `less` less, or in halves. Parts of x and y tokens save 2xy squares."""
-        length, squares = self._lengths[index], less / self._room.quadratic_share
+        length, squares = self._lengths[index], less / self._capacity.quadratic_share
         apart = math.isqrt(max(0, length * length - math.ceil(2 * squares)))
         found.cost -= self._costs(length)
         rest = self._cut_off(index, min(length - 1, max((length + 1) // 2, (length + apart) // 2)))
@@ -243,11 +248,11 @@ class Filling:
 
     def _exchange(self, rich: Bin, poor: Bin) -> tuple[float, int, int] | None:
         """Finds the best exchange. Returns (gain in the sum of squares, length given, length taken or 0)."""
-        costs, gap, room = self._costs, rich.beside - poor.beside, self._room.tokens - poor.tokens
+        costs, gap, left = self._costs, rich.beside - poor.beside, self._capacity.tokens - poor.tokens
         ours, theirs = (sorted({self._lengths[index] for index in found.pieces}) for found in (rich, poor))
         best: tuple[float, int, int] | None = None
         for given in ours:
-            least = given - room  # shortest length to take back, so that the given one fits
+            least = given - left  # shortest length to take back, so that the given one fits
             place = bisect_left(theirs, costs(given) - gap / 2, key=costs)
             at = bisect_left(theirs, least)
             for taken in (0, *theirs[max(0, place - 1) : place + 1], *theirs[at : at + 1]):
@@ -350,7 +355,7 @@ def longest_piece(sequence: int) -> int:
 def pack(
     lengths: Sequence[int],
     cut: Collection[int],
-    room: Room,
+    capacity: Capacity,
     level: float = 0.0,
     chance: Callable[[int], Sequence[int]] = range,
 ) -> Packing:
@@ -364,7 +369,7 @@ def pack(
     """
     if not lengths:
         return Packing((), (), level)
-    block = _Block(lengths, frozenset(cut), room, level)
+    block = _Block(lengths, frozenset(cut), capacity, level)
     found, natural = block.fewest_filled()
     if found.unevenness > UNEVEN:
         found = block.more_filled() or found
@@ -389,11 +394,11 @@ def _given_out(found: Filling, level: float, natural: float, chance: Callable[[i
 class _Block:
     """A block's documents, with those to cut in pieces of the longest allowed length."""
 
-    def __init__(self, lengths: Sequence[int], cut: frozenset[int], room: Room, level: float) -> None:
-        self._cut, self._room, self._level = cut, room, level
+    def __init__(self, lengths: Sequence[int], cut: frozenset[int], capacity: Capacity, level: float) -> None:
+        self._cut, self._capacity, self._level = cut, capacity, level
         self._tokens = sum(lengths)
-        self._fewest = -(-self._tokens // room.tokens)
-        longest = longest_piece(room.sequence)
+        self._fewest = -(-self._tokens // capacity.tokens)
+        longest = longest_piece(capacity.sequence)
         self._pieces = [
             Piece(index, start, min(start + step, length))
             for index, length in enumerate(lengths)
@@ -434,13 +439,13 @@ class _Block:
         step = math.copysign(min(abs(step), STEEPEST * flat.mean), step)
         if abs(step) <= FLAT * flat.mean:
             return None
-        found = Filling(self._pieces, self._cut, flat.poured, self._room, slope(step, len(flat.bins)))
+        found = Filling(self._pieces, self._cut, flat.poured, self._capacity, slope(step, len(flat.bins)))
         if self._cut:
             found.lower(self._bound(found))
         return found if len(found.bins) == len(flat.bins) else None
 
     def _filled(self, poured: frozenset[int], count: int) -> Filling:
-        return Filling(self._pieces, self._cut, poured, self._room, [0.0] * count)
+        return Filling(self._pieces, self._cut, poured, self._capacity, [0.0] * count)
 
     def _bound(self, found: Filling) -> float:
         """Returns the highest cost of a microbatch: just above the mean after lowering, and the previous level."""
@@ -455,7 +460,7 @@ class _Block:
     def _badness(self, found: Filling) -> float:
         """Rates a filling: largest over mean cost, with the previous level, plus a penalty for unused tokens."""
         level, mean, count = self._level or found.mean, found.mean, len(found.bins)
-        empty = 1 - self._tokens / (count * self._room.tokens)
+        empty = 1 - self._tokens / (count * self._capacity.tokens)
         uneven = max(level, *(one.cost for one in found.bins)) / min(level, mean)
         return uneven + (EMPTY_COUNTS * max(0.0, empty - EMPTY) if count > self._fewest else 0.0)
 
@@ -482,14 +487,14 @@ MOST_TRIED: Final = 3
 def pack_and_end(
     lengths: Sequence[int],
     cut: Sequence[int],
-    room: Room,
+    capacity: Capacity,
     level: float = 0.0,
     chance: Callable[[int], Sequence[int]] = range,
 ) -> tuple[Packing, int]:
     """Packs all documents, or all but the last few if that is better. Returns their number too. Arguments as `pack`."""
-    best, taken = pack(lengths, cut, room, level, chance), len(lengths)
+    best, taken = pack(lengths, cut, capacity, level, chance), len(lengths)
     count = len(best.microbatches)
-    if count < 2 or (wanted := _badness_of_end(best, room, level)) <= UNEVEN_AT_END:
+    if count < 2 or (wanted := _badness_of_end(best, capacity, level)) <= UNEVEN_AT_END:
         return best, taken
     full = sorted(_tokens(best), reverse=True)[: max(1, int(FULLEST * count))]
     ends = list(accumulate(lengths))
@@ -501,8 +506,8 @@ def pack_and_end(
         kept = min(kept, bisect_right(ends, most))
         if not kept or ends[kept - 1] < least:
             break
-        found = pack(lengths[:kept], [index for index in cut if index < kept], room, level, chance)
-        badness = _badness_of_end(found, room, level)
+        found = pack(lengths[:kept], [index for index in cut if index < kept], capacity, level, chance)
+        badness = _badness_of_end(found, capacity, level)
         if badness < wanted:
             best, taken, wanted = found, kept, badness
         most = ends[kept - 1] - step
@@ -513,6 +518,6 @@ def _tokens(packing: Packing) -> list[int]:
     return [sum(piece.stop - piece.start for piece in of) for of in packing.microbatches]
 
 
-def _badness_of_end(packing: Packing, room: Room, level: float) -> float:
-    empty = 1 - sum(_tokens(packing)) / (len(packing.microbatches) * room.tokens)
+def _badness_of_end(packing: Packing, capacity: Capacity, level: float) -> float:
+    empty = 1 - sum(_tokens(packing)) / (len(packing.microbatches) * capacity.tokens)
     return worst_run(packing.costs, level) + EMPTY_COUNTS * max(0.0, empty - EMPTY_AT_END)

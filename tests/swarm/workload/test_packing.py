@@ -14,9 +14,9 @@ from swarm.vocabulary.types import MAX_DOCUMENTS
 from swarm.workload.packing import (
     ABOVE,
     STRATA,
+    Capacity,
     Packing,
     Piece,
-    Room,
     in_turns,
     longest_piece,
     pack,
@@ -26,13 +26,13 @@ from swarm.workload.packing import (
 
 SHARE = 1 / 3000
 MOST = 4096
-ROOM = Room(MOST, MOST, SHARE)
-SHORT = Room(MOST // 4, MOST, SHARE)
+CAPACITY = Capacity(MOST, MOST, SHARE)
+SHORT = Capacity(MOST // 4, MOST, SHARE)
 LENGTHS = st.lists(st.integers(1, 3 * MOST), max_size=80)
 
 
-def packed(lengths: Sequence[int], room: Room = SHORT, level: float = 0.0) -> Packing:
-    return pack(lengths, {index for index, length in enumerate(lengths) if length > room.sequence}, room, level)
+def packed(lengths: Sequence[int], capacity: Capacity = SHORT, level: float = 0.0) -> Packing:
+    return pack(lengths, {index for index, length in enumerate(lengths) if length > capacity.sequence}, capacity, level)
 
 
 @given(LENGTHS)
@@ -98,8 +98,8 @@ def test_no_more_microbatches_than_needed_where_they_are_even() -> None:
 
 def test_room_is_left_empty_rather_than_filled_up_beside_long_documents() -> None:
     """A quarter of a microbatch, and as dear as all of one of short documents."""
-    lengths, room = [8191] * 23 + [50] * 39_000, Room(8192, 32_768, SHARE)
-    found, fewest = packed(lengths, room).costs, -(-sum(lengths) // room.tokens)
+    lengths, capacity = [8191] * 23 + [50] * 39_000, Capacity(8192, 32_768, SHARE)
+    found, fewest = packed(lengths, capacity).costs, -(-sum(lengths) // capacity.tokens)
     assert fewest < len(found) <= 1.26 * fewest
     assert max(found) * len(found) / sum(found) < 1.05
 
@@ -124,13 +124,13 @@ def test_long_documents_alone_fill_microbatches_and_cost_alike() -> None:
 
 
 def test_documents_that_share_nothing_with_others() -> None:
-    assert pack([], (), ROOM) == Packing((), (), 0.0)
-    assert pack([MOST], (), ROOM).microbatches == ((Piece(0, 0, MOST),),)
-    assert len(pack([MOST, MOST, MOST], (), ROOM).microbatches) == 3
+    assert pack([], (), CAPACITY) == Packing((), (), 0.0)
+    assert pack([MOST], (), CAPACITY).microbatches == ((Piece(0, 0, MOST),),)
+    assert len(pack([MOST, MOST, MOST], (), CAPACITY).microbatches) == 3
 
 
 def test_a_microbatch_has_no_more_documents_than_a_message_can_name() -> None:
-    found = pack([1] * (2 * MAX_DOCUMENTS + 1), (), Room(1, 10 * MAX_DOCUMENTS, SHARE)).microbatches
+    found = pack([1] * (2 * MAX_DOCUMENTS + 1), (), Capacity(1, 10 * MAX_DOCUMENTS, SHARE)).microbatches
     assert max(map(len, found)) <= MAX_DOCUMENTS
     assert sum(map(len, found)) == 2 * MAX_DOCUMENTS + 1
 
@@ -199,32 +199,32 @@ def test_a_run_counts_what_came_before_the_block() -> None:
     assert worst_run([1.0, 3.0]) == 1.5
 
 
-ROOM_OF_FOUR = Room(4096, 16_384, 1 / 3000)
+CAPACITY_OF_FOUR = Capacity(4096, 16_384, 1 / 3000)
 
 
 def test_what_would_leave_a_microbatch_half_empty_goes_into_the_next_block() -> None:
-    packing, taken = pack_and_end([4096] * 254, (), ROOM_OF_FOUR)
+    packing, taken = pack_and_end([4096] * 254, (), CAPACITY_OF_FOUR)
     assert taken == 252
     assert {len(of) for of in packing.microbatches} == {4}
-    assert len(pack([4096] * 254, (), ROOM_OF_FOUR).microbatches) == len(packing.microbatches) + 1
+    assert len(pack([4096] * 254, (), CAPACITY_OF_FOUR).microbatches) == len(packing.microbatches) + 1
 
 
 def test_all_documents_are_of_the_block_where_they_fill_it() -> None:
     lengths = [random.Random(1).randint(20, 1500) for _ in range(600)]
-    packing, taken = pack_and_end(lengths, (), ROOM_OF_FOUR)
-    assert (packing, taken) == (pack(lengths, (), ROOM_OF_FOUR), 600)
+    packing, taken = pack_and_end(lengths, (), CAPACITY_OF_FOUR)
+    assert (packing, taken) == (pack(lengths, (), CAPACITY_OF_FOUR), 600)
 
 
 def test_what_is_packed_is_what_would_be_packed_of_those_alone() -> None:
     chance = random.Random(4)
     for _ in range(20):
         lengths = [chance.choice((51, 3001, 4001, 9000)) for _ in range(chance.randint(1, 250))]
-        cut = [index for index, length in enumerate(lengths) if length > ROOM_OF_FOUR.sequence]
-        packing, taken = pack_and_end(lengths, cut, ROOM_OF_FOUR, 25_000.0)
-        assert sum(lengths[taken:]) <= ROOM_OF_FOUR.tokens
-        assert packing == pack(lengths[:taken], [index for index in cut if index < taken], ROOM_OF_FOUR, 25_000.0)
+        cut = [index for index, length in enumerate(lengths) if length > CAPACITY_OF_FOUR.sequence]
+        packing, taken = pack_and_end(lengths, cut, CAPACITY_OF_FOUR, 25_000.0)
+        assert sum(lengths[taken:]) <= CAPACITY_OF_FOUR.tokens
+        assert packing == pack(lengths[:taken], [index for index in cut if index < taken], CAPACITY_OF_FOUR, 25_000.0)
 
 
 def test_no_documents_and_one() -> None:
-    assert pack_and_end([], (), ROOM_OF_FOUR)[1] == 0
-    assert pack_and_end([1], (), ROOM_OF_FOUR)[1] == 1
+    assert pack_and_end([], (), CAPACITY_OF_FOUR)[1] == 0
+    assert pack_and_end([1], (), CAPACITY_OF_FOUR)[1] == 1
