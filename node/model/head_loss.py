@@ -39,13 +39,13 @@ def loss_and_gradient(
     """
     gradient = torch.empty_like(hidden)
     done = 0
-    rooms = _Rooms(hidden, matrix, logits_at_once, into)
+    workspace = _Workspace(hidden, matrix, logits_at_once, into)
     loss = hidden.new_zeros((), dtype=torch.float32)
     try:
-        for piece in rooms.pieces(len(hidden)):
-            found, of_logits = rooms.loss_and_gradient_of_logits(hidden[piece], labels[piece])
+        for piece in workspace.pieces(len(hidden)):
+            found, of_logits = workspace.loss_and_gradient_of_logits(hidden[piece], labels[piece])
             torch.mm(of_logits, matrix, out=gradient[piece])
-            rooms.add(of_logits, hidden[piece])
+            workspace.add(of_logits, hidden[piece])
             loss.add_(found)
             done = piece.stop
     except BaseException:
@@ -59,10 +59,10 @@ def loss_and_gradient(
 
 @torch.no_grad()
 def loss_alone(hidden: Tensor, matrix: Tensor, labels: Tensor, logits_at_once: int) -> Tensor:
-    rooms = _Rooms(hidden, matrix, logits_at_once, None)
+    workspace = _Workspace(hidden, matrix, logits_at_once, None)
     loss = hidden.new_zeros((), dtype=torch.float32)
-    for piece in rooms.pieces(len(hidden)):
-        loss.add_(rooms.loss(hidden[piece], labels[piece]))
+    for piece in workspace.pieces(len(hidden)):
+        loss.add_(workspace.loss(hidden[piece], labels[piece]))
     return loss
 
 
@@ -88,7 +88,7 @@ class SummedLoss(torch.autograd.Function):
         return gradient.mul_(factor), total.mul_(factor), None, None
 
 
-class _Rooms:
+class _Workspace:
     """Buffers of one pass, all allocated before anything is accumulated."""
 
     def __init__(self, hidden: Tensor, matrix: Tensor, logits_at_once: int, into: HeadSum | None) -> None:

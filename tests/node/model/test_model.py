@@ -380,9 +380,9 @@ def test_bfloat16_products_and_a_float32_loss() -> None:
 @contextmanager
 def no_memory_at(piece: int) -> Iterator[None]:
     """Lets the product of that piece, counted from 1, find no memory for its gradient."""
-    add, pieces = head_loss._Rooms.add, 0
+    add, pieces = head_loss._Workspace.add, 0
 
-    def failing(self: head_loss._Rooms, of_logits: Tensor, hidden: Tensor) -> None:
+    def failing(self: head_loss._Workspace, of_logits: Tensor, hidden: Tensor) -> None:
         nonlocal pieces
         pieces += 1
         if pieces == piece:
@@ -390,7 +390,7 @@ def no_memory_at(piece: int) -> Iterator[None]:
         add(self, of_logits, hidden)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(head_loss._Rooms, "add", failing)
+        patch.setattr(head_loss._Workspace, "add", failing)
         yield
 
 
