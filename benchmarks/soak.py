@@ -105,7 +105,7 @@ class Soak:
         if every_s is not None:
             tasks += [asyncio.create_task(part) for part in (self._kill(every_s), self._join(every_s))]
         begun = last_step = time.monotonic()
-        trained = told = 0
+        trained = shown_s = 0
         try:
             while time.monotonic() - begun < until_s and (tokens is None or trained < tokens):
                 await asyncio.sleep(0.5)
@@ -113,9 +113,9 @@ class Soak:
                 if self._swarm.progress.tokens > trained or not all(self._serving().values()):
                     last_step, trained = now, self._swarm.progress.tokens
                 self.account.longest_pause_s = max(self.account.longest_pause_s, now - last_step)
-                if now - begun - told > 30:
-                    told = int(now - begun)
-                    tell(f"{told} s: {trained} tokens, {self.account.rounds} commits")
+                if now - begun - shown_s > 30:
+                    shown_s = int(now - begun)
+                    tell(f"{shown_s} s: {trained} tokens, {self.account.rounds} commits")
                 for task in tasks:
                     if task.done():
                         task.result()

@@ -30,7 +30,7 @@ _NAME_WIDTH: Final = len("feed-forward")
 # Columns of a plain terminal.
 _LINE_WIDTH: Final = 80
 # Above this many hours a duration is shown in days.
-_HOURS_TOLD: Final = 48
+_MOST_HOURS: Final = 48
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +108,7 @@ def choice_lines(dial: DialOptions, dialed: DialedRun, manifest: Manifest) -> It
 
 def _time(seconds: float) -> str:
     hours = seconds / 3600
-    return f"{hours:.1f} hours" if hours < _HOURS_TOLD else f"{count(hours / 24)} days"
+    return f"{hours:.1f} hours" if hours < _MOST_HOURS else f"{count(hours / 24)} days"
 
 
 def parse_parameters(text: str) -> int:

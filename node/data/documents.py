@@ -138,7 +138,7 @@ def _message(each: Any) -> _Message:
 
 logger = logging.getLogger(__name__)
 
-MOST_TOLD: Final = 100
+MOST_LOGGED: Final = 100
 """Maximum number of excluded documents that are logged."""
 
 
@@ -272,9 +272,9 @@ class Documents:
             return self._mark(due.read())
         except (OSError, MalformedDocumentError) as error:
             self._skipped += 1
-            if self._skipped <= MOST_TOLD:
+            if self._skipped <= MOST_LOGGED:
                 why = error.strerror if isinstance(error, OSError) else error
-                more = "; further ones are not logged" if self._skipped == MOST_TOLD else ""
+                more = "; further ones are not logged" if self._skipped == MOST_LOGGED else ""
                 logger.warning("excluding document %s: %s%s", due.name, why, more)
             return Marked(np.empty(0, dtype=np.int64))
 

@@ -56,7 +56,7 @@ class FileTokenizer:
 
     def encode(self, text: bytes) -> Tokens:
         """Returns the document's tokens. Invalid UTF-8 becomes U+FFFD. Raises ConfigError if the tokenizer fails."""
-        with _panics_told():
+        with _panics_raised():
             # Unlike `encode`, a batch of one releases the GIL, so that the node answers pings meanwhile.
             [encoding] = self._tokenizer.encode_batch([text.decode(errors="replace")], add_special_tokens=False)
         return np.asarray(encoding.ids, dtype=np.int64)
@@ -65,7 +65,7 @@ class FileTokenizer:
         return WindowTextStream(self._decode)
 
     def _decode(self, tokens: Sequence[int]) -> str:
-        with _panics_told():
+        with _panics_raised():
             text: str = self._tokenizer.decode(tokens)
         return text
 
@@ -128,7 +128,7 @@ def _content(path: Path) -> bytes:
 
 
 @contextmanager
-def _panics_told() -> Iterator[None]:
+def _panics_raised() -> Iterator[None]:
     """Converts panics of the Rust library to ConfigError. They are not an `Exception` and only known by name."""
     try:
         yield
@@ -154,7 +154,7 @@ def _parse(path: Path, text: str) -> Any:
             hint="Install it with `pip install 'skipstone[tokenizers]'`.",
         ) from None
     try:
-        with _panics_told():
+        with _panics_raised():
             return tokenizers.Tokenizer.from_str(text)
     except ConfigError as error:
         raise ConfigError(f"data.tokenizer: {path} is not a tokenizer file: {error}") from None

@@ -81,7 +81,7 @@ class _Server:
         child = _Child(pid, life)
         self._children.append(child)
         self._selector.register(life, selectors.EVENT_READ, child)
-        self._tell(child, pid)
+        self._send(child, pid)
         return False
 
     def _become_a_node(self, streams: list[int]) -> None:
@@ -105,7 +105,7 @@ class _Server:
                 continue
             child.ended = True
             if child.life is not None:
-                self._tell(child, _status(child.pid))
+                self._send(child, _status(child.pid))
         self._reap()
 
     def _let_go(self, child: _Child) -> None:
@@ -121,7 +121,7 @@ class _Server:
             self._children.remove(child)
 
     @staticmethod
-    def _tell(child: _Child, number: int) -> None:
+    def _send(child: _Child, number: int) -> None:
         assert child.life is not None
         with contextlib.suppress(OSError):  # the client is gone
             child.life.send(number.to_bytes(NUMBER_BYTES, signed=True))
@@ -225,23 +225,23 @@ class ForkedProcess:
     def when_ended(self, then: Callable[[], None]) -> None:
         loop = asyncio.get_running_loop()
 
-        def told() -> None:
+        def received() -> None:
             loop.remove_reader(self._life)
             then()
 
-        loop.add_reader(self._life, told)
+        loop.add_reader(self._life, received)
 
     def reap(self) -> int:
         asyncio.get_running_loop().remove_reader(self._life)
         self._life.settimeout(REAP_S)
         try:
-            told = self._life.recv(NUMBER_BYTES)
+            received = self._life.recv(NUMBER_BYTES)
         except OSError:
             # The server is gone, so it cannot report the end.
-            told = b""
+            received = b""
         finally:
             self._life.close()
-        return int.from_bytes(told, signed=True) if told else -signal.SIGKILL
+        return int.from_bytes(received, signed=True) if received else -signal.SIGKILL
 
 
 if __name__ == "__main__":

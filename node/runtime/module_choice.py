@@ -71,7 +71,7 @@ class FittingModules:
                 free = free.reaching(self._reckoned[module])
         return free.announced
 
-    def told(self) -> Reasoned[tuple[int, ...]]:
+    def fitting_stages(self) -> Reasoned[tuple[int, ...]]:
         return what_fits(self._manifest, self.free_memory(), self._options.slots_held, self._options.moments)
 
     def _ran_out(self, module: ModuleId) -> None:

@@ -147,7 +147,7 @@ async def _joined(
         )
     own = signed.author == peer
     text = local_paths(signed.manifest.data, options.local_path_options, own=own)
-    if consent is not None and not await unless(stop, consent(signed, text, fitting.told(), own)):
+    if consent is not None and not await unless(stop, consent(signed, text, fitting.fitting_stages(), own)):
         raise Rejected("the run was not joined", hint="Answer yes when asked, or use --yes.")
     return text
 

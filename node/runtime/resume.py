@@ -99,8 +99,8 @@ def find_own(folder: CheckpointFolder, peer: PeerId, module: ModuleId | None) ->
     header = found.header
     at = f"inner step {header.steps}, {header.counters.tokens} tokens"
     damaged = tuple(Note("warning", f"skipped a damaged snapshot: {problem}") for problem in found.problems)
-    told = Note("info", f"resumes module {header.owner.module} from snapshot {header.number}: {at}")
-    return Resumed(header.owner.module, found.state), (*damaged, told)
+    note = Note("info", f"resumes module {header.owner.module} from snapshot {header.number}: {at}")
+    return Resumed(header.owner.module, found.state), (*damaged, note)
 
 
 def _finite(loss: float | None) -> float | None:

@@ -313,5 +313,5 @@ class Download:
 
     def _fail(self, stalled: bool) -> list[Action]:
         self._over = True
-        told = "; ".join(f"{short(d.peer)}: {d.out or d.trouble}" for d in self._donors.values())
-        return [Failed(told or "there are no donors", stalled)]
+        failures = "; ".join(f"{short(d.peer)}: {d.out or d.trouble}" for d in self._donors.values())
+        return [Failed(failures or "there are no donors", stalled)]

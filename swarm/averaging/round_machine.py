@@ -71,7 +71,7 @@ class Participation:
     version: AnchorVersion | None = None
     prepared_at: float = 0.0
     prepared: dict[PeerId, AnchorVersion] = field(default_factory=dict)
-    told: float = 0.0
+    reported_at: float = 0.0
     link_lost: bool = False
     # Member -> time of its last piece, or since when we wait for its first
     owing: dict[PeerId, float] = field(default_factory=dict)
@@ -379,7 +379,7 @@ class RoundMachine:
         return [*actions, *self._tell_leader(self._part), events.TakeSnapshot(attempt, view.version.fragment)]
 
     def _tell_leader(self, part: Participation) -> Actions:
-        part.told = self._view.now
+        part.reported_at = self._view.now
         status = part.status(self._view.now)
         return [] if status is None else [SendMessage(part.round.convener, status)]
 
@@ -666,7 +666,7 @@ class RoundMachine:
         if view.now > part.until and part.round.convener != view.own:
             view.penalties.waiting.add(part.round.convener, view.now)
             return self._refuse(part, "its leader does not end it", lie=False)
-        if view.now - part.told >= view.rules.pulse_s:
+        if view.now - part.reported_at >= view.rules.pulse_s:
             return [*self._tell_leader(part), *self._tell_members(part)]
         return []
 

@@ -310,7 +310,7 @@ class Custody:
                 entry = self.get(key)
                 return [] if entry is None else self._strand(entry, key.position, detail)
             case Arrived(sender, message):
-                return self._told(sender, message, now)
+                return self._received_control(sender, message, now)
             case PeerLost(peer, detail):
                 return self._peer_lost(peer, detail, now)
             case PeerBack(peer):
@@ -319,7 +319,7 @@ class Custody:
             case Tick():
                 return [action for entry in self.entries() for action in self._tick(entry, now)]
 
-    def _told(
+    def _received_control(
         self, sender: PeerId, message: Receipt | Close | Recall | Settled | Unsettled, now: float
     ) -> list[Action]:
         self._relink(sender, now)
@@ -440,11 +440,11 @@ class Custody:
     def _take(self, message: Forward, now: float) -> list[Action]:
         self._add(replace(_received(message, now), phase=Phase.FORWARD, came=now), now)
         accepted, data_node = _answer(message, ReceiptStatus.ACCEPTED), message.path.data_node
-        told = [accepted]
+        receipts = [accepted]
         if data_node in self._unlinked:  # sending opens a link, which proves that the data node exists
-            told.append(replace(accepted, to=data_node))
+            receipts.append(replace(accepted, to=data_node))
         work = Work.LOSS if message.position == len(message.path.hops) else Work.FORWARD
-        return [*told, Compute(Key(message.microbatch, message.position), work, message.purpose)]
+        return [*receipts, Compute(Key(message.microbatch, message.position), work, message.purpose)]
 
     # ---- arrival: gradients ------------------------------------------------------------------------------------------
 
@@ -561,15 +561,15 @@ class Custody:
     def _accepted(self, entry: Entry, now: float) -> list[Action]:
         if entry.phase not in OFFERED:
             return []
-        told = _passed_on(entry, now)
+        receipts = _passed_on(entry, now)
         if entry.purpose is Purpose.EVALUATE:
-            return [*told, self._drop(entry, "passed on")]
+            return [*receipts, self._drop(entry, "passed on")]
         phase = _GUARDED_IN[entry.direction]
         guarded = replace(entry, phase=phase, retry_at=None, failing_since=None, refusals=0)
         self._renew(guarded, now)
         if entry.next_module is None:  # a data node cannot be replaced, so there is nothing to guard
             self._release(guarded, now)
-        return told
+        return receipts
 
     def _release(self, guarded: Entry, now: float) -> None:
         """Ends our custody: the target's successor has accepted the microbatch, or the target is the data node."""
@@ -848,10 +848,10 @@ def _passed_on(entry: Entry, now: float) -> list[Action]:
         computed_s=entry.computed_s,
         sent_s=max(0.0, now - entry.handed),
     )
-    told = [entry.path.data_node]
+    receivers = [entry.path.data_node]
     if -1 <= entry.previous_position <= len(entry.path.hops):
-        told.insert(0, entry.path.peer_at(entry.previous_position))
-    return [SendControl(peer, receipt) for peer in dict.fromkeys(told)]
+        receivers.insert(0, entry.path.peer_at(entry.previous_position))
+    return [SendControl(peer, receipt) for peer in dict.fromkeys(receivers)]
 
 
 # ---- small rules -----------------------------------------------------------------------------------------------------

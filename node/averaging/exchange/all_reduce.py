@@ -41,7 +41,7 @@ WINDOW: Final = 8
 TRAFFIC_CLASSES: Final = 2
 """Concurrent pieces per member and direction: one being sent, the next being prepared."""
 
-TOLD_EVERY_S: Final = 0.1
+PROGRESS_EVERY_S: Final = 0.1
 """Minimum interval between reports of one member's pieces, in seconds."""
 
 
@@ -125,7 +125,7 @@ class AllReduce:
         """One limit per reducer. With a shared limit, one reducer could use it up and have the next one blamed."""
         self._progress = ExchangeProgress(plan, means.watch)
         self._owing: frozenset[PeerId] = frozenset()
-        self._told_of_piece: dict[PeerId, float] = {}
+        self._reported_at: dict[PeerId, float] = {}
         largest = max(piece.elements for piece in plan.pieces)
         self._room: Vector = np.empty(largest, np.float32)
         width = min(WINDOW, early_pieces(len(plan.others)))
@@ -304,8 +304,8 @@ class AllReduce:
 
     def _tell_of_piece(self, sender: PeerId) -> None:
         now = self._means.clock.monotonic()
-        if now - self._told_of_piece.get(sender, -math.inf) >= TOLD_EVERY_S:
-            self._told_of_piece[sender] = now
+        if now - self._reported_at.get(sender, -math.inf) >= PROGRESS_EVERY_S:
+            self._reported_at[sender] = now
             self._report(PieceArrived(self.plan.roster.round, sender))
 
     def _tell_owing(self) -> None:

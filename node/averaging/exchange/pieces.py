@@ -116,7 +116,7 @@ def _cut(layout: Layout, member: Member) -> tuple[Piece, ...]:
     return tuple(Piece(member.peer, a, b, part.start, part.stop) for a, b, part in parts)
 
 
-TOLD_PERCENT: Final = 10
+PROGRESS_PERCENT: Final = 10
 
 
 Watch = Callable[[RoundId, int, int], None]
@@ -137,8 +137,8 @@ class ExchangeProgress:
         self._unapplied = set(plan.pieces)
         self._all = len(self._unapplied) + len(self._awaited) * len(contributors)
         self._taken_in = 0
-        self._told: int | None = None
-        self._tell()
+        self._reported: int | None = None
+        self._report()
 
     def contributed(self, reducer: PeerId) -> None:
         self._contributed[reducer] += 1
@@ -147,13 +147,13 @@ class ExchangeProgress:
         self._awaited[piece].discard(sender)
         if not self._awaited[piece]:
             del self._awaited[piece]
-        self._tell(taken_in=1)
+        self._report(taken_in=1)
 
     def applied(self, piece: Piece) -> bool:
         self._unapplied.discard(piece)
         if piece.reducer != self._plan.own:
             self._results_due[piece.reducer] -= 1
-        self._tell(taken_in=1)
+        self._report(taken_in=1)
         return not self._unapplied
 
     def owing(self) -> frozenset[PeerId]:
@@ -168,12 +168,12 @@ class ExchangeProgress:
         ours = {peer: len(self._plan.shards[peer]) - self._contributed[peer] for peer in self._results_due}
         return frozenset(p for p, due in self._results_due.items() if due > (ours[p] if self._plan.contributes else 0))
 
-    def _tell(self, taken_in: int = 0) -> None:
+    def _report(self, taken_in: int = 0) -> None:
         self._taken_in += taken_in
         percent = 100 * self._taken_in // self._all
-        percent -= percent % TOLD_PERCENT
-        if percent != self._told:
-            self._told = percent
+        percent -= percent % PROGRESS_PERCENT
+        if percent != self._reported:
+            self._reported = percent
             reducing = self._plan.members[self._plan.own]
             self._watch(self._plan.roster.round, reducing.end_chunk - reducing.first_chunk, percent)
 

@@ -80,13 +80,13 @@ def _proven(data: bytes, layout: Layout, wanted: AnchorVersion) -> HashList:
 
 
 def _nobody_has(wanted: AnchorVersion, failed: dict[PeerId, PeerError]) -> SkipstoneError:
-    told = "; ".join(f"{short(donor)}: {error}" for donor, error in failed.items()) or "no peer announces it"
+    failures = "; ".join(f"{short(donor)}: {error}" for donor, error in failed.items()) or "no peer announces it"
     if any(isinstance(error, Unreachable | Stalled) for error in failed.values()):
         return Stalled(
-            f"no peer sent the state of round {wanted.round}: {told}",
+            f"no peer sent the state of round {wanted.round}: {failures}",
             hint="Check this machine's connection to the peers above. The node retries.",
         )
-    return NoQuorum(f"no peer has the state of round {wanted.round}: {told}", hint=TRIED_AGAIN)
+    return NoQuorum(f"no peer has the state of round {wanted.round}: {failures}", hint=TRIED_AGAIN)
 
 
 FEWEST_BUFFERS: Final = 3
