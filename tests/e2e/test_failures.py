@@ -237,7 +237,7 @@ async def test_a_peer_moves_to_a_stage_that_has_lost_its_last_one(tmp_path: Path
     assert_nothing_lost(watch, completed, abandoned=True)
 
 
-class Told:
+class Watched:
     """Collects a node's events; `until` waits for a status."""
 
     def __init__(self) -> None:
@@ -262,7 +262,7 @@ async def test_a_node_that_is_the_only_one_in_its_module_calls_its_move_off(tmp_
     options = NodeOptions(
         link=None, manifest_path=path, identity_path=identity, stage="1", listen="127.0.0.1", device="cpu"
     )
-    told, stop, asked = Told(), asyncio.Event(), asyncio.Event()
+    watched, stop, asked = Watched(), asyncio.Event(), asyncio.Event()
 
     async def elsewhere() -> Reasoned[ModuleId]:
         if asked.is_set():
@@ -274,13 +274,13 @@ async def test_a_node_that_is_the_only_one_in_its_module_calls_its_move_off(tmp_
         return elsewhere
 
     async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(run_node(options, told, stop, moving))
-        await told.until("1.0", "serving")
+        tasks.create_task(run_node(options, watched, stop, moving))
+        await watched.until("1.0", "serving")
         await asked.wait()
         await ask_to_leave(identity, STOP_LIMIT_S)
     assert stop.is_set()
-    assert not [event for event in told.seen if isinstance(event, Move)]
-    assert [e.state for e in told.seen if isinstance(e, NodeStatus)] == ["joining", "serving", "serving", "draining"]
+    assert not [event for event in watched.seen if isinstance(event, Move)]
+    assert [e.state for e in watched.seen if isinstance(e, NodeStatus)] == ["joining", "serving", "serving", "draining"]
 
 
 async def test_leave_without_a_node_says_so(tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ async def test_no_secret_reaches_the_processes_that_strangers_speak_to(monkeypat
 
 
 def test_a_child_is_told_what_it_needs() -> None:
-    told = child_environment(
+    result = child_environment(
         {
             "PATH": "/usr/bin",
             "HOME": "/home/u",
@@ -107,7 +107,7 @@ def test_a_child_is_told_what_it_needs() -> None:
         | dict.fromkeys(("LD_PRELOAD", "PYTHONSTARTUP", "PYTHONINSPECT", "PYTHONHOME", "BASH_ENV"), "canary"),
         GOMEMLIMIT="1GiB",
     )
-    assert told == {
+    assert result == {
         "PATH": "/usr/bin",
         "HOME": "/home/u",
         "LC_ALL": "C.UTF-8",
@@ -121,8 +121,8 @@ def test_a_child_is_told_what_it_needs() -> None:
 def test_no_list_of_folders_leads_to_where_the_user_stands() -> None:
     """An empty entry does: `PYTHONPATH=$PYTHONPATH:/mine` makes one."""
     lists = os.pathsep.join(("", "/mine", ".", "relative"))
-    told = with_packages({"PYTHONPATH": lists, "PATH": lists, "LD_LIBRARY_PATH": os.pathsep}, "/packages")
-    assert told == {"PYTHONPATH": os.pathsep.join(("/packages", "/mine")), "PATH": "/mine"}
+    result = with_packages({"PYTHONPATH": lists, "PATH": lists, "LD_LIBRARY_PATH": os.pathsep}, "/packages")
+    assert result == {"PYTHONPATH": os.pathsep.join(("/packages", "/mine")), "PATH": "/mine"}
 
 
 def test_the_nodes_of_a_local_swarm_get_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,11 +108,11 @@ async def test_a_stranger_s_link_opens_nothing_of_whoever_joins_it(tmp_path: Pat
         async with running(*NODE, link, *HERE, env=victim.environment) as node:
             seen = await events_until_serving(node)
     assert seen[-1]["module"] == "1.0"
-    told = [
+    found = [
         event["message"] for event in seen if event["event"] == "note" and "cannot take stage 0" in event["message"]
     ]
-    assert len(told) == 1
-    assert "--text" in told[0]
+    assert len(found) == 1
+    assert "--text" in found[0]
     assert victim.opened() == []
 
 

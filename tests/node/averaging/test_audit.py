@@ -203,14 +203,14 @@ async def test_a_contributor_that_shows_an_auditor_other_bytes_is_caught() -> No
 
 async def test_a_contributor_that_signs_two_things_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """It lets another believe that the reducer used something else than what it has shown."""
-    told = Auditor.receive
+    original = Auditor.receive
 
     async with hall(3, inner_steps=INNER, elements=120_000) as here:
 
         def hear(self: Auditor, sender: PeerId, message: Any) -> None:
             if isinstance(message, Evidence) and self._own == LIAR:
-                return told(self, sender, message)
-            return told(self, sender, message)
+                return original(self, sender, message)
+            return original(self, sender, message)
 
         monkeypatch.setattr(Auditor, "receive", hear)
         await here.a_round(1, INNER)
@@ -251,12 +251,12 @@ async def test_a_contribution_that_its_sender_did_not_sign_is_refused(monkeypatc
 
 
 async def test_a_reducer_that_cannot_show_signatures_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = Auditor.receive
+    original = Auditor.receive
 
     def hear(self: Auditor, sender: PeerId, message: Any) -> None:
         if isinstance(message, Evidence) and sender == LIAR:
             message = replace(message, signed=message.signed[:-1])
-        told(self, sender, message)
+        original(self, sender, message)
 
     monkeypatch.setattr(Auditor, "receive", hear)
     async with hall(3, inner_steps=INNER, elements=120_000) as here:
@@ -266,12 +266,12 @@ async def test_a_reducer_that_cannot_show_signatures_is_caught(monkeypatch: pyte
 
 async def test_a_reducer_that_refuses_audits_is_left_out_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("node.averaging.auditor.PAUSES_S", (0.01,))
-    told = Auditor.receive
+    original = Auditor.receive
 
     def hear(self: Auditor, sender: PeerId, message: Any) -> None:
         if isinstance(message, Evidence) and sender == LIAR:
             message = AuditRefused(message.round, message.first_chunk, message.end_chunk)
-        told(self, sender, message)
+        original(self, sender, message)
 
     monkeypatch.setattr(Auditor, "receive", hear)
     async with hall(3, inner_steps=INNER, elements=120_000) as here:

@@ -39,7 +39,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Manifest, CutModel]:
     return manifest, CutModel(manifest, ModelFolder(folder))
 
 
-def told(peer: StatePeer, module: ModuleId, anchor: AnchorVersion | None) -> SimpleNamespace:
+def known(peer: StatePeer, module: ModuleId, anchor: AnchorVersion | None) -> SimpleNamespace:
     """What matters here of a peer's announcement."""
     return SimpleNamespace(peer=peer.peer, module=module, anchor=anchor)
 
@@ -88,7 +88,7 @@ async def test_a_module_comes_from_a_peer_of_another_one_that_has_the_folder(run
         author = await swarm.donor(cut.anchor(ModuleId(0)), module=ModuleId(0), start=cut)
         other = await swarm.donor(cut.anchor(ModuleId(2)), module=ModuleId(2))
         joiner = await swarm.joiner()
-        peers = [told(other, ModuleId(2), None), told(author, ModuleId(0), first_version(manifest, ModuleId(0)))]
+        peers = [known(other, ModuleId(2), None), known(author, ModuleId(0), first_version(manifest, ModuleId(0)))]
         got = await begun(context(manifest, joiner, peers, []))
         assert got.version == first_version(manifest, MODULE)
         assert got.hashes == cut.first_anchor(1).hashes
@@ -102,7 +102,7 @@ async def test_a_replica_without_a_round_gives_what_it_began_with(run: tuple[Man
     async with state_swarm(module_layout(manifest, MODULE)) as swarm:
         replica = await swarm.donor(cut.anchor(MODULE))
         joiner = await swarm.joiner()
-        peers = [told(replica, MODULE, first_version(manifest, MODULE))]
+        peers = [known(replica, MODULE, first_version(manifest, MODULE))]
         assert (await begun(context(manifest, joiner, peers, []))).version == first_version(manifest, MODULE)
 
 
@@ -113,7 +113,7 @@ async def test_where_rounds_have_been_what_they_led_to_is_taken(run: tuple[Manif
     async with state_swarm(agreed.layout) as swarm:
         replica = await swarm.donor(agreed)
         joiner = await swarm.joiner()
-        got = await begun(context(manifest, joiner, [told(replica, MODULE, agreed.version)], []))
+        got = await begun(context(manifest, joiner, [known(replica, MODULE, agreed.version)], []))
         assert got.version == agreed.version
         assert np.array_equal(got.momentum, agreed.momentum)
 
@@ -126,8 +126,8 @@ async def test_who_only_says_that_there_were_rounds_keeps_nobody_out(run: tuple[
         author = await swarm.donor(cut.anchor(ModuleId(0)), module=ModuleId(0), start=cut)
         joiner = await swarm.joiner()
         peers = [
-            told(liar, MODULE, state(9, layout).version),
-            told(author, ModuleId(0), first_version(manifest, ModuleId(0))),
+            known(liar, MODULE, state(9, layout).version),
+            known(author, ModuleId(0), first_version(manifest, ModuleId(0))),
         ]
         assert (await begun(context(manifest, joiner, peers, []))).version == first_version(manifest, MODULE)
 
@@ -137,7 +137,7 @@ async def test_other_weights_are_not_taken_and_the_right_ones_waited_for(run: tu
     async with state_swarm(module_layout(manifest, MODULE)) as swarm:
         liar = await swarm.donor(cut.anchor(MODULE), Faults(corrupt=True))
         joiner = await swarm.joiner()
-        peers, events = [told(liar, MODULE, first_version(manifest, MODULE))], list[Event]()
+        peers, events = [known(liar, MODULE, first_version(manifest, MODULE))], list[Event]()
         beginning = asyncio.create_task(begun(context(manifest, joiner, peers, events)))
         await until(
             lambda: any(
@@ -148,7 +148,7 @@ async def test_other_weights_are_not_taken_and_the_right_ones_waited_for(run: tu
         assert liar.faults.sent
         assert not beginning.done()
         honest = await swarm.donor(cut.anchor(ModuleId(0)), module=ModuleId(0), start=cut)
-        peers[:] = [told(honest, ModuleId(0), None)]
+        peers[:] = [known(honest, ModuleId(0), None)]
         assert (await beginning).version == first_version(manifest, MODULE)
 
 
@@ -167,7 +167,7 @@ async def test_a_folder_that_was_damaged_since_is_not_given_out(run: tuple[Manif
             file.write(b"\x11" * (size - data))
         joiner = await swarm.joiner()
         events: list[Event] = []
-        peers = [told(author, ModuleId(0), None)]
+        peers = [known(author, ModuleId(0), None)]
         beginning = asyncio.create_task(begun(context(manifest, joiner, peers, events)))
         await until(lambda: bool(events) and isinstance(events[-1], Note))
         beginning.cancel()

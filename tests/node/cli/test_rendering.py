@@ -404,7 +404,7 @@ def signed(**changes: object) -> SignedManifest:
     return sign_manifest(small_manifest(**changes), AUTHOR)
 
 
-def told(run: SignedManifest, asked: NodeOptions, *, own: bool = False) -> str:
+def described(run: SignedManifest, asked: NodeOptions, *, own: bool = False) -> str:
     return "\n".join(
         description(run, asked, local_paths(run.manifest.data, asked.local_path_options, own=own), FITS, own=own)
     )
@@ -412,7 +412,7 @@ def told(run: SignedManifest, asked: NodeOptions, *, own: bool = False) -> str:
 
 def test_it_says_what_the_run_is_and_what_is_read_sent_and_used() -> None:
     run = signed(data__source="path:~/.ssh", stages__experts=2, model__attention="documents")
-    said = told(run, options(text=Path("/text"), port=4002, threads=2))
+    said = described(run, options(text=Path("/text"), port=4002, threads=2))
     manifest = run.manifest
     parameters = sum(parameter_bytes(parameter_shapes(manifest, m)) for m in manifest.modules()) // BYTES_PER_PARAMETER
     for words in ("small", run.run, AUTHOR.peer, f"{parameters:,} parameters in 3 stages of 2 experts", "/text"):
@@ -421,21 +421,21 @@ def test_it_says_what_the_run_is_and_what_is_read_sent_and_used() -> None:
         assert words in said
     assert "fits      there is room for stages 1, 2" in said
     assert "(this machine)" not in said
-    assert "(this machine)" in told(run, options(), own=True)
+    assert "(this machine)" in described(run, options(), own=True)
 
 
 def test_it_says_why_no_text_is_read() -> None:
     run = signed(data__source="path:~/.ssh")
-    assert "reads     no text: another machine's key signed the manifest" in told(run, options())
+    assert "reads     no text: another machine's key signed the manifest" in described(run, options())
     for asked in (options(reads_text=False), options(stage="1")):
-        assert "reads     no text\n" in told(run, asked)
-    assert "this machine's Python" in told(signed(), options())
+        assert "reads     no text\n" in described(run, asked)
+    assert "this machine's Python" in described(signed(), options())
 
 
 def test_it_names_the_files_that_must_be_there() -> None:
     files = FilesSection(count=3, bytes=12_345, sha256="0" * 64).model_dump()
     run = signed(data__source="path:text", data__files=files)
-    assert "3 files, 12,345 bytes" in told(run, options(), own=True)
+    assert "3 files, 12,345 bytes" in described(run, options(), own=True)
 
 
 def test_a_manifest_cannot_write_to_the_terminal() -> None:

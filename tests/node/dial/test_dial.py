@@ -36,12 +36,12 @@ def test_the_size_is_met_and_the_manifest_says_what_was_told(size: int, vocabula
     if vocabulary > 257 and size < 25 * MILLION:
         pytest.skip("the embedding alone would be most of it")
     dialed = turn(Wish(parameters=size, tokens=tokens(vocabulary), peers=Peers(card=48 * GB)), "run")
-    manifest, told = dialed.manifest, {name: choice.value for name, choice in dialed.choices}
+    manifest, shown = dialed.manifest, {name: choice.value for name, choice in dialed.choices}
     assert parameters_of(manifest) == pytest.approx(size, rel=0.1)
-    assert told["parameters"] == parameters_of(manifest)
-    assert told["vocabulary"] == manifest.model.vocabulary >= vocabulary
-    assert told["depth"] == sum(manifest.stages.blocks)
-    assert (told["step"], told["inner steps"]) == (manifest.training.inner_tokens, manifest.training.inner_steps)
+    assert shown["parameters"] == parameters_of(manifest)
+    assert shown["vocabulary"] == manifest.model.vocabulary >= vocabulary
+    assert shown["depth"] == sum(manifest.stages.blocks)
+    assert (shown["step"], shown["inner steps"]) == (manifest.training.inner_tokens, manifest.training.inner_steps)
     assert 30 <= manifest.model.hidden / sum(manifest.stages.blocks) <= 130
     assert all(choice.reason for _, choice in dialed.choices)
     assert manifest.model.dtype == "bfloat16"

@@ -473,14 +473,14 @@ class Swarm:
 
     def __init__(self, *stages: int, target: int | None = None) -> None:
         self.state = SwarmProgress(stages=max(stages) + 1, target=target)
-        self.told: list[Event] = []
+        self.reported: list[Event] = []
         for index, stage in enumerate(stages):
             self.state = peer_started(self.state, index, stage, f"peer-{index}")
 
     def take(self, index: int, event: Event, now: float = 0.0) -> None:
         progressed = apply(self.state, index, event, now)
         self.state = progressed.state
-        self.told += progressed.events
+        self.reported += progressed.events
 
     def step(self, index: int, step: int, loss: float, tokens: int, now: float = 0.0) -> None:
         self.take(index, Step(step, loss, tokens, 10.0, f"peer-{index}"), now)
@@ -488,11 +488,11 @@ class Swarm:
     def exits(self, index: int, code: int) -> None:
         progressed = peer_exited(self.state, index, code)
         self.state = progressed.state
-        self.told += progressed.events
+        self.reported += progressed.events
 
     @property
     def steps(self) -> list[Step]:
-        return [event for event in self.told if isinstance(event, Step)]
+        return [event for event in self.reported if isinstance(event, Step)]
 
 
 def test_one_data_node_is_the_swarm() -> None:
@@ -593,7 +593,7 @@ def test_several_data_nodes_wait_for_one_module_once() -> None:
     swarm.take(1, Waiting("2.0", "no peer"))
     swarm.take(0, Resumed("2.0"))
     swarm.take(1, Resumed("2.0"))
-    assert swarm.told == [Waiting("2.0", "no peer"), Resumed("2.0")]
+    assert swarm.reported == [Waiting("2.0", "no peer"), Resumed("2.0")]
     assert not swarm.state.waiting
 
 
@@ -601,7 +601,7 @@ def test_other_events_pass_through_and_notes_are_bounded() -> None:
     swarm = Swarm(0)
     change = PeerChange("12D3y", "down", "gone")
     swarm.take(0, change)
-    assert swarm.told == [change]
+    assert swarm.reported == [change]
     for number in range(MAX_NOTES + 3):
         swarm.state = noted(swarm.state, Note("info", str(number))).state
     assert [note.message for note in swarm.state.notes] == [str(n) for n in range(3, MAX_NOTES + 3)]

@@ -286,20 +286,20 @@ async def test_proof_that_another_process_has_our_key_ends_the_node() -> None:
     there = Place()
     running = asyncio.create_task(there.membership_sync.run())
     await until(lambda: there.store.published)
-    told_by, twin = Other(there.clock), Other(there.clock, identity=there.identity)
+    sender, twin = Other(there.clock), Other(there.clock, identity=there.identity)
     former, stranger = twin.record(), Other(there.clock).record()
     there.clock.now += FORMER_LIFE_MS / 1000 + 1
     for record in (former, stranger, there.membership_sync.record.fresh(), b"nothing"):
-        there.membership_sync.announced(told_by.peer, record)
+        there.membership_sync.announced(sender.peer, record)
     await asyncio.sleep(0)
     assert not running.done(), "a record of a former life, of somebody else, or our own proves nothing"
-    there.membership_sync.announced(told_by.peer, twin.record())
+    there.membership_sync.announced(sender.peer, twin.record())
     with pytest.raises(
         IdentityError, match=r"another node with this key .* is already in the run at 127.0.0.1:4000"
-    ) as told:
+    ) as refused:
         await running
-    assert told.value.exit_code == 78
-    assert "--identity FILE" in told.value.hint
+    assert refused.value.exit_code == 78
+    assert "--identity FILE" in refused.value.hint
 
 
 STEPS_S = [-7200.0, -300.0, -45.0, 45.0, 300.0, 7200.0]

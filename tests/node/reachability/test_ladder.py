@@ -195,8 +195,8 @@ async def test_a_mapping_that_works_is_kept_and_advertised_with_its_own_port() -
     assert asked_router.mapping == mapping(50_000)
     assert (await climb(PORT, None, peers, asked_router)).step is ReachStep.MAPPED
     assert peers.asked == [PORT, 50_000, 50_000], "what is mapped is tested again, not mapped again"
-    told = await climb(PORT, "home.example", peers, asked_router)
-    assert told.address == "home.example:50000"
+    recorded = await climb(PORT, "home.example", peers, asked_router)
+    assert recorded.address == "home.example:50000"
 
 
 async def test_a_mapping_that_stopped_working_is_given_back_and_tried_anew() -> None:
@@ -324,7 +324,7 @@ UNKNOWN = Standing(ReachStep.UNKNOWN, "nobody")
 
 
 @dataclass
-class Told:
+class Recorded:
     events: list[Event] = field(default_factory=list)
     announced: int = 0
 
@@ -338,10 +338,10 @@ class Told:
         self.announced += 1
 
 
-def adoption() -> tuple[Adoption, Told]:
-    told = Told()
+def adoption() -> tuple[Adoption, Recorded]:
+    recorded = Recorded()
     own = LocalPeer(RunId("7" * 64), PeerId("me"), b"", ManualClock(), BEFORE)
-    return Adoption(own, told, told.announce, BEFORE), told
+    return Adoption(own, recorded, recorded.announce, BEFORE), recorded
 
 
 @dataclass
@@ -371,11 +371,11 @@ class Climbing:
 @asynccontextmanager
 async def watched(
     climbing: Climbing, hold: Holding, waits: Waits, router: Router | None = None
-) -> AsyncIterator[tuple[Adoption, Told]]:
-    taken, told = adoption()
+) -> AsyncIterator[tuple[Adoption, Recorded]]:
+    taken, recorded = adoption()
     watching = asyncio.create_task(watch(climbing, hold, taken, router, waits))
     try:
-        yield taken, told
+        yield taken, recorded
     finally:
         watching.cancel()
         await asyncio.wait((watching,))
@@ -383,50 +383,50 @@ async def watched(
 
 
 def test_the_address_follows_from_the_step() -> None:
-    taken, told = adoption()
+    taken, recorded = adoption()
     taken.adopt(UNKNOWN)
-    assert told.events == [], "that nothing is known is no news"
+    assert recorded.events == [], "that nothing is known is no news"
     for standing, address in ((DIRECT, "25.0.0.1:4002"), (MAPPED, "25.0.0.1:50000"), (UNREACHABLE, "")):
         taken.adopt(standing)
         assert ", ".join(taken.own.addresses) == address
         assert taken.own.reach is standing
-        assert told.events[-1] == Reach("me", standing.step.value, address, standing.reason, standing.fix)
-    assert told.announced == len(told.events) == 3
+        assert recorded.events[-1] == Reach("me", standing.step.value, address, standing.reason, standing.fix)
+    assert recorded.announced == len(recorded.events) == 3
 
 
 def test_who_is_held_on_to_is_announced_in_place_of_addresses_until_there_are_some() -> None:
-    taken, told = adoption()
+    taken, recorded = adoption()
     taken.adopt(UNREACHABLE, HELD)
     assert (taken.own.addresses, taken.own.via) == ((), HELD)
     assert taken.own.reach.step is ReachStep.REVERSE
     assert taken.own.reach.fix == UNREACHABLE.fix
-    assert [(event.step, event.address) for event in told.reaches()] == [("reverse", "")]
+    assert [(event.step, event.address) for event in recorded.reaches()] == [("reverse", "")]
     taken.adopt(UNREACHABLE, HELD[:1])
     assert taken.own.via == HELD[:1]
-    assert (told.announced, len(told.events)) == (2, 1), "others hear of it, nobody watching has to"
+    assert (recorded.announced, len(recorded.events)) == (2, 1), "others hear of it, nobody watching has to"
     taken.adopt(UNREACHABLE, HELD[:1])
-    assert told.announced == 2
+    assert recorded.announced == 2
     taken.adopt(MAPPED)
     assert (taken.own.addresses, taken.own.via) == (("25.0.0.1:50000",), ())
     taken.adopt(UNREACHABLE)
     assert (taken.own.addresses, taken.own.via, taken.own.reach.step) == ((), (), ReachStep.UNREACHABLE)
-    assert [event.step for event in told.reaches()] == ["reverse", "mapped", "unreachable"]
+    assert [event.step for event in recorded.reaches()] == ["reverse", "mapped", "unreachable"]
 
 
 def test_what_stays_the_same_is_told_once() -> None:
-    taken, told = adoption()
+    taken, recorded = adoption()
     for _ in range(2):
         taken.adopt(MAPPED)
-    assert (len(told.events), told.announced) == (1, 1)
+    assert (len(recorded.events), recorded.announced) == (1, 1)
 
 
 async def test_what_cannot_be_tested_stays() -> None:
     waits = Waits(2)
-    async with watched(Climbing([MAPPED, UNKNOWN]), Holding(), waits) as (taken, told):
+    async with watched(Climbing([MAPPED, UNKNOWN]), Holding(), waits) as (taken, recorded):
         await until(lambda: len(waits.waited) == 2 and waits.waited_for)
         assert taken.own.reach is MAPPED
         assert taken.own.addresses == ("25.0.0.1:50000",)
-        assert len(told.events) == 1
+        assert len(recorded.events) == 1
         assert waits.waited == [AGAIN_S[ReachStep.MAPPED], FIRST_PAUSE_S]
 
 
@@ -443,22 +443,22 @@ async def test_the_ladder_is_climbed_again_sooner_where_it_may_help() -> None:
 
 async def test_addresses_are_given_up_only_when_nobody_got_through_twice() -> None:
     waits, holding = Waits(3), Holding([HELD])
-    async with watched(Climbing([DIRECT, UNREACHABLE, DIRECT]), holding, waits) as (taken, told):
+    async with watched(Climbing([DIRECT, UNREACHABLE, DIRECT]), holding, waits) as (taken, recorded):
         await until(lambda: len(waits.waited) == 3)
         assert waits.waited == [AGAIN_S[ReachStep.DIRECT], CONFIRM_S, AGAIN_S[ReachStep.DIRECT]]
         assert taken.own.reach is DIRECT
-        assert (holding.asked, len(told.events)) == (0, 1)
+        assert (holding.asked, len(recorded.events)) == (0, 1)
 
 
 async def test_who_is_lost_is_replaced_and_while_nobody_can_be_asked_the_node_holds_on() -> None:
     rounds = round(AGAIN_S[ReachStep.UNREACHABLE] / HOLD_S)
     waits = Waits(1 + rounds)
     holding = Holding([HELD, HELD[:1], (), (PeerId("c"),)])
-    async with watched(Climbing([UNREACHABLE, UNREACHABLE, UNKNOWN]), holding, waits) as (taken, told):
+    async with watched(Climbing([UNREACHABLE, UNREACHABLE, UNKNOWN]), holding, waits) as (taken, recorded):
         await until(lambda: holding.asked > rounds)
         assert taken.own.via == (PeerId("c"),)
-        assert [event.step for event in told.reaches()] == ["reverse", "unreachable", "reverse"]
-        assert told.announced == 4
+        assert [event.step for event in recorded.reaches()] == ["reverse", "unreachable", "reverse"]
+        assert recorded.announced == 4
 
 
 @pytest.mark.parametrize("renewed", [NotMapped("restarted"), mapping(50_001)])

@@ -41,10 +41,10 @@ async def test_a_second_node_with_the_key_is_told_who_has_it(key: Path) -> None:
     holder = await asyncio.create_subprocess_exec(sys.executable, "-c", HOLDER, str(key), stdout=subprocess.PIPE)
     assert holder.stdout is not None
     assert await holder.stdout.readline() == b"held\n"
-    with pytest.raises(IdentityError, match=rf"another node \(process {holder.pid}\).*{key}") as told:
+    with pytest.raises(IdentityError, match=rf"another node \(process {holder.pid}\).*{key}") as found:
         async with sole_use(key):
             pytest.fail("two nodes have one key")
-    assert told.value.exit_code == 78
+    assert found.value.exit_code == 78
     assert Identity.load(key).peer, "commands that only read it are not kept out"
     holder.kill()
     async with sole_use(key):  # the kernel frees it

@@ -62,7 +62,7 @@ def in_steps(size_bytes: int) -> int:
     return max(1, size_bytes // STEP_BYTES) * STEP_BYTES
 
 
-def told(limit: int | None = None, **changes: Any) -> NodeOptions:
+def options_of(limit: int | None = None, **changes: Any) -> NodeOptions:
     words = None if limit is None else str(limit)
     options: dict[str, Any] = {"link": LINK, "manifest_path": None, "reads_text": False, "memory_limit": words}
     return NodeOptions(**{**options, **changes})
@@ -78,15 +78,15 @@ async def chosen(
 
 
 async def test_the_largest_module_that_fits_is_taken_of_those_nobody_serves() -> None:
-    assert (await chosen(told())).value == LARGE
-    assert (await chosen(told(NEEDS[LARGE].all - 1))).value == MIDDLE
-    assert (await chosen(told(NEEDS[MIDDLE].all - 1))).value == SMALL
+    assert (await chosen(options_of())).value == LARGE
+    assert (await chosen(options_of(NEEDS[LARGE].all - 1))).value == MIDDLE
+    assert (await chosen(options_of(NEEDS[MIDDLE].all - 1))).value == SMALL
 
 
 async def test_where_nothing_fits_it_says_what_would() -> None:
     limit = NEEDS[SMALL].all - 1
     with pytest.raises(OutOfMemory, match=r"the smallest, 1\.0, takes .* under --memory-limit") as refused:
-        await chosen(told(limit))
+        await chosen(options_of(limit))
     assert refused.value.exit_code == 71
     assert str(refused.value).endswith("there is room for 0.0")
     assert size_text(limit) in str(refused.value)
@@ -96,8 +96,8 @@ async def test_where_nothing_fits_it_says_what_would() -> None:
 def test_only_who_lacks_room_announces_what_it_has() -> None:
     """Older peers refuse records with fields that they do not know, and nobody else needs to know."""
     least = NEEDS[LARGE].all
-    assert FittingModules(MANIFEST, told(least), CPU).announced() == (0, 0)
-    assert FittingModules(MANIFEST, told(least - 1), CPU).announced() == (
+    assert FittingModules(MANIFEST, options_of(least), CPU).announced() == (0, 0)
+    assert FittingModules(MANIFEST, options_of(least - 1), CPU).announced() == (
         max(1, (least - 1) // STEP_BYTES) * STEP_BYTES,
         0,
     )
@@ -110,30 +110,30 @@ def test_who_needs_less_than_others_reckon_announces_what_they_would_look_for() 
     first, second = ModuleId(1), ModuleId(2)
     assert packed[first].all < packed[second].all < plain[first].all
     limit = packed[second].all - 1
-    fitting = FittingModules(wide, told(limit, moments=MomentType.EIGHT_BIT), CPU)
+    fitting = FittingModules(wide, options_of(limit, moments=MomentType.EIGHT_BIT), CPU)
     assert fitting.of([first, second]) == [first]
     announced = fitting.announced()[0]
     assert announced == -(-plain[first].all // STEP_BYTES) * STEP_BYTES
-    assert FittingModules(wide, told(limit), CPU).of([first, second]) == []
+    assert FittingModules(wide, options_of(limit), CPU).of([first, second]) == []
 
 
 async def test_a_module_that_was_asked_for_is_refused_before_anything_is_made() -> None:
     with pytest.raises(OutOfMemory, match=r"module 2\.0 takes .*; there is room for 0\.0, 1\.0, 3\.0"):
-        await chosen(told(NEEDS[LARGE].all - 1, stage="2"))
-    assert (await chosen(told(NEEDS[LARGE].all, stage="2"))).value == LARGE
+        await chosen(options_of(NEEDS[LARGE].all - 1, stage="2"))
+    assert (await chosen(options_of(NEEDS[LARGE].all, stage="2"))).value == LARGE
 
 
 async def test_the_module_of_a_checkpoint_gives_way_where_it_has_become_too_large() -> None:
     events = Events()
-    assert await chosen(told(), Resumed(SMALL)) == Reasoned(SMALL, "resumed from the checkpoint")
-    found = await chosen(told(NEEDS[LARGE].all - 1), Resumed(LARGE), events)
+    assert await chosen(options_of(), Resumed(SMALL)) == Reasoned(SMALL, "resumed from the checkpoint")
+    found = await chosen(options_of(NEEDS[LARGE].all - 1), Resumed(LARGE), events)
     assert found.value == MIDDLE
     assert events[0].message.startswith("cannot resume the checkpoint's module: module 2.0 takes")
 
 
 async def test_after_running_out_of_memory_only_smaller_modules_are_left() -> None:
     """Whatever room there seems to be: what failed, and all that is as large, is not tried again."""
-    options, session = told(), Session(announcement("data", 0))
+    options, session = options_of(), Session(announcement("data", 0))
     fitting = FittingModules(MANIFEST, options, CPU)
     error = OutOfMemory("the compute device is out of memory")
     sequence = [LARGE]
@@ -149,7 +149,7 @@ async def test_after_running_out_of_memory_only_smaller_modules_are_left() -> No
 
 @pytest.mark.parametrize("changes", [{"stage": "2"}, {"link": None, "manifest_path": Path("run.toml")}])
 async def test_who_was_told_its_module_takes_no_other(changes: dict[str, Any]) -> None:
-    options = told(**changes)
+    options = options_of(**changes)
     fitting = FittingModules(MANIFEST, options, CPU)
     session: Any = Session()
     with pytest.raises(OutOfMemory):
@@ -171,7 +171,7 @@ async def test_a_node_that_runs_out_of_memory_goes_on_with_a_smaller_module(monk
     monkeypatch.setattr(node, "serve_module", serve)
     monkeypatch.setattr(node, "Proofs", lambda session: None)
     monkeypatch.setattr(node, "replace", lambda context, **changes: SimpleNamespace(**{**vars(context), **changes}))
-    session, events, options = Session(announcement("data", 0)), Events(), told()
+    session, events, options = Session(announcement("data", 0)), Events(), options_of()
     session.withdraw = withdraw  # type: ignore[attr-defined]
     context: Any = SimpleNamespace(
         module=LARGE, options=options, session=session, manifest=MANIFEST, events=events, router=None

@@ -214,7 +214,7 @@ class VirtualReplica:
         self.kept: list[Thunk] = []
         """What waits in the sockets of a frozen process."""
         self.view: dict[PeerId, tuple[events.OtherReplica, float]] = {}
-        self._told: tuple[events.OtherReplica, ...] | None = None
+        self._others: tuple[events.OtherReplica, ...] | None = None
         self._busy_until = 0.0
         self._owed: frozenset[PeerId] = frozenset()
         world.time.after(world.random.uniform(0, TICK_S), self._tick)
@@ -399,8 +399,8 @@ class VirtualReplica:
         now = self.world.time.now
         self.view = {peer: seen for peer, seen in self.view.items() if seen[1] > now}
         others = tuple(seen[0] for _, seen in sorted(self.view.items()))
-        if others != self._told:
-            self._told = others
+        if others != self._others:
+            self._others = others
             self.feed(events.ReplicasChanged(others))
 
 
@@ -436,12 +436,12 @@ class RoundWorld:
         """Whether there is nothing to train on."""
         self.commits: defaultdict[AnchorVersion, set[PeerId]] = defaultdict(set)
         self.rosters: dict[AnchorVersion, tuple[PeerId, ...]] = {}
-        self.conveners: dict[int, PeerId] = {}
+        self.leaders: dict[int, PeerId] = {}
         self.attempts: Counter[int] = Counter()
         """Of each round number."""
         self.prepared: defaultdict[AnchorVersion, set[PeerId]] = defaultdict(set)
         """Who has ever had the whole result, and below from which exchange."""
-        self.told: defaultdict[AnchorVersion, set[PeerId]] = defaultdict(set)
+        self.reported: defaultdict[AnchorVersion, set[PeerId]] = defaultdict(set)
         self.exchanged: dict[AnchorVersion, Roster] = {}
         self.on_commit: Callable[[VirtualReplica, CommitStaged], None] = lambda replica, commit: None
         self.caught_up: Counter[PeerId] = Counter()
@@ -490,9 +490,9 @@ class RoundWorld:
                     self.on_commit(replica, action)
                     self.commits[version].add(replica.id)
                     self.rosters[version] = roster.peers
-                    self.conveners[version.round] = roster.round.convener
+                    self.leaders[version.round] = roster.round.convener
                 case SendMessage(_, Prepared(_, version)):
-                    self.told[version].add(replica.id)
+                    self.reported[version].add(replica.id)
                 case SendMessage(_, Commit(attempt, version)):
                     self._check_majority(attempt, version)
                 case events.CatchUp():
@@ -523,7 +523,7 @@ class RoundWorld:
         """A result that somebody has committed, and that a member has told of, is not replaced by another one."""
         for version in self.commits:
             if version.round > roster.base.round and self.exchanged[version].base == roster.base:
-                holders = set(roster.peers) & self.told[version]
+                holders = set(roster.peers) & self.reported[version]
                 still = {peer for peer in holders if version in self.replicas[peer].staged}
                 assert not still, f"{still} have the committed round {version.round}, and it is done again"
 

@@ -24,7 +24,7 @@ def test_without_faults_every_round_commits_at_once_on_all_replicas() -> None:
     assert set(world.attempts.values()) == {1}
     assert not world.forks()
     assert not world.caught_up
-    assert len(set(world.conveners.values())) == 4
+    assert len(set(world.leaders.values())) == 4
 
 
 CHUNKS, QUICK_CHUNKS = 10, 4

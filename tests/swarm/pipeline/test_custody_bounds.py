@@ -80,9 +80,9 @@ def test_an_entry_stays_on_the_route_that_was_signed_first() -> None:
     desk.do("computed 1")
     assert desk.admit(backward(OTHERWISE, 1)).value is SlotState.REFUSED
     assert desk.admit(backward(SIGNED, 1)).value is SlotState.FREE
-    [told] = desk.custody.handle(Arrived(C, Recall(MICROBATCH, OTHERWISE, 1)), desk.now)
-    assert isinstance(told, SendControl)
-    assert told.message.detail == OTHER_ROUTE  # type: ignore[union-attr]
+    [sent] = desk.custody.handle(Arrived(C, Recall(MICROBATCH, OTHERWISE, 1)), desk.now)
+    assert isinstance(sent, SendControl)
+    assert sent.message.detail == OTHER_ROUTE  # type: ignore[union-attr]
 
 
 def test_a_signed_route_goes_with_the_microbatch_through_every_repair() -> None:
@@ -286,7 +286,7 @@ def test_closing_one_microbatch_leaves_the_others() -> None:
 def test_a_long_explanation_is_cut_to_what_a_message_carries() -> None:
     desk = Desk(A)
     desk.do("forward 0")
-    _, told = desk.custody.handle(ComputeFailed(Key(MICROBATCH, 0), "x" * 1000), desk.now)
-    assert isinstance(told, SendControl)
-    assert isinstance(told.message, Stranded)
-    assert len(told.message.detail) == 256
+    _, sent = desk.custody.handle(ComputeFailed(Key(MICROBATCH, 0), "x" * 1000), desk.now)
+    assert isinstance(sent, SendControl)
+    assert isinstance(sent.message, Stranded)
+    assert len(sent.message.detail) == 256
