@@ -16,8 +16,8 @@ SHAPES = (
     Shape(data_nodes=3, replicas=(2, 1), per_path=2, slots=2, rules=FlightRules(per_step=2, staleness=2, window=6)),
     Shape(replicas=(1, 2, 1, 1), per_path=3),
 )
-SEEDS_A_SHAPE = 40
-ONE_FAULT_SEEDS = 40
+SEEDS_A_SHAPE = 20
+ONE_FAULT_SEEDS = 15
 LONGEST_BACK_OFF_S = 60.0
 
 
