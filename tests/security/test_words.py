@@ -90,11 +90,13 @@ async def test_no_process_of_a_swarm_makes_an_object_from_a_pickle(scene: Siege)
 
 async def test_nothing_that_is_read_becomes_code() -> None:
     """`tests/test_project.py` looks for pickles; here for what else runs what it reads."""
-    for path, node in ((path, node) for path in sources(*PACKAGES) for node in ast.walk(parsed(path))):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-            assert node.func.id not in BUILDS_CODE, f"{path}:{node.lineno}"
-        if isinstance(node, ast.Attribute):
-            owner = node.value.attr if isinstance(node.value, ast.Attribute) else getattr(node.value, "id", "")
-            assert (owner, node.attr) not in LOADS_CODE, f"{path}:{node.lineno}"
-        if isinstance(node, ast.keyword):
-            assert node.arg not in ("trust_remote_code", "shell"), f"{path}:{node.value.lineno}"
+    for path in sources(*PACKAGES):
+        for node in ast.walk(parsed(path)):
+            where = f"{path}:{getattr(node, 'lineno', 0)}"
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                assert node.func.id not in BUILDS_CODE, where
+            if isinstance(node, ast.Attribute):
+                owner = node.value.attr if isinstance(node.value, ast.Attribute) else getattr(node.value, "id", "")
+                assert (owner, node.attr) not in LOADS_CODE, where
+            if isinstance(node, ast.keyword):
+                assert node.arg not in ("trust_remote_code", "shell"), where

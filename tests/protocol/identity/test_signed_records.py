@@ -312,7 +312,7 @@ def test_there_is_one_encoding_only() -> None:
     refused(envelope.SerializeToString(), "canonical")
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.integers(0, len(RECORD) * 8 - 1))
 def test_any_flipped_bit_is_noticed(bit: int) -> None:
     damaged = bytearray(RECORD)
@@ -321,7 +321,7 @@ def test_any_flipped_bit_is_noticed(bit: int) -> None:
         decode_announced(bytes(damaged), run=RUN, now=NOW)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.binary(max_size=MAX_RECORD_BYTES + 10), st.booleans())
 def test_no_bytes_raise_anything_else(data: bytes, in_envelope: bool) -> None:
     if in_envelope:
@@ -330,7 +330,6 @@ def test_no_bytes_raise_anything_else(data: bytes, in_envelope: bool) -> None:
         decode_announced(data, run=RUN, now=NOW)
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_a_changed_field_is_noticed(data: st.DataObject) -> None:
     envelope = records_pb2.SignedRecord.FromString(RECORD)

@@ -175,7 +175,7 @@ def test_another_process_with_another_hash_seed_agrees() -> None:
 
 
 @given(tables())
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_what_is_signed_reads_back_the_same(table: Table) -> None:
     manifest = manifest_from_table(table)
     signed = sign_manifest(manifest, AUTHOR)
@@ -187,7 +187,7 @@ def test_what_is_signed_reads_back_the_same(table: Table) -> None:
 
 
 @given(tables(), st.randoms(use_true_random=False))
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_order_and_layout_do_not_matter(table: Table, order: random.Random) -> None:
     signed = sign_manifest(manifest_from_table(table), AUTHOR)
     other_layout = flat_toml(shuffled(tomllib.loads(signed.text.decode()), order))
@@ -198,7 +198,7 @@ def test_order_and_layout_do_not_matter(table: Table, order: random.Random) -> N
 
 
 @given(tables(), st.data())
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_a_change_of_any_value_makes_another_run_and_breaks_the_signature(table: Table, data: st.DataObject) -> None:
     signed = sign_manifest(manifest_from_table(table), AUTHOR)
     values = full_table(signed.manifest)

@@ -7,13 +7,11 @@ import os
 import signal
 import socket
 import sys
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
-import grpc
 import pytest
 
 from protocol.frames.frames import (
@@ -38,13 +36,11 @@ from protocol.transport.dialer import NoTunnels, Ways
 from protocol.transport.grpc_streams import AcceptedStream, DialledStream, make_server, open_channel, target_of
 from protocol.transport.handshake import MAX_STREAMS_PER_PEER
 from protocol.transport.rate_limits import (
-    BYTES_A_FRAME,
     COMMON_A_SECOND,
     COMMON_SAVED,
     FRAMES_A_SECOND,
     IN_ADVANCE,
     PAUSE_AFTER,
-    STRANGERS,
 )
 from protocol.transport.send_queue import MAX_WAITING_BYTES
 from protocol.transport.settings import MAX_OPEN_TRANSFERS, TransportSettings
@@ -57,7 +53,7 @@ from swarm.vocabulary.errors import (
     Stalled,
     Unreachable,
 )
-from swarm.vocabulary.pipeline_messages import Backward, Close, Direction, Receipt, ReceiptStatus
+from swarm.vocabulary.pipeline_messages import Close, Direction, Receipt, ReceiptStatus
 from swarm.vocabulary.types import MicrobatchId, PeerId, VersionRange
 from tests.protocol.dht.running import Marked, needs_proc, until
 from tests.protocol.identity.minting import OTHER_RUN, certificate, credentials_for, extension_for, new_key
@@ -125,15 +121,6 @@ async def test_sizes_that_do_not_fill_the_last_chunk(dtype: DType) -> None:
             assert right.handler.tensors[-1][2:] == (spec, data)
 
 
-async def test_a_backward_message_keeps_its_route() -> None:
-    async with two_nodes() as (left, right):
-        path = forward(left.peer, right.peer).path
-        message = Backward(MicrobatchId(left.peer, 7), path, -1)
-        await right.transport.send(left.peer, message, FLOATS, memoryview(pattern(FLOATS, 1)))
-        await left.handler.until(lambda: left.handler.tensors)
-        assert left.handler.tensors[0][:3] == (right.peer, message, FLOATS)
-
-
 async def test_small_messages_keep_their_order() -> None:
     async with two_nodes() as (left, right):
         for number in range(100):
@@ -194,15 +181,16 @@ async def test_a_refused_tensor_is_answered_with_a_receipt_and_the_link_goes_on(
 ) -> None:
     async with two_nodes() as (left, right):
         right.handler.refusal = Refusal(busy, "no slot", 1.5)
-        large = TensorSpec((8, 256, 1024), DType.FLOAT32)
-        for number in range(100):
+        refused = MAX_OPEN_TRANSFERS + 5
+        large = TensorSpec((256, 1024), DType.FLOAT32)
+        for number in range(refused):
             message = forward(left.peer, right.peer, number)
             await left.transport.send(right.peer, message, large, memoryview(bytearray(large.byte_length)))
-        await left.handler.until(lambda: len(left.handler.messages) == 100)
-        expected = Receipt(MicrobatchId(left.peer, 99), Direction.FORWARD, 0, status, 1.5, "no slot")
+        await left.handler.until(lambda: len(left.handler.messages) == refused)
+        expected = Receipt(MicrobatchId(left.peer, refused - 1), Direction.FORWARD, 0, status, 1.5, "no slot")
         assert left.handler.messages[-1] == (right.peer, expected)
         right.handler.refusal = None
-        await send_pattern(left, right, 100)
+        await send_pattern(left, right, refused)
         await right.handler.until(lambda: right.handler.tensors)
         assert len(right.handler.tensors) == 1
         assert left.handler.ups == [right.peer]
@@ -265,7 +253,7 @@ async def test_leaving_leaves_no_task_behind() -> None:
     assert not left_over
 
 
-@pytest.mark.parametrize("attempt", range(20))
+@pytest.mark.parametrize("attempt", range(5))
 async def test_peers_that_dial_each_other_at_once_end_up_with_one_link(attempt: int) -> None:
     async with two_nodes() as (left, right):
         await asyncio.gather(send_pattern(left, right, 1), send_pattern(right, left, 2))
@@ -304,19 +292,6 @@ async def test_a_second_stream_from_the_peer_that_loses_is_a_duplicate() -> None
             assert await stream.farewell() == Farewell(FarewellReason.DUPLICATE)
         await left.transport.tell(right.peer, close_of(left.peer, 1))
         await right.handler.until(lambda: len(right.handler.messages) == 2)
-
-
-async def test_many_peers_that_all_dial_each_other() -> None:
-    async with node() as a, node() as b, node() as c, node() as d:
-        nodes = (a, b, c, d)
-        pairs = [(x, y) for x in nodes for y in nodes if x is not y]
-        for x, y in pairs:
-            introduce(x, y)
-        await asyncio.gather(*(send_pattern(x, y, n) for n, (x, y) in enumerate(pairs)))
-        for x in nodes:
-            await x.handler.until(lambda own=x: len(own.handler.tensors) == 3)
-            assert len(x.handler.ups) == 3
-            assert not x.handler.downs
 
 
 @pytest.mark.parametrize("with_new_certificate", [True, False])
@@ -796,7 +771,6 @@ TELLS = 16_000
 async def test_who_says_more_than_its_due_is_read_later_and_loses_nothing() -> None:
     due = IN_ADVANCE + COMMON_SAVED + PAUSE_AFTER
     many = int(due + COMMON_A_SECOND + FRAMES_A_SECOND)
-    begun = time.monotonic()
     async with server_and_honest() as (server, _), attack(server) as (_, stream):
 
         async def shout() -> None:
@@ -809,7 +783,6 @@ async def test_who_says_more_than_its_due_is_read_later_and_loses_nothing() -> N
                 while not isinstance(answer := await stream.hear(), Pong):
                     assert isinstance(answer, Ping), answer
                 assert answer.token == token
-    assert time.monotonic() - begun >= 1
 
 
 async def test_what_nobody_minds_is_left_out_unread_and_the_link_stays() -> None:
@@ -825,26 +798,6 @@ async def test_what_nobody_minds_is_left_out_unread_and_the_link_stays() -> None
         server.handler.minded = tuple(Topic)
         await stream.say(bytes((30 << 3 & 0x7F | 0x82, 30 << 3 >> 7, 9)) + b"\xff" * 9)
         assert (await stream.farewell()).reason is FarewellReason.VIOLATION
-
-
-async def test_long_frames_of_who_serves_nothing_are_read_later() -> None:
-    size = 40 * 1024
-    async with server_and_honest() as (server, _), attack(server) as (_, stream):
-        server.handler.is_served, server.handler.minded = False, ()
-        frame = long_frame(size)
-        weight = STRANGERS * (1 + len(frame) / BYTES_A_FRAME)
-        begun = time.monotonic()
-        for _ in range(int(IN_ADVANCE / weight) + 1):
-            await stream.say(frame)
-        await stream.say(Ping(7))
-        async with asyncio.timeout(LONG):
-            while await stream.hear() != Pong(7):
-                pass
-        assert time.monotonic() - begun >= (weight - IN_ADVANCE % weight - PAUSE_AFTER) / FRAMES_A_SECOND - 0.2
-
-
-def long_frame(size: int) -> bytes:
-    return wire.Frame(state_request=wire.StateRequest(digest=bytes(size))).SerializeToString()
 
 
 async def test_a_peer_that_does_not_read_makes_senders_wait_and_holds_no_memory() -> None:
@@ -936,16 +889,6 @@ async def test_garbage_on_the_port_is_hung_up_on() -> None:
             with suppress(ConnectionError):
                 await writer.wait_closed()
         assert len(server.handler.ups) == 1
-
-
-async def test_another_grpc_method_is_unknown() -> None:
-    async with server_and_honest() as (server, _):
-        hostile = Persona()
-        channel = open_channel(server.persona.contact(server.port), f"127.0.0.1:{server.port}", hostile.credentials)
-        with pytest.raises(grpc.aio.AioRpcError) as raised:
-            await channel.unary_unary("/grpc.health.v1.Health/Check")(b"")
-        assert raised.value.code() is grpc.StatusCode.UNIMPLEMENTED
-        await channel.close()
 
 
 async def test_a_dialler_without_a_common_version_is_told() -> None:
@@ -1065,6 +1008,7 @@ def test_addresses_that_can_be_dialled(address: str) -> None:
     assert target_of(address) == f"dns:///{address}"
 
 
+TUNNELLED = TensorSpec((2048, 1024), DType.FLOAT32)
 TUNNEL_SETTINGS = with_settings(chunk_bytes=512 * 1024)
 
 
@@ -1108,9 +1052,9 @@ async def test_a_link_through_a_tunnel_carries_tensors_both_ways() -> None:
     async with both_hidden() as (near, far, peers):
         with pytest.raises(Unreachable, match="cannot be dialled"):
             await far.transport.tell(near.peer, Close(MicrobatchId(far.peer, 0), ""))
-        data = pattern(LARGE, 3)
-        await near.transport.send(far.peer, forward(near.peer, far.peer), LARGE, memoryview(data))
-        await far.transport.send(near.peer, forward(far.peer, near.peer), LARGE, memoryview(data))
+        data = pattern(TUNNELLED, 3)
+        await near.transport.send(far.peer, forward(near.peer, far.peer), TUNNELLED, memoryview(data))
+        await far.transport.send(near.peer, forward(far.peer, near.peer), TUNNELLED, memoryview(data))
         for end in (near, far):
             await end.handler.until(lambda end=end: end.handler.tensors)  # type: ignore[misc]
             assert end.handler.tensors[0][3] == data
