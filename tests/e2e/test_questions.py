@@ -98,8 +98,6 @@ def _another_run(tmp_path: Path) -> str:
 
 
 async def test_a_data_node_joins_without_the_tokenizer_s_file(tmp_path: Path) -> None:
-    """The author serves stage 1, and has the file where the manifest says; the newcomer has no path of it, and
-    trains."""
     words = [f"word{number}" for number in range(23)]
     content = word_tokenizer("<unk>", "</s>", "and", *words) + b" " * 2**17  # of several pieces
     (tmp_path / "author").mkdir()

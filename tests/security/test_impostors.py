@@ -164,8 +164,6 @@ async def speak(here: Company, own: Node) -> None:
 
 
 async def test_training_goes_on_beside_hops_that_lie(tmp_path: Path) -> None:
-    """Who spoils what it gets soon gets nothing any more; who keeps it gets one, which is free again when its link
-    ends."""
     async with company(tmp_path) as here:
         for lie in QUICK:
             async with impostor(here, lie) as false_hop:

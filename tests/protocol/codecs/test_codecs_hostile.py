@@ -37,8 +37,7 @@ class Received:
 
 
 def received(made_up: bytes) -> Received | None:
-    """None when the bytes make no tensor. A quarter of them says how an honest encoding is damaged, so that decoding
-    gets far."""
+    """None when the bytes make no tensor."""
     if len(made_up) < _HEAD.size:
         return None
     codec, kind, dimensions, *shape, outliers, compressed = _HEAD.unpack_from(made_up)

@@ -160,8 +160,6 @@ class TestWhatIsKept:
 
     @BOTH
     def test_it_is_not_longer_than_what_was_encoded(self, codec: TopK) -> None:
-        """Members declare the length of their pseudo-gradient, and rounding may add 1 %
-        (`node.averaging.exchange.reduction`)."""
         for seed in range(20):
             values = normal(SPARSE_CHUNK, seed=seed) ** (1 + seed % 4)
             assert round_trip(codec, values).norm() <= 1.01 * values.norm()

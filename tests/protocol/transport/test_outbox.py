@@ -512,8 +512,6 @@ def test_what_honest_peers_say_at_once_fits_their_due() -> None:
 
 @pytest.mark.parametrize("hops", [1, 16, 256])
 def test_long_paths_do_not_make_a_busy_link_slow(hops: int) -> None:
-    """Each way a header and a few words that name the path, and some that do not; no time passes and nothing is in
-    common."""
     patience = Patience(drained(), 0.0)
     for _ in range(300):
         patience.exchanged(hops)

@@ -6,14 +6,15 @@ import asyncio
 import os
 import signal
 import socket
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
+from protocol.codecs import decode_into, encode_into
 from protocol.frames.frames import (
     AnswerFrame,
     Cancel,
@@ -44,6 +45,7 @@ from protocol.transport.rate_limits import (
 )
 from protocol.transport.send_queue import MAX_WAITING_BYTES
 from protocol.transport.settings import MAX_OPEN_TRANSFERS, TransportSettings
+from swarm.vocabulary.averaging_messages import Accepting, Contribution, Pulse, RoundId, StateChunk
 from swarm.vocabulary.errors import (
     ConfigError,
     PeerError,
@@ -54,7 +56,7 @@ from swarm.vocabulary.errors import (
     Unreachable,
 )
 from swarm.vocabulary.pipeline_messages import Close, Direction, Receipt, ReceiptStatus
-from swarm.vocabulary.types import MicrobatchId, PeerId, VersionRange
+from swarm.vocabulary.types import Codec, MicrobatchId, ModuleId, PeerId, VersionRange
 from tests.protocol.dht.running import Marked, needs_proc, until
 from tests.protocol.identity.minting import OTHER_RUN, certificate, credentials_for, extension_for, new_key
 from tests.protocol.nat.relay_ends import stream_pair
@@ -79,7 +81,6 @@ from tests.protocol.transport.link_peers import (
     two_nodes,
     with_settings,
 )
-from tests.protocol.transport.peer_process import contact_from_json, contact_to_json
 
 pytestmark = pytest.mark.e2e
 
@@ -381,83 +382,6 @@ def test_impossible_settings_are_refused(name: str, value: float) -> None:
 LARGE = TensorSpec((16 * 1024, 1024), DType.FLOAT32)
 
 
-@asynccontextmanager
-async def peer_process(own: Node, *arguments: str) -> AsyncIterator[tuple[asyncio.subprocess.Process, Contact]]:
-    """Another process with a peer that `own` has a link to."""
-    contact = contact_to_json(own.persona.contact(own.port))
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "tests.protocol.transport.peer_process",
-        contact,
-        *arguments,
-        stdout=asyncio.subprocess.PIPE,
-    )
-    try:
-        assert process.stdout is not None
-        other = contact_from_json((await process.stdout.readline()).decode())
-        own.persona.book.contacts[other.peer] = other
-        await own.transport.tell(other.peer, Close(MicrobatchId(own.peer, 0), ""))
-        yield process, other
-    finally:
-        with suppress(ProcessLookupError):
-            process.kill()
-        await process.wait()
-
-
-async def start_sending(own: Node, other: Contact) -> asyncio.Task[None]:
-    data = memoryview(bytearray(LARGE.byte_length))
-    message = forward(own.peer, other.peer)
-    sending = asyncio.create_task(own.transport.send(other.peer, message, LARGE, data))
-    before = own.transport.figures()[other.peer].sent_bytes
-    await own.handler.until(lambda: own.transport.figures()[other.peer].sent_bytes > before + 2**20)
-    return sending
-
-
-async def test_a_killed_receiver_fails_the_send_and_the_question_at_once() -> None:
-    async with node() as own, peer_process(own) as (process, other):
-        os.kill(process.pid, signal.SIGSTOP)  # so that nothing can complete before it dies
-        asked = asyncio.create_task(own.transport.ask(other.peer, Question(QuestionAbout.STATUS), 60))
-        sending = await start_sending(own, other)
-        process.kill()
-        for under_way in (sending, asked):
-            with pytest.raises(Unreachable):
-                await under_way
-        assert [peer for peer, _ in own.handler.downs] == [other.peer]
-        assert isinstance(own.handler.downs[0][1], Unreachable)
-        with pytest.raises(Unreachable):
-            await own.transport.tell(other.peer, Close(MicrobatchId(own.peer, 0), ""))
-
-
-async def test_a_stopped_receiver_is_noticed_although_its_sockets_stay_open() -> None:
-    async with node(settings=with_settings(stall_after_s=1.0)) as own, peer_process(own) as (process, other):
-        os.kill(process.pid, signal.SIGSTOP)
-        sending = await start_sending(own, other)
-        with pytest.raises(Stalled, match="was silent"):
-            await sending
-        assert isinstance(own.handler.downs[0][1], Stalled)
-
-
-async def test_a_sender_killed_in_mid_tensor_is_reported_and_its_buffer_given_back() -> None:
-    async with node() as own, peer_process(own, str(LARGE.shape[0])) as (process, _):
-        await own.handler.until(lambda: own.handler.admitted)
-        process.kill()
-        await own.handler.until(lambda: own.handler.downs)
-        assert [message for message, _ in own.handler.broken] == own.handler.admitted
-        assert isinstance(own.handler.broken[0][1], Unreachable)
-        assert own.handler.tensors == []
-
-
-async def test_a_sender_stopped_in_mid_tensor_is_reported_and_its_buffer_given_back() -> None:
-    settings = with_settings(stall_after_s=1.0)
-    async with node(settings=settings) as own, peer_process(own, str(LARGE.shape[0])) as (process, _):
-        await own.handler.until(lambda: own.handler.admitted)
-        os.kill(process.pid, signal.SIGSTOP)
-        await own.handler.until(lambda: own.handler.downs)
-        assert isinstance(own.handler.broken[0][1], Stalled)
-        assert isinstance(own.handler.downs[0][1], Stalled)
-
-
 def greeting(peer: PeerId) -> Close:
     return Close(MicrobatchId(peer, 0), "hello")
 
@@ -470,31 +394,6 @@ async def test_a_caller_nobody_has_heard_of_is_let_in_and_its_record_handed_on()
         assert server.handler.ups == [stranger.peer]
         assert server.handler.records == [(stranger.peer, b"who I am")]
         assert server.handler.messages == [(stranger.peer, greeting(stranger.peer))]
-
-
-async def test_a_restarted_caller_gets_in_at_once_with_its_new_certificate() -> None:
-    async with node() as server:
-        former = Persona()
-        async with node(former) as caller:
-            introduce(server, caller)
-            await caller.transport.tell(server.peer, greeting(caller.peer))
-            await server.handler.until(lambda: server.handler.messages)
-        reborn = Persona(former.identity)
-        assert reborn.credentials.certificate_der != former.credentials.certificate_der
-        async with node(reborn) as caller:
-            reborn.knows(server.persona, server.port)
-            await caller.transport.tell(server.peer, greeting(caller.peer))
-            await server.handler.until(lambda: len(server.handler.messages) == 2)
-        assert server.handler.ups == [former.peer, former.peer]
-
-
-async def test_a_peer_of_another_run_gets_no_link_whoever_dials() -> None:
-    async with node() as server, node(Persona(run=OTHER_RUN)) as other:
-        introduce(server, other)
-        for dialling, dialled in ((server, other), (other, server)):
-            with pytest.raises(Unreachable, match="another run"):
-                await dialling.transport.tell(dialled.peer, greeting(dialling.peer))
-        assert server.handler.ups == other.handler.ups == []
 
 
 async def test_a_hello_for_another_run_is_told_so() -> None:
@@ -522,15 +421,6 @@ async def test_a_certificate_that_carries_anothers_name_is_turned_away_at_the_do
         async with bare_stream(impostor, server, introduced=False) as stream:
             with pytest.raises(Rejected, match="refused the connection: certificate: the common name"):
                 await stream.hear()
-        assert server.handler.ups == []
-
-
-async def test_a_peer_that_proves_to_be_another_is_rejected_by_who_dials() -> None:
-    async with node() as server, node() as caller:
-        expected = Persona()
-        caller.persona.knows(expected, server.port)
-        with pytest.raises(Rejected, match="another peer"):
-            await caller.transport.tell(expected.peer, greeting(caller.peer))
         assert server.handler.ups == []
 
 
@@ -1139,3 +1029,80 @@ async def test_when_the_relay_dies_in_mid_transfer_the_sender_is_told(marked: Ma
         await far.handler.until(lambda: far.handler.downs)
         await near.handler.until(lambda: near.handler.downs)
         assert len(far.handler.broken) == 1
+
+
+DIGEST = b"d" * 32
+
+
+def round_of(peer: PeerId) -> RoundId:
+    return RoundId(ModuleId(1), 3, 0, peer)
+
+
+async def send_piece(sender: Node, receiver: Node, chunk: int, spec: TensorSpec, data: bytes) -> None:
+    message = Contribution(round_of(sender.peer), chunk, chunk + 1, bytes(64))
+    await sender.transport.send(receiver.peer, message, spec, memoryview(data))
+
+
+async def test_an_encoded_vector_arrives_and_can_be_decoded_where_it_lies() -> None:
+    values = np.random.default_rng(0).standard_normal(50_001).astype(np.float32)
+    spec = TensorSpec(values.shape, DType.FLOAT32, Codec.INT8)
+    encoded = bytearray(spec.byte_length)
+    encode_into(Codec.INT8, values, memoryview(encoded))
+    async with two_nodes() as (left, right):
+        await send_piece(left, right, 7, spec, encoded)
+        await right.handler.until(lambda: right.handler.tensors)
+        sender, message, tensor, data = right.handler.tensors[0]
+        assert (sender, message, tensor) == (left.peer, Contribution(round_of(left.peer), 7, 8), spec)
+        result = np.empty_like(values)
+        decode_into(tensor.codec, memoryview(data), result)
+        assert np.linalg.norm(result - values) <= 7e-3 * np.linalg.norm(values)
+
+
+async def test_a_chunk_of_state_arrives_as_it_is() -> None:
+    spec = TensorSpec((4096,), DType.FLOAT32)
+    async with two_nodes() as (left, right):
+        message = StateChunk(ModuleId(1), DIGEST, 5)
+        await left.transport.send(right.peer, message, spec, memoryview(pattern(spec, 1)))
+        await right.handler.until(lambda: right.handler.tensors)
+        assert right.handler.tensors == [(left.peer, message, spec, pattern(spec, 1))]
+
+
+async def test_a_piece_that_is_not_wanted_is_cancelled_without_a_receipt_and_the_link_goes_on() -> None:
+    spec = TensorSpec((2**20,), DType.FLOAT32)
+    async with two_nodes() as (left, right):
+        right.handler.refusal = Refusal(False, "an older round")
+        for chunk in range(100):
+            await send_piece(left, right, chunk, spec, bytes(spec.byte_length))
+        await right.transport.tell(left.peer, Accepting(round_of(left.peer)))
+        await left.handler.until(lambda: left.handler.messages)
+        assert left.handler.messages == [(right.peer, Accepting(round_of(left.peer)))]
+        right.handler.refusal = None
+        await send_piece(left, right, 0, spec, bytes(spec.byte_length))
+        await right.handler.until(lambda: right.handler.tensors)
+        assert not left.handler.downs
+
+
+async def test_more_pieces_than_may_be_open_can_be_given_at_once_and_microbatches_pass_them() -> None:
+    spec = TensorSpec((2**18,), DType.FLOAT32)
+    data = bytes(spec.byte_length)
+    async with two_nodes(with_settings(bulk_chunk_bytes=64 * 1024)) as (left, right), asyncio.timeout(LONG):
+        pieces = [asyncio.create_task(send_piece(left, right, chunk, spec, data)) for chunk in range(100)]
+        await right.handler.until(lambda: right.handler.tensors)
+        message, floats = forward(left.peer, right.peer), memoryview(pattern(FLOATS, 1))
+        await asyncio.gather(left.transport.send(right.peer, message, FLOATS, floats), *pieces)
+        await right.handler.until(lambda: len(right.handler.tensors) == 101)
+        order = [message for _, message, _, _ in right.handler.tensors]
+        assert order.index(message) < 50
+        assert sorted(piece.first_chunk for piece in order if isinstance(piece, Contribution)) == list(range(100))
+        assert not left.handler.downs
+
+
+async def test_words_and_the_question_for_a_hash_list_travel() -> None:
+    question = Question(QuestionAbout.STATE, module=ModuleId(2, 1), digest=DIGEST)
+    async with two_nodes() as (left, right):
+        pulse = Pulse(round_of(left.peer), (left.peer,), (right.peer,))
+        await left.transport.tell(right.peer, pulse)
+        await right.handler.until(lambda: right.handler.messages)
+        assert right.handler.messages == [(left.peer, pulse)]
+        right.handler.answering = lambda asked: repr(asked == question).encode()
+        assert await left.transport.ask(right.peer, question, 10) == b"True"

@@ -50,8 +50,6 @@ def test_nothing_is_lost_or_done_twice_whatever_goes_wrong(shape: int) -> None:
 
 @pytest.mark.parametrize("kind", ["killed", "killed and back", "frozen for a moment", "frozen until it counts as dead"])
 def test_one_lost_hop_costs_no_microbatch_where_another_replica_stands_in(kind: str) -> None:
-    """At any moment of any microbatch's life: each one is completed, by exactly one replica of each stage on its
-    path."""
     repaired = repaired_back = retracted = 0
     for seed in range(ONE_FAULT_SEEDS):
         world = RoughWorld(seed, Shape(compute_failures=0.0, slots=64))
