@@ -24,7 +24,6 @@ from lab.emulation.emulation import (
     BURST_S,
     MAX_CHUNK_BYTES,
     MIN_CHUNK_BYTES,
-    PROFILES,
     REGIONS,
     Emulation,
     Fault,
@@ -48,7 +47,6 @@ from lab.emulation.proxy import (
     parse_socket,
 )
 from node.concurrency.task_groups import task_scope
-from swarm.vocabulary.errors import ConfigError
 
 SLOW = LinkShape(latency_s=0.01, up_bytes_per_s=1000.0, down_bytes_per_s=4000.0)
 FAR = LinkShape(latency_s=0.05, up_bytes_per_s=8000.0, down_bytes_per_s=2000.0)
@@ -68,12 +66,6 @@ def test_both_links_delay_and_limit() -> None:
     assert left_at == pytest.approx(1.0 - BURST_S)
     assert network.arrive((0, 1), 1000, left_at) == pytest.approx(left_at + 0.5 - BURST_S)
     assert network.passed() == {(0, 1): 1000}
-
-
-def test_all_connections_of_a_peer_share_its_way_up() -> None:
-    network = emulation(SLOW, FAR, FAR)
-    network.leave((0, 1), 1000, 0.0)
-    assert network.leave((0, 2), 1000, 0.0) == pytest.approx(2.0 - BURST_S)
 
 
 def test_who_is_no_member_has_an_ideal_link() -> None:
@@ -156,12 +148,6 @@ def test_the_tables_of_regions_are_symmetric_and_whole() -> None:
             assert region_bytes_per_s(one, other) == region_bytes_per_s(other, one) > 2**20
     assert region_delay_s("belgium", "nl") == 0.003
     assert region_bytes_per_s("iowa", "oregon") == 92.5 * 2**20
-
-
-def test_profiles_have_names() -> None:
-    assert {"none", "home-adsl", "home-fibre", "mobile", "transatlantic", "gcp-london"} <= PROFILES.keys()
-    with pytest.raises(ConfigError, match="is not a profile"):
-        profile_of("modem")
 
 
 def test_a_way_can_be_blocked_alone() -> None:
@@ -389,26 +375,6 @@ async def test_a_black_hole_delivers_nothing_and_tells_nobody_until_it_is_gone()
                     await reader.read(1)
         at.emulation.clear()
         assert await reader.readexactly(6) == b"within"
-
-
-async def test_half_open_lets_only_out_what_the_peer_says() -> None:
-    heard: asyncio.Queue[bytes] = asyncio.Queue()
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        heard.put_nowait(await reader.readexactly(5))
-        await asyncio.sleep(0.1)
-        writer.write(b"still here")
-        heard.put_nowait(await reader.readexactly(5))
-
-    async with stage(serve, IDEAL, IDEAL) as at, at.call() as (reader, writer):
-        writer.write(b"first")
-        assert await heard.get() == b"first"
-        at.emulation.reshape(NODE, LinkShape(fault=Fault.HALF_OPEN))
-        writer.write(b"later")
-        assert await reader.readexactly(10) == b"still here"
-        assert heard.empty()
-        at.emulation.clear()
-        assert await heard.get() == b"later"
 
 
 async def test_what_cannot_be_delivered_is_not_read_without_end() -> None:

@@ -111,22 +111,6 @@ class TestRoundTrip:
         planes.decode(data, out)
         assert bytes_of(out) == bytes_of(values)
 
-    @pytest.mark.parametrize("dtype", WIDTHS)
-    @pytest.mark.parametrize("slices", [0, 1, 3])
-    @pytest.mark.parametrize("more", [-1, 0, 1, 4096])
-    def test_at_the_borders_of_slices(self, dtype: torch.dtype, slices: int, more: int) -> None:
-        elements = slices * SLICE_BYTES // WIDTHS[dtype] + more
-        if elements <= 0:
-            return
-        values = normal(elements, dtype)
-        data = planes.encode(values)
-        if data is None:
-            assert elements == 1
-        else:
-            out = torch.empty_like(values)
-            planes.decode(data, out)
-            assert bytes_of(out) == bytes_of(values)
-
     def test_it_does_not_matter_where_in_memory_an_encoding_stands(self) -> None:
         values = normal(10_000)
         memory = octets_of(memoryview(bytearray(b"x" + encoded(values))))

@@ -68,11 +68,6 @@ class TestFormat:
         assert encoded_bytes(Codec.INT8, elements) == size
         assert encoded_bytes(Codec.NONE, elements) == 4 * elements
 
-    @pytest.mark.parametrize("elements", LENGTHS)
-    def test_decoding_is_code_times_scale_bit_for_bit(self, elements: int) -> None:
-        data = encoded(Codec.INT8, normal(elements))
-        assert np.array_equal(decoded(Codec.INT8, data, elements), by_definition(data, elements))
-
     @given(st.integers(0, 300), st.data())
     def test_codes_that_we_would_not_choose_are_decoded_too(self, elements: int, data: st.DataObject) -> None:
         codes = data.draw(st.binary(min_size=elements, max_size=elements))

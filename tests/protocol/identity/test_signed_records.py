@@ -394,15 +394,6 @@ def test_a_signed_route_holds_out_and_back_at_every_hop() -> None:
     assert read_by_another(forward(signed(Purpose.EVALUATE), purpose=Purpose.EVALUATE)) is None
 
 
-def test_a_route_comes_back_as_it_was_signed() -> None:
-    """Else the data node takes it for another one, and its microbatch is lost."""
-    sent = Backward(NUMBER, signed(), 1)
-    frame = decode(encode(TensorFrame(sent, TensorSpec((2, 1024), DType.FLOAT32), 1, 1)))
-    assert isinstance(frame, TensorFrame)
-    assert isinstance(frame.message, Backward)
-    assert frame.message.path == sent.path
-
-
 def test_repair_may_replace_peers_and_leave_modules_out() -> None:
     path = signed()
     for repaired in (path.with_peer(1, DATA_NODE.peer), path.without(0), path.without(1), path.without(2)):

@@ -82,11 +82,6 @@ def test_one_visit_that_was_held_up_changes_little() -> None:
     assert model.seconds(8000, 16_000_000, 8) <= 1.2 * before
 
 
-def test_longer_documents_are_expected_to_take_longer() -> None:
-    model, _ = fitted(1e-5, 1e-5 / 3000, 0.0, 0.0, noise=0.0)
-    assert model.speed().seconds(8000, 8000**2) > 1.5 * model.speed().seconds(8000, 8 * 1000**2)
-
-
 def test_before_the_first_the_largest_is_usual() -> None:
     sizes = MicrobatchSizes(100)
     assert (sizes.tokens, sizes.squares, sizes.summary()) == (100, 0, SizeSummary())
@@ -118,10 +113,6 @@ def test_a_summary_has_means_spreads_and_what_is_left_empty() -> None:
     assert found == SizeSummary(2, 85.0, pytest.approx(5 / 85), 200.0, pytest.approx(0.5), 1.5, pytest.approx(0.15))
 
 
-def test_a_text_that_costs_nothing_divides_by_nothing() -> None:
-    assert MicrobatchSizes(8).add(Size(0, (), 0.0)) == 1.0
-
-
 costs = st.lists(st.floats(1, 1e6), min_size=1, max_size=40)
 devices = st.integers(1, 8)
 
@@ -150,10 +141,6 @@ def test_a_document_of_more_than_a_share_is_cut_and_the_rest_is_dealt_around_it(
     found = deal([100.0, 10.0, 10.0, 7.0], 2).value
     assert found.cut == (0,)
     assert found.unevenness == pytest.approx(1.0)
-
-
-def test_even_documents_are_not_cut() -> None:
-    assert deal([50.0, 50.0, 30.0, 30.0], 2).value.cut == ()
 
 
 def test_the_reason_says_what_cutting_saves() -> None:
