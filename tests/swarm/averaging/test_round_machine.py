@@ -259,16 +259,6 @@ def test_a_commit_of_what_we_do_not_have_moves_nobody_before_the_others_stand_th
     assert events.CatchUp in kinds(actions), "three say it of themselves"
 
 
-def test_a_convener_that_pulses_is_not_replaced() -> None:
-    desk = Desk()
-    desk.enter()
-    desk.hear(B, signed())
-    for _ in range(20):
-        desk.wait(0.5)
-        desk.hear(B, Pulse(ATTEMPT))
-    assert desk.machine.under_way == ATTEMPT
-
-
 def test_a_process_that_is_held_up_does_not_take_its_convener_for_silent() -> None:
     desk = Desk()
     desk.enter()
@@ -309,12 +299,6 @@ def test_a_convener_whose_roster_has_an_entry_that_nobody_signed_is_named() -> N
     assert accused(desk.hear(B, forged)) == [B]
 
 
-def test_a_convener_that_leaves_out_whom_it_did_not_see_is_not_named() -> None:
-    desk = Desk()
-    desk.enter()
-    assert accused(desk.hear(B, replace(signed(), entries=(entry(peer=B), entry())))) == []
-
-
 @pytest.mark.parametrize("what", ["not signed", "somebody else's", "impossible"])
 def test_a_guest_whose_entry_is_forged_is_named(what: str) -> None:
     desk = Desk()
@@ -332,12 +316,6 @@ def test_a_guest_that_stands_elsewhere_by_now_is_not_named() -> None:
     attempt = desk.convene()
     other = SEAL.sign(replace(entry(attempt, C), base=RESULT))
     assert accused(desk.hear(C, other)) == []
-
-
-def test_whom_an_audit_has_caught_is_named() -> None:
-    desk = Desk()
-    caught = events.Caught(C, 4, "its mean is none")
-    assert caught in desk.feed(caught)
 
 
 @pytest.mark.parametrize(
