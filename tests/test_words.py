@@ -45,7 +45,7 @@ def test_every_message_docstring_and_comment_is_read_once() -> None:
     assert len(list(words.python_texts(source))) == 3
 
 
-@pytest.mark.parametrize("package", (*words.PACKAGES, *words.DOCUMENTS))
+@pytest.mark.parametrize("package", [*words.PACKAGES, *words.DOCUMENTS])
 def test_limited_packages_keep_the_limit(package: str) -> None:
     count, odd = words.count(words.ROOT / package)
     assert 1000 * odd <= words.LIMIT * count
