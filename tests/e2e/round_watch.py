@@ -66,9 +66,10 @@ class RoundWatch:
         self._news.set()
 
     async def until(self, find: Callable[[], Found | None], patience_s: float = PATIENCE_S) -> Found:
-        async with asyncio.timeout(patience_s):
-            while (found := find()) is None:
-                self._news.clear()
+        """Gives up when the swarm has said nothing for so long: how fast it goes on is the machine's affair."""
+        while (found := find()) is None:
+            self._news.clear()
+            async with asyncio.timeout(patience_s):
                 await self._news.wait()
         return found
 

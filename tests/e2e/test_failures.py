@@ -85,10 +85,8 @@ async def test_gradients_count_exactly_once_when_a_replica_is_lost_under_way(
     assert not events & {"visit", "completed", "retracted"}, "they are for the log only"
 
 
-@pytest.mark.parametrize(
-    "number",
-    [pytest.param(signal.SIGKILL, id="killed"), pytest.param(signal.SIGSTOP, id="frozen", marks=pytest.mark.long)],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
 async def test_work_goes_to_the_other_replica(tmp_path: Path, number: signal.Signals) -> None:
     manifest = small_run(write_text(tmp_path / "text"))
     async with LocalSwarm(manifest, LocalSwarmOptions(peers=5, steps=40, threads=1)) as swarm:

@@ -454,12 +454,6 @@ def test_a_visit_by_another_replica_than_the_paths_is_found() -> None:
     assert rules(judged(*logs, Log(A))) == [("exactly once", f"{A2}:2")]
 
 
-def test_a_visit_at_a_skipped_stage_is_found() -> None:
-    report = judged(Log(D, [visit(D), completed(B)]), Log(A, [visit(A)]), Log(B, [visit(B)]))
-    assert rules(report) == [("exactly once", f"{A}:2")]
-    assert "skipped" in report.violations[0].message
-
-
 @pytest.mark.parametrize("killed", ["nobody", "replica", "data node"])
 def test_a_missing_visit_is_let_pass_only_with_a_killed_process(killed: str) -> None:
     logs = good()
@@ -554,18 +548,6 @@ def test_a_fork_has_healed_when_one_side_has_joined_the_other(joins: type[Event]
     report = judged(Log(A, [commit(A, 1), commit(A, 2, NEXT)]), Log(A2, [commit(A2, 1, OTHER), join]))
     assert report.violations == ()
     assert report.counts["forks healed"] == 1
-
-
-def test_a_fork_has_not_healed_by_catching_up_with_something_else_or_before() -> None:
-    elsewhere = judged(Log(A, [commit(A, 1)]), Log(A2, [commit(A2, 1, OTHER), caught_up(A2, 1, NEXT)]))
-    assert "one digest a round" in [rule for rule, _ in rules(elsewhere)]
-    before = judged(Log(A, [commit(A, 1)]), Log(A2, [caught_up(A2, 1), commit(A2, 1, OTHER)]))
-    assert "one digest a round" in [rule for rule, _ in rules(before)]
-
-
-def test_a_fork_that_ended_with_a_killed_process_is_over() -> None:
-    report = judged(Log(A, [commit(A, 1)]), Log(A2, [commit(A2, 1, OTHER)], end=None))
-    assert report.violations == ()
 
 
 def test_a_fork_is_over_when_its_side_comes_back_from_a_checkpoint_and_goes_on_with_the_others() -> None:

@@ -187,8 +187,6 @@ PARTS = {
 
 @pytest.mark.parametrize("part", PARTS)
 async def test_nothing_that_decodes_surprises_a_node(scene: Siege, part: str) -> None:
-    """Whoever is surprised ends with a traceback; what a microbatch loses shows in the account at the end of the
-    siege."""
     victim = scene.targets.contact(PARTS[part][0])
     before = scene.peak_bytes(victim)
     links = await babble(scene, part, FRAMES, seed=1)

@@ -221,8 +221,6 @@ def address_of(impostor: Node) -> str:
 
 
 async def test_a_link_with_another_run_leads_nowhere(scene: Siege) -> None:
-    """Whoever tampers with a link can lead into a run of his own, which has another name; not into this one with
-    another manifest."""
     tampered = JoinLink(RunId("0" * 64), scene.targets.link.peers)
     with pytest.raises(Unreachable):
         await query_status(tampered, LITTLE_PATIENCE_S)

@@ -69,8 +69,6 @@ def test_the_rule_itself_can_fail() -> None:
 
 @pytest.mark.e2e
 async def test_a_module_in_the_current_folder_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cloned corpus, a downloaded model or a folder that all may write to has a `shutil.py`, and a node is started
-    there."""
     ran = tmp_path / "ran"
     (tmp_path / "shutil.py").write_text(HOSTILE)
     monkeypatch.setenv("SKIPSTONE_TEST_HOSTILE", str(ran))

@@ -717,8 +717,7 @@ def try_seed(seed: int) -> RoundWorld:
 
 
 def _all_took_part(world: RoundWorld, reached: int) -> bool:
-    """Whether each replica has been in a round since. (Not all in the same: rounds here are hardly longer than a
-    download.)"""
+    """Whether each replica has been in a round since."""
     since = [who for version, who in world.commits.items() if version.round > reached]
     return set().union(*since) == set(world.peers)
 

@@ -79,8 +79,6 @@ def moved(own: Announcement, others: tuple[Announcement, ...], *, at: float) -> 
 
 @pytest.mark.parametrize("names", ["ab", "ba"])
 def test_nobody_waits_for_a_peer_that_has_no_room_where_it_should_go(names: str) -> None:
-    """The large stage is empty, and the small one has two peers, of which one could serve it: that one goes at once,
-    whichever of them comes first by hash."""
     small, large = (
         announcement(name, SMALL, memory_bytes=size) for name, size in zip(names, (GB, 8 * GB), strict=True)
     )

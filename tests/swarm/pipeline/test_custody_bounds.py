@@ -214,25 +214,6 @@ def test_residence_times_are_those_of_each_data_node_within_bounds() -> None:
     assert len(times._mean_s) == MAX_TIMED
 
 
-@pytest.mark.parametrize(
-    ("own", "before", "replicas"),
-    [("a", ("handed 0",), ("b", "b2", "b3")), ("c", ("handed 2", "backward 2", "computed 2"), ("b", "b2", "b3"))],
-)
-def test_replicas_that_are_busy_in_turn_do_not_keep_a_slot_for_ever(
-    own: str, before: tuple[str, ...], replicas: tuple[str, ...]
-) -> None:
-    desk = Desk(PeerId(own))
-    for event in before:
-        desk.do(event)
-    begun, answer = desk.now, "busy out 1 0.5" if own == "a" else "busy back 1 0.5"
-    while desk.custody.used_slots:
-        assert desk.now - begun < 2 * LIFETIME_S
-        for replica in replicas:
-            desk.do(f"{replica} {answer}")
-        desk.do("wait 1")
-    assert desk.now - begun >= LIFETIME_S - 1
-
-
 def test_busy_replicas_are_asked_less_often_and_not_in_step_with_other_microbatches() -> None:
     desk = Desk(A)
     for event in ("handed 0", "dead b2 b3"):
