@@ -61,16 +61,6 @@ def test_one_data_node_reads_the_same_whatever_its_name(manifest: Manifest) -> N
         assert first.next((A,)).tokens.tolist() == second.next().tokens.tolist()
 
 
-def test_a_feed_goes_on_at_its_cursor(manifest: Manifest) -> None:
-    documents = open_documents(manifest)
-    feed = TrainingFeed(manifest, documents, A)
-    for _ in range(7):
-        feed.next()
-    again = TrainingFeed(manifest, documents, A, feed.cursor)
-    for _ in range(7):
-        assert feed.next().tokens.tolist() == again.next().tokens.tolist()
-
-
 def test_held_out_microbatches_end_with_the_text_and_repeat_nothing(manifest: Manifest) -> None:
     microbatches = list(held_out_microbatches(manifest, 1000))
     per_document = [
@@ -148,12 +138,6 @@ async def test_no_more_are_packed_than_the_depth_and_the_one_in_hand() -> None:
         await until(lambda: feed.packed == DEPTH + 2)
 
 
-async def test_nothing_packed_yet_is_none() -> None:
-    feed = Feed(fails_after=0)
-    texts = Prefetcher(feed, tuple, Arrivals(), DEPTH)  # type: ignore[arg-type]
-    assert texts.ready() is None
-
-
 @pytest.mark.parametrize("error", [ConfigError("no text"), OSError(5, "the disk is gone"), KeyError("a defect")])
 async def test_an_error_surfaces_after_what_was_packed_before_it(error: Exception) -> None:
     feed, arrivals = Feed(fails_after=1, error=error), Arrivals()
@@ -178,16 +162,11 @@ async def test_the_thread_never_ends_unheard() -> None:
             texts.ready()
 
 
-async def test_leaving_with_an_error_unread_raises_nothing() -> None:
-    arrivals = Arrivals()
-    async with prefetcher(Feed(fails_after=0), arrivals):
-        await until(lambda: arrivals.count == 1)
-
-
-async def test_leaving_while_it_waits_for_room_ends_the_thread() -> None:
-    feed = Feed()
-    async with prefetcher(feed):
-        await until(lambda: feed.packed == DEPTH + 1)
+@pytest.mark.parametrize("fails_after", [0, None], ids=["with an error unread", "while it waits for room"])
+async def test_leaving_ends_the_thread_and_raises_nothing(fails_after: int | None) -> None:
+    feed, arrivals = Feed(fails_after), Arrivals()
+    async with prefetcher(feed, arrivals):
+        await until(lambda: arrivals.count == 1 if fails_after == 0 else feed.packed == DEPTH + 1)
 
 
 def text(index: int) -> Microbatch:
