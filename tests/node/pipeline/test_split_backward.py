@@ -11,22 +11,19 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from node.model.optimizer import Accumulator, inner_optimizer
-from node.model.parts import HIDDEN_TYPES, BlockStack, build_block_stack
+from node.model.parts import BlockStack, build_block_stack
 from node.model.passes import Gradients, OneDevice
 from node.pipeline import device_passes
 from node.pipeline.admission import hidden_tensor
 from node.pipeline.device_passes import BlockByBlock, DeferredWeights, SplitDevice
-from node.pipeline.runner import Job, Output
 from node.pipeline.tensor_io import tensor_of
 from node.pipeline.worker import HopWorker, host_hop
-from protocol.codecs import Encoded, encode
 from protocol.manifest.manifest import Manifest
 from swarm.pipeline.compute_queue import ComputeQueue, IdleWork, puts_weights_off
-from swarm.pipeline.custody_events import Key, Work
+from swarm.pipeline.custody_events import Work
 from swarm.vocabulary.errors import ProtocolViolation, ResourceExhausted
-from swarm.vocabulary.pipeline_messages import Purpose
-from swarm.vocabulary.types import Codec, MicrobatchId, ModuleId, PeerId, Reasoned
-from tests.node.network.small_swarm import CPU
+from swarm.vocabulary.types import MicrobatchId, ModuleId, PeerId, Reasoned
+from tests.kit.hops import CPU, HopBench
 from tests.node.small_manifest import small_manifest
 
 # ---- weight gradients that are put off -------------------------------------------------------------------------------
@@ -36,45 +33,13 @@ BUDGET = 2**24
 ROOM_FOR_NO_WORK = 0
 
 
-class Peer:
-    """A stage peer's worker, the queue before its device, and the messages for it."""
+class Peer(HopBench):
+    """A stage peer's worker and the queue before its device."""
 
     def __init__(self, manifest: Manifest | None = None, budget: int = BUDGET, idle_limit: int = 8) -> None:
-        self.manifest = manifest or small_manifest()
+        manifest = manifest or small_manifest()
         self.queue = ComputeQueue(limit=1, idle_limit=idle_limit)
-        self.worker: HopWorker = host_hop(self.manifest, MODULE, CPU, budget, submit=self.queue.submit)
-        self.buffers: dict[tuple[Work, int], bytearray] = {}
-
-    def forward(self, number: int, documents: tuple[int, ...] = ()) -> Tensor:
-        return self._compute(Work.FORWARD, number, documents)
-
-    def backward(self, number: int, documents: tuple[int, ...] = ()) -> Tensor:
-        return self._compute(Work.BACKWARD, number, documents)
-
-    def replay(self, number: int) -> Tensor:
-        return self._compute(Work.REPLAY, number, ())
-
-    def retract(self, number: int) -> bool:
-        return self.worker.retract(self._job(Work.BACKWARD, number, (), whole=True))
-
-    def _compute(self, work: Work, number: int, documents: tuple[int, ...]) -> Tensor:
-        return sent(self.worker.compute(self._job(work, number, documents)))
-
-    def _job(self, work: Work, number: int, documents: tuple[int, ...], *, whole: bool = False) -> Job:
-        source = self._received(Work.FORWARD, number) if whole or work is not Work.BACKWARD else None
-        gradient = self._received(Work.BACKWARD, number) if work is not Work.FORWARD else None
-        key = Key(MicrobatchId(PeerId("data"), number), 0)
-        return Job(number, key, work, Purpose.TRAIN, source, gradient, documents)
-
-    def _received(self, work: Work, number: int) -> Encoded:
-        encoded = encode(self.tensor(work, number), Codec.NONE)
-        buffer = self.buffers[work, number] = bytearray(encoded.data)
-        return Encoded(encoded.spec, memoryview(buffer))
-
-    def tensor(self, work: Work, number: int) -> Tensor:
-        seed = torch.Generator().manual_seed(number + (1000 if work is Work.BACKWARD else 0))
-        drawn = torch.randn(self.manifest.hidden_shape, generator=seed)
-        return drawn.to(HIDDEN_TYPES[self.manifest.model.dtype])
+        super().__init__(host_hop(manifest, MODULE, CPU, budget, submit=self.queue.submit), manifest)
 
     def idle_time(self, chunks: int | None = None) -> int:
         """Computes so many chunks, or all; returns how many there were."""
@@ -87,14 +52,6 @@ class Peer:
             turn.compute_chunk()
             count += 1
         return count
-
-    def sums(self) -> list[Tensor]:
-        return [total.clone() for total in self.worker.unapplied.sums]
-
-
-def sent(output: Output) -> Tensor:
-    assert output.tensor is not None
-    return tensor_of(Encoded(output.tensor.spec, memoryview(bytearray(output.tensor.data))), CPU)
 
 
 def inline(manifest: Manifest | None = None) -> Peer:
@@ -140,8 +97,8 @@ def test_documents_are_masked_as_ever() -> None:
     manifest, documents = small_manifest(training__rows=1, model__attention="documents"), (5, 11)
     peer, other = Peer(manifest), inline(manifest)
     for each in (peer, other):
-        each.forward(1, documents)
-        each.backward(1, documents)
+        each.forward(1, documents=documents)
+        each.backward(1, documents=documents)
     peer.idle_time()
     assert_same(peer.sums(), other.sums(), 1e-5)
 
@@ -196,7 +153,7 @@ def test_buffers_may_be_written_again_and_parameters_may_change_before_it_is_com
     for each in (peer, other):
         each.forward(1)
         each.backward(1)
-    for buffer in peer.buffers.values():
+    for buffer in peer.buffers:
         buffer[:] = bytes(len(buffer))
     with torch.no_grad():
         for parameter in peer.worker.part.parameters():
@@ -271,7 +228,7 @@ def test_a_gradient_is_taken_back_at_any_time(chunks: int | None) -> None:
 def test_a_gradient_that_is_not_finite_leaves_no_trace(bad: float) -> None:
     peer = Peer()
     peer.forward(1)
-    job = peer._job(Work.BACKWARD, 1, ())
+    job = peer.job(Work.BACKWARD, 1)
     assert job.gradient is not None
     tensor_of(job.gradient, CPU).fill_(bad)
     with pytest.raises(ProtocolViolation, match="not finite"):
@@ -307,7 +264,7 @@ def test_what_is_kept_has_the_place_of_the_graph() -> None:
 
 def test_a_stand_ins_weights_are_put_off_too() -> None:
     peer, other = Peer(), inline()
-    assert torch.equal(peer.replay(1), other.replay(1))
+    assert torch.equal(peer.compute(Work.REPLAY, 1), other.compute(Work.REPLAY, 1))
     assert peer.worker.deferred.waiting == 1
     peer.idle_time()
     assert_same(peer.sums(), other.sums(), 1e-5)
@@ -423,39 +380,28 @@ def test_without_memory_nothing_counts_by_halves(failing: int, monkeypatch: pyte
     assert all(total.abs().max() <= 1e-12 for total in sums.sums)
 
 
-class BlockPeer:
-    """A worker whose stack is computed block by block, and messages for it."""
+class BlockPeer(HopBench):
+    """A worker whose stack is computed block by block."""
 
-    def __init__(self, budget: int, manifest: Manifest) -> None:
-        self.manifest = manifest
+    def __init__(self, budget: int = 2**30) -> None:
+        manifest = manifest_of()
         part = stack(manifest)
-        self.sums = Accumulator(part)
-        optimizer = inner_optimizer(manifest, MODULE, [self.sums])
-        passes = BlockByBlock(part, torch.float32)
-        self.worker = HopWorker(part, self.sums, optimizer, hidden_tensor(manifest), CPU, budget, passes=passes)
-
-    def compute(self, number: int, work: Work, tensor: Tensor | None = None) -> None:
-        key = Key(MicrobatchId(PeerId("data"), number), 0)
-        data = encode(
-            drawn(self.manifest, 2 * number + (work is Work.BACKWARD)) if tensor is None else tensor, Codec.NONE
-        )
-        forth, back = (None, data) if work is Work.BACKWARD else (data, None)
-        self.worker.compute(Job(number, key, work, Purpose.TRAIN, forth, back))
+        total, passes = Accumulator(part), BlockByBlock(part, torch.float32)
+        optimizer = inner_optimizer(manifest, MODULE, [total])
+        worker = HopWorker(part, total, optimizer, hidden_tensor(manifest), CPU, budget, passes=passes)
+        super().__init__(worker, manifest)
 
     def visit(self, *numbers: int) -> None:
         for work in (Work.FORWARD, Work.BACKWARD):
             for number in numbers:
-                self.compute(number, work)
-
-    def totals(self) -> list[Tensor]:
-        return [total.clone() for total in self.sums.sums]
+                self.compute(work, number)
 
 
 @pytest.fixture(scope="module")
 def graph_bytes() -> float:
     """Of a whole graph."""
-    probe = BlockPeer(2**30, manifest_of())
-    probe.compute(1, Work.FORWARD)
+    probe = BlockPeer()
+    probe.forward(1)
     assert probe.worker._graphs._of_one is not None
     return probe.worker._graphs._of_one * manifest_of().microbatch_tokens
 
@@ -463,10 +409,10 @@ def graph_bytes() -> float:
 @pytest.mark.parametrize(("room", "recomputed"), [(0.0, 3), (0.1, 2), (0.25, 0), (0.7, 0), (1.8, 1), (4.0, 0)])
 def test_as_many_graphs_are_kept_as_fit(graph_bytes: float, room: float, recomputed: int) -> None:
     """Room in whole graphs, for three visits: those that keep at least their blocks' inputs are not recomputed."""
-    plenty, short = BlockPeer(2**30, manifest_of()), BlockPeer(int(room * graph_bytes), manifest_of())
+    plenty, short = BlockPeer(), BlockPeer(int(room * graph_bytes))
     for peer in (plenty, short):
         peer.visit(1, 2, 3)
-    for mine, theirs in zip(short.totals(), plenty.totals(), strict=True):
+    for mine, theirs in zip(short.sums(), plenty.sums(), strict=True):
         torch.testing.assert_close(mine, theirs)
         assert mine.any()
     assert short.worker._graphs._kept == pytest.approx(0, abs=1e-9)
@@ -474,21 +420,20 @@ def test_as_many_graphs_are_kept_as_fit(graph_bytes: float, room: float, recompu
     assert short.worker.recomputed == recomputed
 
 
-def test_a_gradient_that_overflows_is_refused_and_the_visit_counts_when_it_comes_whole() -> None:
-    peer, other = BlockPeer(2**30, manifest_of()), BlockPeer(2**30, manifest_of())
-    for each in (peer, other):
-        each.compute(1, Work.FORWARD)
+def test_a_gradient_that_overflows_is_refused() -> None:
+    peer = BlockPeer()
+    peer.forward(1)
     with pytest.raises(ProtocolViolation, match="not finite"):
-        peer.compute(1, Work.BACKWARD, torch.full(manifest_of().hidden_shape, 3e37))
-    assert not peer.sums.has(MicrobatchId(PeerId("data"), 1))
-    assert all(total.isfinite().all() for total in peer.totals())
+        peer.backward(1, gradient=torch.full(manifest_of().hidden_shape, 3e37))
+    assert not peer.worker.unapplied.has(MicrobatchId(PeerId("data"), 1))
+    assert all(total.isfinite().all() for total in peer.sums())
 
 
 def test_out_of_memory_after_the_gradients_takes_them_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    peer = BlockPeer(2**30, manifest_of())
+    peer = BlockPeer()
     peer.visit(1)
-    before = peer.totals()
-    peer.compute(2, Work.FORWARD)
+    before = peer.sums()
+    peer.forward(2)
 
     def failing(*_: object) -> None:
         raise MemoryError
@@ -496,7 +441,7 @@ def test_out_of_memory_after_the_gradients_takes_them_back(monkeypatch: pytest.M
     with monkeypatch.context() as patch:
         patch.setattr(peer.worker.wire, "output", failing)
         with pytest.raises(ResourceExhausted):
-            peer.compute(2, Work.BACKWARD)
-    assert not peer.sums.has(MicrobatchId(PeerId("data"), 2))
-    for total, was in zip(peer.totals(), before, strict=True):
+            peer.backward(2)
+    assert not peer.worker.unapplied.has(MicrobatchId(PeerId("data"), 2))
+    for total, was in zip(peer.sums(), before, strict=True):
         torch.testing.assert_close(total, was, rtol=0, atol=1e-10)

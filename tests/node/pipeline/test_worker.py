@@ -17,15 +17,15 @@ from node.model.passes import OneDevice
 from node.pipeline.admission import hidden_tensor
 from node.pipeline.device_passes import BlockByBlock
 from node.pipeline.runner import Job, Output
-from node.pipeline.tensor_io import tensor_of
 from node.pipeline.worker import DataWorker, HopWorker, WeightStash, host_hop, host_stage_zero
-from protocol.codecs import Encoded, encode
+from protocol.codecs import encode
 from protocol.manifest.manifest import Manifest
 from swarm.pipeline.custody_events import Key, Work
 from swarm.vocabulary.errors import ProtocolViolation, StateError
 from swarm.vocabulary.pipeline_messages import Purpose
 from swarm.vocabulary.types import Codec, MicrobatchId, ModuleId, PeerId
-from tests.node.network.small_swarm import CPU, text_of
+from tests.kit.hops import CPU, HopBench, sent
+from tests.node.network.small_swarm import text_of
 from tests.node.small_manifest import small_manifest
 
 # ---- a stage of blocks -----------------------------------------------------------------------------------------------
@@ -43,62 +43,40 @@ class Part(nn.Sequential):
         return output
 
 
-class Stage:
-    """A linear layer and a non-linearity, with messages for it."""
+def mean_of(total: Accumulator) -> list[Tensor | None]:
+    total.hand_over_mean()
+    return [parameter.grad for parameter in total.parameters]
 
-    def __init__(self, graph_budget_bytes: int, manifest: Manifest = MANIFEST, stashed: int = 0) -> None:
+
+class Stage(HopBench):
+    """A linear layer and a non-linearity."""
+
+    def __init__(self, graph_budget_bytes: int, manifest: Manifest = MANIFEST) -> None:
         torch.manual_seed(1)
         self.part = Part(nn.Linear(16, 16), nn.Tanh())
-        self.sums = Accumulator(self.part)
-        optimizer = InnerOptimizer(manifest.training, [self.sums])
-        self.worker = HopWorker(self.part, self.sums, optimizer, TENSOR, CPU, graph_budget_bytes, stashed=stashed)
+        self.total = Accumulator(self.part)
+        optimizer = InnerOptimizer(manifest.training, [self.total])
+        super().__init__(HopWorker(self.part, self.total, optimizer, TENSOR, CPU, graph_budget_bytes), manifest)
 
-    def forward(self, number: int, purpose: Purpose = Purpose.TRAIN, ticket: int | None = None) -> Tensor:
-        return self._compute(Work.FORWARD, number, source_of(number), purpose, ticket)
+    def visit(self, number: int) -> None:
+        self.forward(number)
+        self.backward(number)
 
-    def backward(self, number: int, gradient: Tensor | None = None, ticket: int | None = None) -> Tensor:
-        gradient = source_of(number + 100) if gradient is None else gradient
-        return self._compute(Work.BACKWARD, number, gradient, Purpose.TRAIN, ticket)
-
-    def _compute(self, work: Work, number: int, incoming: Tensor, purpose: Purpose, ticket: int | None) -> Tensor:
-        key = Key(MicrobatchId(PeerId("data"), number), 0)
-        data, ticket = encode(incoming, Codec.NONE), number if ticket is None else ticket
-        if work is Work.BACKWARD:
-            job = Job(ticket, key, work, purpose, gradient=data)
-        else:
-            job = Job(ticket, key, work, purpose, data)
-        return sent(self.worker.compute(job))
-
-    def gradients(self) -> list[Tensor | None]:
-        self.sums.hand_over_mean()
-        return [parameter.grad for parameter in self.part.parameters()]
-
-
-def sent(output: Output) -> Tensor:
-    """As its receiver has it."""
-    assert output.tensor is not None
-    return tensor_of(Encoded(output.tensor.spec, memoryview(bytearray(output.tensor.data))), CPU)
-
-
-def source_of(number: int) -> Tensor:
-    return torch.randn(TENSOR.shape, generator=torch.Generator().manual_seed(number))
-
-
-def expected(part: nn.Module, number: int) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Output, gradient of the input and of the parameters, by autograd alone."""
-    source = source_of(number).requires_grad_()
-    output = part(source)
-    of_source, *rest = torch.autograd.grad(output, [source, *part.parameters()], source_of(number + 100))
-    return output, of_source, list(rest)
+    def expected(self, number: int) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """Output, gradient of the input and of the parameters, by autograd alone."""
+        source = self.source(number).requires_grad_()
+        output = self.part(source)
+        of_source, *rest = torch.autograd.grad(output, [source, *self.part.parameters()], self.gradient(number))
+        return output, of_source, list(rest)
 
 
 @pytest.mark.parametrize("budget", [NO_GRAPHS, MANY_GRAPHS])
 def test_the_gradients_are_autograds_with_and_without_the_graph(budget: int) -> None:
     stage = Stage(budget)
-    output, of_source, of_parameters = expected(stage.part, 1)
+    output, of_source, of_parameters = stage.expected(1)
     torch.testing.assert_close(stage.forward(1), output)
     torch.testing.assert_close(stage.backward(1), of_source)
-    torch.testing.assert_close(stage.gradients(), of_parameters)
+    torch.testing.assert_close(mean_of(stage.total), of_parameters)
     assert stage.worker.recomputed == (budget == NO_GRAPHS)
     assert stage.worker.accumulated == 1
     assert stage.worker.speed.tokens_per_s > 0
@@ -112,9 +90,9 @@ def test_after_an_inner_step_backward_uses_the_new_weights() -> None:
         stage.backward(number)
     assert stage.worker.step() is not None
     assert stage.worker.step() is None, "the step was taken by the first call"
-    _, of_source, of_parameters = expected(stage.part, 3)
+    _, of_source, of_parameters = stage.expected(3)
     torch.testing.assert_close(stage.backward(3), of_source)
-    torch.testing.assert_close(stage.gradients(), of_parameters)
+    torch.testing.assert_close(mean_of(stage.total), of_parameters)
     assert stage.worker.recomputed == 1
 
 
@@ -126,8 +104,7 @@ def test_the_order_of_a_steps_microbatches_changes_nothing(name: str) -> None:
     for step in range(12):
         for stage, turn in ((one, 1), (other, -1)):
             for number in (2 * step, 2 * step + 1)[::turn]:
-                stage.forward(number)
-                stage.backward(number)
+                stage.visit(number)
             assert stage.worker.step() is not None
     for mine, expected, start in zip(other.part.parameters(), one.part.parameters(), before, strict=True):
         torch.testing.assert_close(mine, expected, rtol=0, atol=1e-6)
@@ -136,11 +113,9 @@ def test_the_order_of_a_steps_microbatches_changes_nothing(name: str) -> None:
 
 def test_a_step_is_due_when_its_tokens_are_there() -> None:
     stage = Stage(MANY_GRAPHS)
-    stage.forward(1)
-    stage.backward(1)
+    stage.visit(1)
     assert stage.worker.step() is None
-    stage.forward(2)
-    stage.backward(2)
+    stage.visit(2)
     figures = stage.worker.step()
     assert figures is not None
     assert figures.visits == (2,)
@@ -179,7 +154,7 @@ def test_a_microbatch_that_comes_by_two_ways_adds_once_and_answers_twice() -> No
     first = stage.backward(1, ticket=10)
     second = stage.backward(1, ticket=11)
     torch.testing.assert_close(first, second)
-    torch.testing.assert_close(stage.gradients(), expected(stage.part, 1)[2])
+    torch.testing.assert_close(mean_of(stage.total), stage.expected(1)[2])
     assert stage.worker.accumulated == 1
 
 
@@ -190,8 +165,8 @@ def test_a_gradient_that_is_not_finite_is_refused_and_adds_nothing(bad: float) -
     gradient = torch.zeros(TENSOR.shape)
     gradient[0, 0, 0] = bad
     with pytest.raises(ProtocolViolation, match="not finite"):
-        stage.backward(1, gradient)
-    assert stage.gradients() == [None, None]
+        stage.backward(1, gradient=gradient)
+    assert mean_of(stage.total) == [None, None]
     assert stage.worker.accumulated == 0
 
 
@@ -199,13 +174,13 @@ def test_a_gradient_that_grows_beyond_all_numbers_is_refused() -> None:
     stage = Stage(MANY_GRAPHS)
     stage.forward(1)
     with pytest.raises(ProtocolViolation, match="not finite"):
-        stage.backward(1, 3e37 * source_of(2).sign())
-    assert stage.gradients() == [None, None]
+        stage.backward(1, gradient=3e37 * stage.source(2).sign())
+    assert mean_of(stage.total) == [None, None]
 
 
 def test_what_is_evaluated_is_not_kept() -> None:
     stage = Stage(MANY_GRAPHS)
-    torch.testing.assert_close(stage.forward(1, Purpose.EVALUATE), expected(stage.part, 1)[0])
+    torch.testing.assert_close(stage.forward(1, purpose=Purpose.EVALUATE), stage.expected(1)[0])
     assert stage.worker._kept == {}
     with pytest.raises(StateError, match="forgotten"):
         stage.backward(1)
@@ -213,11 +188,9 @@ def test_what_is_evaluated_is_not_kept() -> None:
 
 def test_a_stand_in_computes_both_ways_in_one_with_the_same_gradients() -> None:
     stage = Stage(MANY_GRAPHS)
-    _, of_source, of_parameters = expected(stage.part, 1)
-    tensors = encode(source_of(1), Codec.NONE), encode(source_of(101), Codec.NONE)
-    job = Job(1, Key(MicrobatchId(PeerId("data"), 1), 0), Work.REPLAY, Purpose.TRAIN, *tensors)
-    torch.testing.assert_close(sent(stage.worker.compute(job)), of_source)
-    torch.testing.assert_close(stage.gradients(), of_parameters)
+    _, of_source, of_parameters = stage.expected(1)
+    torch.testing.assert_close(stage.compute(Work.REPLAY, 1), of_source)
+    torch.testing.assert_close(mean_of(stage.total), of_parameters)
 
 
 @pytest.mark.parametrize("stepped", [False, True])
@@ -225,17 +198,14 @@ def test_a_gradient_is_taken_back_whether_or_not_a_step_has_come_between(stepped
     stage = Stage(MANY_GRAPHS)
     numbers = (1, 2) if stepped else (1,)
     for number in numbers:
-        stage.forward(number)
-        stage.backward(number)
+        stage.visit(number)
     if stepped:
         assert stage.worker.step() is not None
-    expected_now = expected(stage.part, 1)[2]
-    tensors = encode(source_of(1), Codec.NONE), encode(source_of(101), Codec.NONE)
-    job = Job(9, Key(MicrobatchId(PeerId("data"), 1), 0), Work.BACKWARD, Purpose.TRAIN, *tensors)
-    assert stage.worker.retract(job)
-    assert not stage.worker.retract(job), "once"
+    expected_now = stage.expected(1)[2]
+    assert stage.retract(1)
+    assert not stage.retract(1), "once"
     assert stage.worker.accumulated == len(numbers) - 1
-    for total, gradient in zip(stage.sums.sums, expected_now, strict=True):
+    for total, gradient in zip(stage.sums(), expected_now, strict=True):
         taken_back = -TOKENS * gradient if stepped else torch.zeros_like(gradient)
         torch.testing.assert_close(total.float(), taken_back, atol=1e-4, rtol=1e-5)
 
@@ -250,50 +220,33 @@ def manifest_with(staleness: int, **changes: object) -> Manifest:
     return small_manifest(training__staleness=staleness, training__inner={"learning_rate": 0.1}, **changes)
 
 
-class Replica:
-    """A replica of two blocks, and what autograd says of any version of it. `passes`: of the whole, or block by
-    block as on a card."""
+class Replica(HopBench):
+    """A replica of two blocks. `passes`: of the whole, or block by block as on a card."""
 
     def __init__(self, staleness: int = 1, budget: int = PLENTY, dtype: str = "float32", passes: str = "whole") -> None:
-        self.manifest = manifest_with(staleness, model__dtype=dtype)
+        manifest = manifest_with(staleness, model__dtype=dtype)
+        super().__init__(host_hop(manifest, MODULE, CPU, budget), manifest)
         if passes == "whole":
-            self.worker = host_hop(self.manifest, MODULE, CPU, budget)
             return
-        part = build_block_stack(self.manifest, MODULE)
+        part = build_block_stack(manifest, MODULE)
         if passes == "split weights":
             part.split_weights()
-        total, tensor = Accumulator(part), hidden_tensor(self.manifest)
-        optimizer = inner_optimizer(self.manifest, MODULE, [total])
+        total, tensor = Accumulator(part), hidden_tensor(manifest)
+        optimizer = inner_optimizer(manifest, MODULE, [total])
         blocks = BlockByBlock(part, self.dtype)
         self.worker = HopWorker(part, total, optimizer, tensor, CPU, budget, passes=blocks, stashed=staleness)
 
-    def source(self, number: int) -> Tensor:
-        generator = torch.Generator().manual_seed(number)
-        return torch.randn(self.manifest.hidden_shape, generator=generator).to(self.dtype)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch.bfloat16 if self.manifest.model.dtype == "bfloat16" else torch.float32
-
-    def forward(self, number: int) -> nn.Module:
-        """Computes it; returns the module as it was then."""
-        self._compute(Work.FORWARD, number, input=encode(self.source(number), Codec.NONE))
+    def went(self, number: int) -> nn.Module:
+        """Computes the forward; returns the module as it was then."""
+        self.forward(number)
         return copy.deepcopy(self.worker.part)
 
-    def backward(self, number: int) -> list[Tensor]:
+    def came_back(self, number: int) -> list[Tensor]:
         """The gradients that are added, and that of the input as the last."""
-        before = [total.clone() for total in self.worker.unapplied.sums]
-        output = self._compute(Work.BACKWARD, number, gradient=encode(self.source(number + 1000), Codec.NONE))
+        before = self.sums()
+        output = self.backward(number)
         tokens = self.manifest.microbatch_tokens
-        added = [(total - old) / tokens for total, old in zip(self.worker.unapplied.sums, before, strict=True)]
-        return [*added, output]
-
-    def _compute(self, work: Work, number: int, **tensors: Encoded) -> Tensor:
-        key = Key(MicrobatchId(PeerId("data"), number), 0)
-        job = Job(number, key, work, Purpose.TRAIN, tensors.get("input"), tensors.get("gradient"))
-        output = self.worker.compute(job).tensor
-        assert output is not None
-        return torch.frombuffer(bytearray(output.data), dtype=self.dtype).view(self.manifest.hidden_shape)
+        return [*((total - old) / tokens for total, old in zip(self.sums(), before, strict=True)), output]
 
     def step(self, number: int) -> None:
         """Takes an inner step with visits of its own."""
@@ -306,8 +259,7 @@ class Replica:
     def expected(self, part: nn.Module, number: int) -> list[Tensor]:
         """By autograd alone."""
         source = self.source(number).requires_grad_()
-        gradients = torch.autograd.grad(part(source), [*part.parameters(), source], self.source(number + 1000))
-        return list(gradients)
+        return list(torch.autograd.grad(part(source), [*part.parameters(), source], self.gradient(number)))
 
 
 def close(found: list[Tensor], wanted: list[Tensor]) -> bool:
@@ -336,10 +288,10 @@ def test_a_visit_from_before_an_inner_step_has_the_gradient_of_the_weights_of_th
     for each in (replica, same_seed):
         each.step(10)  # the first visit measures
         each.forward(1)
-    wanted = same_seed.backward(1)
+    wanted = same_seed.came_back(1)
     replica.step(20)
     others, weights = replica.worker.recomputed, [weight.clone() for weight in replica.worker.passes.weights()]
-    assert close(replica.backward(1), wanted)
+    assert close(replica.came_back(1), wanted)
     assert replica.worker.recomputed - others == (not graphs and passes == "whole")
     now = replica.worker.passes.weights()
     assert all(torch.equal(*pair) for pair in zip(now, weights, strict=True)), "those of now are in place again"
@@ -360,14 +312,14 @@ def test_no_more_versions_are_kept_than_the_staleness_and_those_the_newest() -> 
     replica.step(10)
     replica.forward(1)
     replica.step(20)
-    second = replica.forward(2)
+    second = replica.went(2)
     replica.step(30)
-    assert same(replica.backward(1), replica.expected(replica.worker.part, 1)), "held up: computed anew"
-    assert same(replica.backward(2), replica.expected(second, 2))
+    assert same(replica.came_back(1), replica.expected(replica.worker.part, 1)), "held up: computed anew"
+    assert same(replica.came_back(2), replica.expected(second, 2))
     assert replica.worker.recomputed == 1
-    third = replica.forward(3)
+    third = replica.went(3)
     replica.step(40)
-    assert same(replica.backward(3), replica.expected(third, 3))
+    assert same(replica.came_back(3), replica.expected(third, 3))
     assert replica.worker.recomputed == 1
 
 
@@ -430,11 +382,11 @@ def test_every_gradient_is_that_of_one_version_whatever_comes_between(seed: int)
     for number in range(100, 220):
         turn = chance.random()
         if turn < 0.45:
-            under_way[number] = replica.forward(number)
+            under_way[number] = replica.went(number)
         elif turn < 0.85 and under_way:
             oldest = chance.choice(list(under_way))
             then, recomputed = under_way.pop(oldest), replica.worker.recomputed
-            found, is_new = replica.backward(oldest), replica.worker.recomputed > recomputed
+            found, is_new = replica.came_back(oldest), replica.worker.recomputed > recomputed
             outcomes["now" if is_new else "then"] += 1
             assert same(found, replica.expected(replica.worker.part if is_new else then, oldest))
         elif turn < 0.88 and under_way:
@@ -476,26 +428,20 @@ class Ends:
         position = 1 if work is Work.LOSS else -1
         data = None if incoming is None else encode(incoming, Codec.NONE)
         ticket = 2 * microbatch.number + (position > 0)
-        key = Key(microbatch, position)
-        if work is Work.BACKWARD:
-            return self.worker.compute(Job(ticket, key, work, purpose, gradient=data))
-        return self.worker.compute(Job(ticket, key, work, purpose, data))
+        forth, back = (None, data) if work is Work.BACKWARD else (data, None)
+        return self.worker.compute(Job(ticket, Key(microbatch, position), work, purpose, forth, back))
 
     def embed(self, microbatch: MicrobatchId, purpose: Purpose = Purpose.TRAIN) -> Tensor:
-        return self.tensor(self.compute(microbatch, Work.FORWARD, None, purpose))
+        return sent(self.compute(microbatch, Work.FORWARD, None, purpose))
 
     def turn(self, microbatch: MicrobatchId) -> tuple[float, Tensor]:
         """Out and to the loss; the gradient as it comes back to the start."""
         turned = self.compute(microbatch, Work.LOSS, self.embed(microbatch) @ self.between)
         assert turned.loss is not None
-        return turned.loss, self.tensor(turned) @ self.between.T
+        return turned.loss, sent(turned) @ self.between.T
 
     def there_and_back(self, microbatch: MicrobatchId) -> Output:
         return self.compute(microbatch, Work.BACKWARD, self.turn(microbatch)[1])
-
-    def tensor(self, output: Output) -> Tensor:
-        assert output.tensor is not None
-        return tensor_of(Encoded(output.tensor.spec, memoryview(bytearray(output.tensor.data))), CPU)
 
     def expected(self, microbatch: MicrobatchId) -> tuple[float, list[Tensor], list[Tensor]]:
         """Loss, and the gradients of the embedding and the head, by autograd alone."""
@@ -504,11 +450,6 @@ class Ends:
         first, last = list(stage.embedding.parameters()), list(stage.head.parameters())
         gradients = torch.autograd.grad(loss, [*first, *last])
         return loss.item(), list(gradients[: len(first)]), list(gradients[len(first) :])
-
-
-def mean_of(total: Accumulator) -> list[Tensor | None]:
-    total.hand_over_mean()
-    return [parameter.grad for parameter in total.parameters]
 
 
 def test_loss_and_gradients_are_those_of_one_process() -> None:
