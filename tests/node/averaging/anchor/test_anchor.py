@@ -1,4 +1,4 @@
-""""""
+"""Anchors that are kept, lent and leased; the arrays they lie in; the outer step that makes the next one."""
 
 from __future__ import annotations
 
@@ -14,18 +14,11 @@ from node.averaging.anchor.anchor import STATES, Anchor, AnchorStore, hash_all, 
 from node.averaging.anchor.outer_step import OuterRule, Staging
 from node.averaging.anchor.shared_vector import KEPT, STRETCH, SpareArrays
 from swarm.vocabulary.errors import ResourceExhausted
+from tests.kit.waiting import ManualClock
 from tests.node.averaging.small_rounds import vector
 from tests.node.checkpoint.small_states import small_layout, state, written
 
 LAYOUT = small_layout(3 * 4096)
-
-
-class Now:
-    def __init__(self) -> None:
-        self.time = 0.0
-
-    def __call__(self) -> float:
-        return self.time
 
 
 def advance(store: AnchorStore, number: int) -> Anchor:
@@ -86,14 +79,14 @@ def test_versions_share_the_fragments_that_have_not_moved(rounds):
 
 
 def test_a_leased_anchor_outlives_later_rounds_until_the_lease_ends():
-    now = Now()
-    store = AnchorStore(first := state(0, LAYOUT), now)
+    clock = ManualClock()
+    store = AnchorStore(first := state(0, LAYOUT), clock.monotonic)
     assert store.lease(first.version.digest, 600.0)
     for number in range(1, 8):
         advance(store, number)
         assert store.get(first.version.digest) is first
         assert intact(first)
-    now.time = 601.0
+    clock.now += 601.0
     store.spare()
     assert store.get(first.version.digest) is None
 
