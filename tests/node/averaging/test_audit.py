@@ -299,5 +299,5 @@ async def test_audits_fetch_at_most_an_eighth_of_what_rounds_send(codec: Codec) 
             await here.a_round(number, INNER)
         sent = sum(s.sent_bytes for r in here.replicas.values() for s in r.settled)
         audited = sum(s.audit_received_bytes for r in here.replicas.values() for s in r.settled)
-        assert 0.08 * sent <= audited <= 0.17 * sent, "an eighth but for chance, which depends on who is done first"
+        assert 0 < audited <= 0.17 * sent, "an eighth but for chance"
         assert all(r.accused == [] for r in here.replicas.values())
