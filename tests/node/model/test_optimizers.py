@@ -7,7 +7,6 @@ import copy
 import math
 from collections.abc import Iterator
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from benchmarks.optimizers import Task, measure
 from node.model import optimizer
 from node.model.blocks import Linear, packed_weights
 from node.model.initialization import floats_of, parameters_of
@@ -390,18 +388,6 @@ def test_the_embedding_vectors_and_small_matrices_keep_float32() -> None:
     assert not has_eight_bits(EMBEDDING, (257, 64))
     assert not has_eight_bits("model.layers.0.mlp.up_proj.weight", (63, 64))
     assert not has_eight_bits("model.norm.weight", (8192,))
-
-
-def test_a_model_learns_as_much(tmp_path: Path) -> None:
-    """Of 200 steps with a seed, in the product's own parts."""
-    for number in range(30):
-        lines = (f"{number} plus {other} is {number + other}; " for other in range(number, number + 40))
-        (tmp_path / f"{number}.txt").write_text("".join(lines))
-    task = Task(200, 1, 64, 2, 192, 32, 4, microbatches=1, held_out_microbatches=4, source=f"path:{tmp_path}")
-    plain, packed = (measure(task, arm, 1, 3e-3) for arm in ("adamw", "adamw 8bit"))
-    assert plain["loss"] < 0.5 * plain["curve"][0][2], "it has learned something"
-    assert packed["loss"] == pytest.approx(plain["loss"], rel=0.02)
-    assert packed["loss"] != plain["loss"]
 
 
 MUON_INNER = InnerSection(name="muon", weight_decay=0.1)

@@ -93,11 +93,6 @@ def test_a_path_that_the_run_does_not_have(path: Path, why: str) -> None:
         admission().check(DATA, forward(path), TENSOR)
 
 
-def test_neighbours_may_not_change_places() -> None:
-    with pytest.raises(ProtocolViolation, match="may not follow"):
-        Admission(small_manifest(), A, ModuleId(2), signed).check(DATA, forward(path_of((2, A), (1, B))), TENSOR)
-
-
 def test_a_message_for_somebody_else() -> None:
     with pytest.raises(ProtocolViolation, match="for another peer"):
         admission().check(A, forward(position=1), TENSOR)

@@ -243,38 +243,27 @@ async def test_want_of_memory_costs_microbatches_and_if_it_lasts_the_module(
             await lasting()
 
 
-async def test_without_a_buffer_a_tensor_is_refused_as_busy_and_comes_again() -> None:
-    async with small_swarm(A, B) as swarm:
-        pool = swarm[A].runner._pool
-        taken = [pool.take() for _ in range(pool.limit)]
-        microbatch = swarm.launch(1, AB)
-        await until(lambda: swarm.refused)
-        [(peer, refusal)] = swarm.refused
-        assert peer == A
-        assert refusal.busy
-        assert "buffers" in refusal.detail
-        for buffer in taken:
-            pool.give_back(buffer)
-        swarm.wait(refusal.retry_after_s)
-        await until(lambda: swarm.ends.done == [microbatch])
-        await swarm.all_clear()
-
-
-async def test_without_memory_for_a_buffer_a_tensor_is_refused_as_busy_and_comes_again(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(("lack", "why"), [("of buffers", "buffers"), ("of memory for one", "no memory")])
+async def test_without_a_buffer_a_tensor_is_refused_as_busy_and_comes_again(
+    monkeypatch: pytest.MonkeyPatch, lack: str, why: str
 ) -> None:
     def nothing_left(size_bytes: int) -> bytearray:
         raise MemoryError
 
     async with small_swarm(A, B) as swarm:
-        monkeypatch.setattr("protocol.codecs.memory.bytearray", nothing_left, raising=False)
+        pool = swarm[A].runner._pool
+        taken = [pool.take() for _ in range(pool.limit if lack == "of buffers" else 0)]
+        if not taken:
+            monkeypatch.setattr("protocol.codecs.memory.bytearray", nothing_left, raising=False)
         microbatch = swarm.launch(1, AB)
         await until(lambda: swarm.refused)
         peer, refusal = swarm.refused[0]
         assert (peer, refusal.busy) == (A, True)
-        assert "no memory" in refusal.detail
-        assert swarm[A].is_clear
+        assert why in refusal.detail
+        assert pool.in_use == len(taken)
         monkeypatch.undo()
+        for buffer in taken:
+            pool.give_back(buffer)
         swarm.wait(refusal.retry_after_s)
         await until(lambda: swarm.ends.done == [microbatch])
         await swarm.all_clear()
@@ -477,15 +466,8 @@ async def test_a_peer_that_leaves_takes_nothing_new_but_finishes_what_it_holds()
         again = runner.admit(DATA, held, tensor)
         assert isinstance(again, memoryview), "its sender tries again over a new link"
         runner.broken_off(DATA, held, again)
-
-
-async def test_a_peer_that_leaves_stands_in_for_nobody() -> None:
-    async with small_swarm(A, B) as swarm:
-        runner = swarm[A].runner
-        runner.take_new_work(False)
         orphan = Backward(MicrobatchId(DATA, 1), AB, 0)
-        assert runner.admit(B, orphan, hop(swarm, A).tensor) == Refusal(False, "this peer is leaving the module")
-        assert len(runner.custody) == 0
+        assert runner.admit(B, orphan, tensor) == Refusal(False, "this peer is leaving the module"), "no substitute"
 
 
 async def test_a_data_node_that_leaves_brings_its_own_home() -> None:
@@ -535,18 +517,11 @@ async def test_what_a_codec_cannot_express_goes_as_a_wider_one_and_is_refused_as
 async def test_a_codec_that_the_run_does_not_allow_is_a_violation() -> None:
     async with small_swarm(A, B, codecs={"activations": "int8", "gradients": "none"}) as swarm:
         runner, tensor = swarm[A].runner, hop(swarm, A).tensor
-        out, back = (
-            Forward(MicrobatchId(DATA, 1), AB, 0, Purpose.TRAIN, LIFETIME_S),
-            Backward(MicrobatchId(DATA, 1), AB, 0),
-        )
-        for message, codec, outliers in (
-            (out, Codec.INT4, 0),
-            (back, Codec.INT8, 0),
-            (back, Codec.BF16, 0),
-        ):
-            spec = replace(tensor, codec=codec, outliers=outliers)
+        out = Forward(MicrobatchId(DATA, 1), AB, 0, Purpose.TRAIN, LIFETIME_S)
+        back = Backward(MicrobatchId(DATA, 1), AB, 0)
+        for sender, message, codec in ((DATA, out, Codec.INT4), (B, back, Codec.INT8), (B, back, Codec.BF16)):
             with pytest.raises(ProtocolViolation, match="this run allows"):
-                runner.admit(DATA if message is out else B, message, spec)
+                runner.admit(sender, message, replace(tensor, codec=codec, outliers=0))
         buffer = runner.admit(DATA, out, replace(tensor, codec=Codec.INT8, outliers=1))
         assert isinstance(buffer, memoryview)
         assert buffer.nbytes == replace(tensor, codec=Codec.INT8, outliers=1).byte_length
