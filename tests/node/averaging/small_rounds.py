@@ -68,7 +68,6 @@ class NamedSignatures:
 
 
 Tamper = Callable[[PeerId, PeerId, Contribution | Reduced, bytearray], None]
-"""Sees, and may change, what goes from one member to another."""
 
 
 def small_layout(elements: int = 600_001, fragments: int = 1) -> Layout:
@@ -99,8 +98,6 @@ def roster_of(
 
 @dataclass(eq=False)
 class Party:
-    """One member."""
-
     peer: PeerId
     base: Anchor
     snapshot: Vector
@@ -210,7 +207,6 @@ class Room:
             party.task = self._tasks.create_task(party.exchange.run())
 
     async def stop(self) -> None:
-        """Ends every exchange."""
         running = [party.task for party in self.parties.values() if party.task is not None]
         for task in running:
             task.cancel()
@@ -302,19 +298,15 @@ class Blocks(nn.Module):
 
 @dataclass(eq=False)
 class Replica:
-    """One peer's replica and what becomes of it."""
-
     peer: PeerId
     runner: RoundRunner
     dispatcher: Dispatcher
-    """Where what arrives for it goes."""
     optimizer: MadeUpOptimizer
     local: LocalReplica
     compute: ComputeThread
     settled: list[RoundCommitted] = field(default_factory=list)
     codec_reasons: list[str] = field(default_factory=list)
     history: dict[int, bytes] = field(default_factory=dict)
-    """Digest of each round's anchor here."""
     accused: list[Caught] = field(default_factory=list)
     caught_up: int = 0
 
@@ -323,8 +315,6 @@ class Replica:
         return self.runner.anchor
 
     async def step(self, seed: int) -> None:
-        """An inner step, on the compute thread as in a node."""
-
         def job() -> None:
             self.runner.after_inner_step(self.optimizer.step(seed))
 
@@ -386,10 +376,8 @@ class Hall:
         self.replicas: dict[PeerId, Replica] = {}
         self.dead: set[PeerId] = set()
         self.pieces = 0
-        """That have been sent."""
         self.on_piece: Callable[[PeerId, PeerId, object, bytearray], None] = lambda sender, to, message, data: None
         self.piece_s = 0.0
-        """From the moment a piece begins to come in until it is there."""
         self._elements = elements
         self._rules = rules
         self._fragments = fragments
@@ -490,7 +478,6 @@ def dispatcher() -> Dispatcher:
 
 
 def rules_for(inner_steps: int, fragments: int, rungs: tuple[Rung, ...]) -> Callable[[LocalReplica], RoundRules]:
-    """Patience is short: nobody is slow in a test."""
     return lambda local: RoundRules(
         inner_steps,
         fragments,

@@ -1,5 +1,4 @@
-"""Liars that reduce, caught by those who sum again: with real runners and round machines in one process, and what
-honest rounds look like to auditors."""
+"""Auditors catch reducers that lie and accuse no honest one, with real runners and round machines in one process."""
 
 from __future__ import annotations
 
@@ -28,25 +27,19 @@ LIAR = PeerId("peer-2")
 
 
 class Always(Random):
-    """Audits whenever it may."""
-
     def random(self) -> float:
         return 0.0
 
     def getrandbits(self, k: int, /) -> int:
-        """With it, `choice` does not depend on `random`."""
         return super().getrandbits(k)
 
 
 class Never(Random):
-    """Has no audits of its own."""
-
     def random(self) -> float:
         return 1.0
 
 
 WORK_S = 0.5
-"""Between two inner steps while a round is waited for."""
 
 
 def audit_always(here: Hall) -> None:
@@ -68,7 +61,6 @@ def lie_of(monkeypatch: pytest.MonkeyPatch, change: Callable[[Reduction, np.ndar
 
 
 def answers(monkeypatch: pytest.MonkeyPatch, change: Callable[[Evidence], Evidence | AuditRefused]) -> None:
-    """The liar answers auditors otherwise."""
     told = Auditor.receive
 
     def hear(self: Auditor, sender: PeerId, message: Any) -> None:
@@ -139,7 +131,6 @@ def stretched(reduction: Reduction, mean: np.ndarray) -> np.ndarray:
 
 
 def turned(reduction: Reduction, mean: np.ndarray) -> np.ndarray:
-    """As long as it was and not pointing away from anybody's, and yet another."""
     length = np.linalg.norm(mean)
     other = mean * 0.5 + np.roll(mean, 4099) * 0.87
     return other / np.linalg.norm(other) * length
@@ -149,7 +140,6 @@ def turned(reduction: Reduction, mean: np.ndarray) -> np.ndarray:
 async def test_a_reducer_whose_mean_is_another_is_caught_and_left_out(
     monkeypatch: pytest.MonkeyPatch, lie: Callable[[Reduction, np.ndarray], np.ndarray]
 ) -> None:
-    """What is sent is not odd enough to be objected to before the commit."""
     lie_of(monkeypatch, lie)
     async with hall(6, inner_steps=INNER, elements=160_000) as here:
         audit_always(here)

@@ -105,7 +105,6 @@ async def test_with_sparse_contributions_all_agree_and_what_is_left_out_stays_in
 
 
 async def test_slow_links_make_rounds_smaller_and_all_members_agree_on_how() -> None:
-    """What counts is how fast pieces came in."""
     async with hall(3, limit=Codec.TOP_K_2, inner_steps=INNER) as here:
         here.piece_s = 0.1
         await here.a_round(1, INNER)

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import pytest
 
-from node.concurrency.compute_thread import GIVEN_WAY, ComputeThread, Priority
+from node.concurrency.compute_thread import ComputeThread, Priority
 from node.concurrency.machine_runner import MachineRunner
 from node.concurrency.task_groups import TaskTracker
 from protocol.interfaces.clock import SystemClock
@@ -58,31 +58,6 @@ async def test_a_job_without_memory_fails_in_our_words() -> None:
         with pytest.raises(ResourceExhausted, match="out of memory"):
             await compute.run(Priority.UPKEEP, job)
         assert await compute.run(Priority.TRAIN, lambda: 7) == 7
-
-
-async def test_the_most_urgent_goes_first_and_equals_in_order() -> None:
-    done: list[tuple[Priority, int]] = []
-    with ComputeThread() as compute:
-        async with queue_behind(compute) as let_go, asyncio.TaskGroup() as tasks:
-            for number in range(2):
-                for priority in reversed(Priority):
-                    tasks.create_task(compute.run(priority, lambda p=priority, n=number: done.append((p, n))))
-            await asyncio.sleep(0)
-            let_go()
-    assert done == [(priority, number) for priority in Priority for number in range(2)]
-
-
-async def test_an_evaluation_gives_way_to_so_many_and_no_more() -> None:
-    done: list[str] = []
-    with ComputeThread() as compute:
-        async with queue_behind(compute) as let_go, asyncio.TaskGroup() as tasks:
-            for what in ("before", "evaluation", *("later",) * (2 * GIVEN_WAY), "upkeep"):
-                kinds = {"evaluation": Priority.EVALUATE, "upkeep": Priority.UPKEEP}
-                tasks.create_task(compute.run(kinds.get(what, Priority.TRAIN), lambda w=what: done.append(w)))
-            await asyncio.sleep(0)
-            let_go()
-    assert done[:2] == ["upkeep", "before"]
-    assert done.index("evaluation") == 2 + GIVEN_WAY
 
 
 async def test_who_does_not_wait_any_more_is_not_worked_for() -> None:

@@ -145,7 +145,6 @@ def hub(tmp_path: Path) -> Iterator[LoopbackHub]:
 
 @pytest.fixture
 def few(tmp_path: Path) -> Iterator[LoopbackHub]:
-    """Fewer files than are dealt whole to two data nodes."""
     with serving(serve(FILES_EACH), tmp_path / "home") as serves:
         yield serves
 

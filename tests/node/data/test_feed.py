@@ -23,7 +23,6 @@ from tests.node.small_manifest import small_manifest
 
 A, B = PeerId("a"), PeerId("b")
 LENGTH = 63
-"""Of each document, so that with its end it is four rows of 16."""
 
 
 @pytest.fixture
@@ -39,7 +38,6 @@ def documents_in(microbatches: list[Microbatch]) -> set[int]:
 
 
 def read_by(manifest: Manifest, own: PeerId, nodes: tuple[PeerId, ...]) -> set[int]:
-    """The documents of more than an epoch."""
     feed = TrainingFeed(manifest, open_documents(manifest), own)
     return documents_in([feed.next(nodes) for _ in range(150)])
 
@@ -81,8 +79,6 @@ DEPTH = 3
 
 
 class Feed:
-    """Numbered microbatches, until it fails."""
-
     def __init__(self, fails_after: int | None = None, error: Exception | None = None) -> None:
         self.packed = 0
         self.asked_for: list[tuple[PeerId, ...]] = []
@@ -175,7 +171,6 @@ def text(index: int) -> Microbatch:
 
 
 def at(index: int) -> Cursor:
-    """Two texts a block."""
     return Cursor(Place(position=index // 2), index % 2)
 
 

@@ -95,7 +95,6 @@ def chat_manifest(folder: Path, **changes: Any) -> Manifest:
 
 
 def answers_in(texts: list[Microbatch]) -> Counter[int]:
-    """How often each byte is a label."""
     return Counter(label for text in texts for label in text.labels.flatten().tolist() if label != UNSCORED)
 
 

@@ -60,7 +60,6 @@ class ByFirstByte:
 
 
 def letters_of(lengths: list[int], router: DocumentRouter | None = None) -> Documents:
-    """Documents of one letter each."""
     contents = {f"{number:02}": bytes([65 + number]) * length for number, length in enumerate(lengths)}
     return Documents(Texts(contents), ByteTokenizer(), seed=9, router=router or ByFirstByte())
 
@@ -94,14 +93,12 @@ def labels_of(text: Microbatch) -> Iterator[Tokens]:
 
 
 def documents_in(microbatch: Microbatch) -> Iterator[tuple[list[int], list[int]]]:
-    """Tokens and labels of each."""
     tokens, labels = (row.split(microbatch.documents) for row in (microbatch.tokens[0], microbatch.labels[0]))
     for some, following in zip(tokens, labels, strict=True):
         yield some.tolist(), following.tolist()
 
 
 def pieces_of(documents: Documents, block: int) -> Iterator[tuple[list[int], list[int]]]:
-    """Of one epoch."""
     for text in all_of(packer_of(documents, block)):
         yield from documents_in(text)
 
@@ -159,7 +156,6 @@ def test_a_cursor_brings_one_back(lengths: list[int], block: int, taken: int, ro
 
 
 def test_a_short_text_is_not_read_again_and_again_for_one_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A block ends with an epoch once it has enough microbatches."""
     monkeypatch.setattr(packing, "BLOCK_TOKENS", 2**20)
     texts = texts_of([30] * 40)
     packer = DocumentPacker(MANIFEST, texts.endless(Place(), everything), Cursor())
@@ -183,7 +179,6 @@ def test_a_block_of_very_short_documents_has_no_more_of_them_than_can_soon_be_pa
 
 
 def test_little_held_out_text_is_measured_too() -> None:
-    """Rows of a stream would need a whole microbatch of it."""
     manifest = small_manifest(model__attention="documents", data={"held_out": 0.5})
     texts = list(held_out_microbatches(manifest, 5, texts_of([3] * 8)))
     assert 1 <= len(texts) <= 2
@@ -234,8 +229,6 @@ def test_every_piece_of_a_document_goes_the_documents_route_and_none_is_lost(len
 
 
 class ByLetter:
-    """Of two experts the first for most letters, by more and more."""
-
     def affinity(self, name: str, opening: Tokens) -> Affinity:
         return ((int(opening[0]) - 68, 0),)
 

@@ -208,7 +208,7 @@ class TestTheManifestsFiles:
 
 @pytest.mark.parametrize("path", ["//host/share", "\\\\host\\share", "\\\\?\\C:\\x", "/\\host"])
 def test_a_path_on_another_machine_is_refused_in_the_manifest(path: str) -> None:
-    """Windows would prove to that machine who we are."""
+    # Windows would prove to that machine who we are.
     with pytest.raises(ManifestError, match=r"data.source: is a path on another machine"):
         small_manifest(data__source=f"path:{path}")
     with pytest.raises(ManifestError, match=r"data.tokenizer: is a path on another machine"):

@@ -89,7 +89,6 @@ def test_what_is_no_regular_file_is_refused_at_once(tmp_path: Path) -> None:
 
 
 def test_a_link_that_a_person_names_is_followed(tmp_path: Path) -> None:
-    """As in the cache of the hub's own tools."""
     content = word_tokenizer("<unk>", "hello", "</s>")
     (tmp_path / "blob").write_bytes(content)
     (tmp_path / "t.json").symlink_to("blob")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -236,22 +235,10 @@ def damage(file: Path) -> None:
 
 
 class TestCheckpointSource:
-    def test_a_missing_module_is_named_before_anything_is_read(self, checkpoint: Path) -> None:
-        shutil.rmtree(checkpoint / "solo-1.0")
-        with pytest.raises(StateError, match=r"no snapshot of module 1\.0"):
-            decoder_of(checkpoint)
-
     def test_a_changed_manifest_is_said(self, checkpoint: Path) -> None:
         manifest = checkpoint / "manifest.toml"
         manifest.write_text(manifest.read_text().replace("seed = 3", "seed = 4"))
         with pytest.raises(ManifestError, match="changed after signing"):
-            decoder_of(checkpoint)
-
-    def test_another_runs_snapshots_are_refused(self, tmp_path: Path, checkpoint: Path) -> None:
-        other = save_checkpoint(tmp_path / "other", small_manifest(seed=9))
-        shutil.rmtree(checkpoint / "solo-1.0")
-        shutil.copytree(other / "solo-1.0", checkpoint / "solo-1.0")
-        with pytest.raises(StateError, match=r"module 1\.0"):
             decoder_of(checkpoint)
 
     def test_a_manifest_of_a_huge_model_costs_no_memory(self, checkpoint: Path) -> None:

@@ -108,7 +108,6 @@ RECORDED: dict[str, Any] = {
         "padding": 0.013,
     },
 }
-"""What a data node answered before its status was typed, with something at every key."""
 
 TYPED = Status(
     peer="12D3KooWa",

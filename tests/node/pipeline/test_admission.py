@@ -23,7 +23,6 @@ AB = Path(DATA, (Hop(ModuleId(1), A), Hop(ModuleId(2), B)))
 
 
 def signed(message: MicrobatchTensor) -> str | None:
-    """Nothing is wrong with its signature."""
     return None
 
 
@@ -176,7 +175,6 @@ def test_what_its_data_node_has_not_signed() -> None:
 
 
 def of_labels(labels: int) -> Path:
-    """A path whose data node has signed so many."""
     modules = tuple(hop.module for hop in AB.hops)
     return replace(AB, route=SignedRoute(modules, 60.0, bytes(64), labels=labels))
 
@@ -203,7 +201,6 @@ LONGEST = OF_DOCUMENTS.model.sequence
 
 
 def of_documents(*documents: int) -> Path:
-    """A path whose data node has signed these."""
     return replace(AB, route=SignedRoute(tuple(hop.module for hop in AB.hops), 60.0, bytes(64), documents))
 
 
@@ -247,7 +244,6 @@ def test_documents_that_no_honest_data_node_has(documents: tuple[int, ...], shap
     st.one_of(st.none(), st.lists(st.integers(0, 40), min_size=1, max_size=4).map(tuple)),
 )
 def test_documents_that_a_fuzzer_makes_up(documents: tuple[int, ...], shape: tuple[int, ...] | None) -> None:
-    """Taken exactly when they are what a packer may make."""
     true_shape = (1, sum(documents), OF_DOCUMENTS.model.hidden)
     shape = shape or true_shape
     rules = Admission(OF_DOCUMENTS, A, ModuleId(1), signed)

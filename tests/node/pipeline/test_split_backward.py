@@ -55,7 +55,6 @@ class Peer(HopBench):
 
 
 def inline(manifest: Manifest | None = None) -> Peer:
-    """A peer that puts nothing off."""
     peer = Peer(manifest)
     peer.worker.deferred = DeferredWeights(Reasoned(False, "for comparison"), None, peer.worker.unapplied)
     return peer
@@ -303,7 +302,6 @@ def drawn(manifest: Manifest, number: int, documents: tuple[int, ...] = ()) -> T
 
 
 def whole(manifest: Manifest, documents: tuple[int, ...] = ()) -> tuple[Tensor, Gradients]:
-    """Result and gradients of the stack as one."""
     passes = OneDevice(stack(manifest))
     visit = passes.forward(drawn(manifest, 1, documents), documents)
     return visit.result, passes.backward(visit, drawn(manifest, 2, documents))
@@ -381,8 +379,6 @@ def test_without_memory_nothing_counts_by_halves(failing: int, monkeypatch: pyte
 
 
 class BlockPeer(HopBench):
-    """A worker whose stack is computed block by block."""
-
     def __init__(self, budget: int = 2**30) -> None:
         manifest = manifest_of()
         part = stack(manifest)
@@ -399,7 +395,6 @@ class BlockPeer(HopBench):
 
 @pytest.fixture(scope="module")
 def graph_bytes() -> float:
-    """Of a whole graph."""
     probe = BlockPeer()
     probe.forward(1)
     assert probe.worker._graphs._of_one is not None

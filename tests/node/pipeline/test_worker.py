@@ -36,8 +36,6 @@ NO_GRAPHS, MANY_GRAPHS = 0, 2**20
 
 
 class Part(nn.Sequential):
-    """Layers to which documents are all one."""
-
     def forward(self, hidden: Tensor, documents: tuple[int, ...] = ()) -> Tensor:
         output: Tensor = super().forward(hidden)
         return output
@@ -49,8 +47,6 @@ def mean_of(total: Accumulator) -> list[Tensor | None]:
 
 
 class Stage(HopBench):
-    """A linear layer and a non-linearity."""
-
     def __init__(self, graph_budget_bytes: int, manifest: Manifest = MANIFEST) -> None:
         torch.manual_seed(1)
         self.part = Part(nn.Linear(16, 16), nn.Tanh())
@@ -231,7 +227,6 @@ class Replica(HopBench):
         return [*((total - old) / tokens for total, old in zip(self.sums(), before, strict=True)), output]
 
     def step(self, number: int) -> None:
-        """Takes an inner step with visits of its own."""
         while not self.worker.optimizer.due:
             self.forward(number)
             self.backward(number)
@@ -239,13 +234,11 @@ class Replica(HopBench):
         assert self.worker.step() is not None
 
     def expected(self, part: nn.Module, number: int) -> list[Tensor]:
-        """By autograd alone."""
         source = self.source(number).requires_grad_()
         return list(torch.autograd.grad(part(source), [*part.parameters(), source], self.gradient(number)))
 
 
 def close(found: list[Tensor], wanted: list[Tensor]) -> bool:
-    """Within the rounding of bfloat16."""
     return all((f - w).abs().max() <= 0.02 * w.abs().max() for f, w in zip(found, wanted, strict=True))
 
 

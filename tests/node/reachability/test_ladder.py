@@ -60,7 +60,7 @@ from protocol.identity.keys import Identity
 from protocol.interfaces.transport import FarEnd, Question, QuestionAbout
 from protocol.nat.dial_back import DialBackOutcome, DialBackResult, decode_dial_back, encode_dial_back
 from protocol.transport.rate_limits import MAX_REMEMBERED, Allowance
-from swarm.membership.membership import Membership, relays_first
+from swarm.membership.membership import Membership
 from swarm.vocabulary.errors import Busy, Rejected, Unreachable
 from swarm.vocabulary.types import ModuleId, PeerId, PeerState, RunId
 from tests.node.network.small_swarm import LONG_S, ManualClock, until
@@ -174,14 +174,9 @@ def router(*ways: PortMapper) -> Router:
     return Router(ways)
 
 
-async def test_who_is_reached_asks_no_router() -> None:
+async def test_who_is_reached_or_not_translated_asks_no_router() -> None:
     way = MadeUp([mapping()])
     assert (await climb(PORT, None, Peers({PORT}), router(way))).step is ReachStep.DIRECT
-    assert way.asked == []
-
-
-async def test_who_is_not_translated_asks_no_router() -> None:
-    way = MadeUp([mapping()])
     assert (await climb(PORT, None, Peers(set(), local=OUTSIDE), router(way))).step is ReachStep.UNREACHABLE
     assert way.asked == []
 
@@ -299,8 +294,6 @@ async def test_a_mapping_that_moves_is_told() -> None:
 
 
 async def test_a_router_that_hangs_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    import threading
-
     let_go = threading.Event()
 
     class Hangs(MadeUp):
@@ -358,8 +351,6 @@ class Holding:
 
 @dataclass
 class Climbing:
-    """What the ladder says, in order; the last answer stays."""
-
     answers: list[Standing]
     climbs: int = 0
 
@@ -477,7 +468,6 @@ OK = 0
 
 @contextmanager
 def gateway(answer: Callable[[bytes], bytes | None]) -> Iterator[int]:
-    """A UDP port that answers as told; None is no answer."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as listening:
         listening.bind((HERE, 0))
         listening.settimeout(0.05)
@@ -503,7 +493,6 @@ def gateway(answer: Callable[[bytes], bytes | None]) -> Iterator[int]:
 
 
 def rfc(request: bytes, *, result: int = OK, external: int = 0, lease: int = 600) -> bytes:
-    """What RFC 6886 has a router answer."""
     if request == b"\x00\x00":
         return struct.pack("!BBHI4s", 0, 128, result, 7, socket.inet_aton("25.0.0.1"))
     _, op, _, internal, wanted, _ = struct.unpack("!BBHHHI", request)
@@ -863,8 +852,6 @@ async def test_peers_find_each_other_reachable_and_another_port_not(dialled_by_a
 
 
 def _closed() -> int:
-    import socket
-
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         return int(bound.getsockname()[1])
@@ -1044,17 +1031,6 @@ async def test_who_cannot_be_dialled_dials_nobody_back_at_a_tunnels_end() -> Non
     assert without_tunnels(own, lambda _: None)(ONE) is None
 
 
-def test_two_relays_come_before_the_others() -> None:
-    order = [PeerId(name) for name in "abcdef"]
-    assert relays_first(order, {"c", "e", "f"}) == ["c", "e", "a", "b", "d", "f"]
-    assert relays_first(order, set()) == order
-
-
-class Anybody:
-    async def connect(self, peer: PeerId) -> None:
-        return
-
-
 async def test_a_node_holds_on_to_relays_even_where_others_are_nearer() -> None:
     own = LocalPeer(RUN, ME, b"", ManualClock(), state=PeerState.SERVING, module=MODULE)
     membership = Membership(RUN, ME)
@@ -1063,7 +1039,7 @@ async def test_a_node_holds_on_to_relays_even_where_others_are_nearer() -> None:
     far = announced(relaying, module=ModuleId(4), relay=relay)
     for announcement in (*(announced(Identity.generate()) for _ in range(5)), far):
         membership.observe(announcement, now=0.0, wall=announcement.expires_at - 60)
-    held = await Attachments(own, membership, Anybody()).hold()
+    held = await Attachments(own, membership, HeldLinks()).hold()
     assert held[0] == relaying.peer
     assert len(held) == 3
 

@@ -42,8 +42,6 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Session:
-    """What the choice asks of a session."""
-
     def __init__(self, *present: Announcement) -> None:
         self._present = present
         self.own = SimpleNamespace(peer=PeerId("own"))

@@ -171,7 +171,6 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_been(
 
 
 def steps_of(folder: CheckpointFolder) -> list[int]:
-    """Inner steps of each module, as they were saved last."""
     found = (load_newest(folder, solo_peer(ModuleId(stage))) for stage in range(3))
     return [loaded.header.steps for loaded in found if loaded is not None]
 

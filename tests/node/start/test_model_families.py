@@ -88,7 +88,6 @@ def test_weights_of_two_bytes_are_read_exactly(tmp_path: Path, kind: torch.dtype
 
 
 def test_what_is_served_chunk_by_chunk_is_the_anchor(tmp_path: Path) -> None:
-    """Chunks begin and end within rows of a matrix, and are read by rows."""
     write_model(tmp_path / "model", "qwen2", hidden_size=56, intermediate_size=75, vocab_size=331)
     manifest = causal(tmp_path / "model")
     cut = CutModel(manifest, ModelFolder(tmp_path / "model"))

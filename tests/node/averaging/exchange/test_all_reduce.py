@@ -97,7 +97,6 @@ async def test_who_has_nothing_to_contribute_gets_the_result() -> None:
 
 @pytest.mark.parametrize("codec", [Codec.NONE, Codec.INT8, Codec.TOP_K_2])
 async def test_pieces_may_come_before_the_roster(codec: Codec) -> None:
-    """In any codec that the roster may name."""
     base = base_anchor(small_layout())
     async with room(base, snapshots_of(base, 3), codec) as here:
         here.codecs = EVERY
@@ -230,7 +229,6 @@ async def test_the_dead_is_the_one_who_owes() -> None:
 
 
 def owed_to(events: list[Event]) -> frozenset[PeerId]:
-    """As last said."""
     said = [event.peers for event in events if isinstance(event, Owing)]
     return said[-1] if said else frozenset()
 

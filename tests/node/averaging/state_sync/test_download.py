@@ -37,7 +37,6 @@ ANCHOR = state(3)
 SLOW = PLANES_BELOW_BYTES_PER_S / 4
 ASKER = PeerId("asker")
 NOWHERE = cast(Transport, None)
-"""Of donors that have nothing to send."""
 
 
 def same(got: Anchor, wanted: Anchor) -> bool:
@@ -150,7 +149,6 @@ async def test_after_a_restart_only_what_is_missing_is_fetched(tmp_path: Path):
 
 
 def spoil(file: Path) -> None:
-    """Changes one byte of the first chunk that is there."""
     data = bytearray(file.read_bytes())
     assert len(data) == 8 * LAYOUT.elements
     place = next(at for at, byte in enumerate(data) if byte)
@@ -384,7 +382,6 @@ async def asked(joiner: StatePeer, donor: StatePeer) -> tuple[_Download, int, in
 
 
 def download_of(joiner: StatePeer) -> _Download:
-    """The one under way."""
     download = joiner.handler._tensors[StateChunk]
     assert isinstance(download, _Download)
     return download
