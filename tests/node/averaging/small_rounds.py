@@ -390,11 +390,7 @@ class Hall:
         return [replica for replica in self.replicas.values() if replica.peer not in self.dead]
 
     def add(
-        self,
-        peer: PeerId,
-        threads: tuple[ComputeThread, ComputeThread],
-        dispatcher: Dispatcher,
-        transport: Transport,
+        self, peer: PeerId, threads: tuple[ComputeThread, ComputeThread], dispatcher: Dispatcher, transport: Transport
     ) -> Replica:
         part = Blocks(self._elements)
         optimizer = MadeUpOptimizer(part)

@@ -27,14 +27,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from node.checkpoint import state as state_copy
-from node.checkpoint.folder import (
-    gather_modules,
-    header_bytes,
-    load_newest,
-    parse_header,
-    read_manifest,
-    save_state,
-)
+from node.checkpoint.folder import gather_modules, header_bytes, load_newest, parse_header, read_manifest, save_state
 from node.checkpoint.saver import Saver, SaveRequests, capture_module, restore_module
 from node.checkpoint.state import Agreed, ReplicaState, StateCopy
 from node.concurrency.compute_thread import ComputeThread, Priority

@@ -16,14 +16,7 @@ from node.cli.manifests import ManifestChanges, changed_manifest
 from node.data import files as listing
 from node.data.files import LINE_BYTES, MAX_DOCUMENTS, files_below
 from node.data.hub import newest_commit
-from node.data.sources import (
-    DOCUMENT_BYTES,
-    PIECE_BYTES,
-    FileSource,
-    files_at,
-    lines_at,
-    open_source,
-)
+from node.data.sources import DOCUMENT_BYTES, PIECE_BYTES, FileSource, files_at, lines_at, open_source
 from protocol.manifest.manifest import DataSection
 from swarm.vocabulary.errors import ConfigError, ManifestError
 from tests.node.hub_on_loopback import COMMIT, NAME, LoopbackHub, serving

@@ -17,10 +17,7 @@ from node.export.writer import export, export_all
 from node.model.decoder import Continuation, Decoder, Sampling
 from node.solo.trainer import WholeModel
 from swarm.experts.routes import module_at
-from swarm.vocabulary.errors import (
-    ConfigError,
-    CorruptSnapshot,
-)
+from swarm.vocabulary.errors import ConfigError, CorruptSnapshot
 from swarm.vocabulary.types import Route
 from tests.node.checkpoint.saved_states import CPU, noisy_model, save_checkpoint
 from tests.node.experts.test_router import manifest_with, some_router

@@ -116,11 +116,7 @@ def test_the_folder_says_where_it_comes_from(tmp_path: Path) -> None:
     done = exported(checkpoint, tmp_path / "folder")
     origin = json.loads((tmp_path / "folder" / "skipstone.json").read_text())
     assert origin["run"] == done.run
-    assert origin["stages"] == {
-        "blocks": [1, 2, 1],
-        "visited_per_path": 1,
-        "trained_with_skipping": True,
-    }
+    assert origin["stages"] == {"blocks": [1, 2, 1], "visited_per_path": 1, "trained_with_skipping": True}
     assert (tmp_path / "folder" / "manifest.toml").read_bytes() == (checkpoint / "manifest.toml").read_bytes()
 
 

@@ -16,15 +16,7 @@ from swarm.compression.microbatch_codecs import MOST_ERROR, Traffic
 from swarm.pipeline.custody import ASK_S, RETRY_S
 from swarm.pipeline.custody_events import Phase, Work
 from swarm.vocabulary.errors import OutOfMemory, ProtocolViolation, Unreachable
-from swarm.vocabulary.pipeline_messages import (
-    Backward,
-    Close,
-    Direction,
-    Forward,
-    MicrobatchTensor,
-    Purpose,
-    Stranded,
-)
+from swarm.vocabulary.pipeline_messages import Backward, Close, Direction, Forward, MicrobatchTensor, Purpose, Stranded
 from swarm.vocabulary.types import Codec, Hop, MicrobatchId, ModuleId, Path, PeerId, SignedRoute
 from tests.node.network.small_swarm import (
     A2,
@@ -526,10 +518,7 @@ def test_the_choice_and_its_reason_are_told() -> None:
     links.carry(A, 20)
     links.chosen(A)
     described = links.codecs.describe()
-    assert described.allowed == {
-        "activations": ("none", "bf16", "int8", "int4"),
-        "gradients": ("none", "bf16", "int8"),
-    }
+    assert described.allowed == {"activations": ("none", "bf16", "int8", "int4"), "gradients": ("none", "bf16", "int8")}
     choice = described.links["a"].activations
     assert choice is not None
     assert choice.codec == "int4"
