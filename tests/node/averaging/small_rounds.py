@@ -34,15 +34,16 @@ from node.network.local_peer import LocalPeer
 from node.observability.events import RoundCommitted
 from protocol.interfaces.clock import SystemClock
 from protocol.interfaces.tensor_spec import TensorSpec
-from protocol.interfaces.transport import LinkFigures, Question, Refusal, Transport
+from protocol.interfaces.transport import Refusal, Transport
 from swarm.averaging.round_events import Caught, Event, OtherReplica, RoundRules
 from swarm.averaging.round_machine import RoundMachine
 from swarm.compression.round_codecs import RoundCodecs, Rung
 from swarm.membership.membership import Membership
 from swarm.vocabulary.averaging_messages import Contribution, Member, Reduced, Roster, RoundId
 from swarm.vocabulary.errors import StateError, Unreachable
-from swarm.vocabulary.pipeline_messages import ControlMessage, TensorMessage
+from swarm.vocabulary.pipeline_messages import TensorMessage
 from swarm.vocabulary.types import AnchorVersion, Codec, ModuleId, PeerId
+from tests.kit.links import NoLinks
 from tests.kit.waiting import LONG_S, until
 from tests.swarm.averaging.round_world import VirtualSeal
 
@@ -121,7 +122,7 @@ class Party:
         return float(np.linalg.norm(self.gradient[part].astype(np.float64)))
 
 
-class Wire:
+class Wire(NoLinks):
     """`protocol.interfaces.transport.Transport` of one party."""
 
     def __init__(self, own: PeerId, room: Room) -> None:
@@ -142,18 +143,6 @@ class Wire:
             return
         admitted[:] = octets
         there.arrivals.received(self._own, message, admitted)
-
-    async def tell(self, peer: PeerId, message: ControlMessage) -> None:
-        raise Unreachable("nothing is told here")
-
-    async def ask(self, peer: PeerId, question: Question, timeout_s: float) -> bytes:
-        raise Unreachable("nobody answers questions here")
-
-    def announce(self, record: bytes) -> None:
-        return
-
-    def figures(self) -> dict[PeerId, LinkFigures]:
-        return {}
 
 
 class Room:
@@ -431,7 +420,7 @@ class Hall:
         await until(lambda: all(r.settled and r.settled[-1].round >= number for r in self.living))
 
 
-class MemoryWire:
+class MemoryWire(NoLinks):
     """`protocol.interfaces.transport.Transport` straight to the other replica."""
 
     def __init__(self, own: PeerId, hall: Hall) -> None:
@@ -453,15 +442,6 @@ class MemoryWire:
     async def tell(self, peer: PeerId, message: object) -> None:
         await self._reach(peer)
         self._hall.replicas[peer].dispatcher.told(self._own, message)  # type: ignore[arg-type]
-
-    async def ask(self, peer: PeerId, question: Question, timeout_s: float) -> bytes:
-        raise Unreachable("nobody answers questions here")
-
-    def announce(self, record: bytes) -> None:
-        return
-
-    def figures(self) -> dict[PeerId, LinkFigures]:
-        return {}
 
     async def _reach(self, peer: PeerId) -> None:
         await asyncio.sleep(0)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -14,6 +16,11 @@ from node.checkpoint.saver import capture_module
 from node.checkpoint.state import AnchorState, Counters, DataState, ReplicaState
 from node.data.documents import Place
 from node.data.packing import Cursor
+from node.data.places import NOTHING_TOLD, ToldPlaces
+from node.export.open_model import open_model
+from node.export.source import read_decoder
+from node.export.writer import Export, export, export_all
+from node.model.decoder import Decoder
 from node.model.initialization import parameters_of
 from node.model.optimizer import Accumulator, InnerOptimizer, InnerState
 from node.model.optimizers.inner_rule import ParameterState
@@ -175,3 +182,20 @@ def logits_of(model: WholeModel, tokens: torch.Tensor) -> torch.Tensor:
     for stack in model.stacks:
         hidden = stack(hidden)
     return model.head.logits(hidden)
+
+
+def exported(source: Path, target: Path, *, told: ToldPlaces = NOTHING_TOLD, every: bool = False, **how: Any) -> Export:
+    async def run() -> Export:
+        async with open_model(str(source), told=told) as opened:
+            write = export_all if every else export
+            return await write(opened.source, target, tokenizer_file=opened.tokenizer_file(), **how)
+
+    return asyncio.run(run())
+
+
+def decoder_of(folder: Path) -> Decoder:
+    async def run() -> Decoder:
+        async with open_model(str(folder)) as opened:
+            return await read_decoder(opened.source, CPU)
+
+    return asyncio.run(run())

@@ -15,10 +15,10 @@ from node.data.feed import held_out_microbatches
 from node.data.places import ToldPlaces
 from node.export import source as source_module
 from node.export.hugging_face import SHARD_BYTES, plan_shards
-from node.export.open_model import evaluate_model, open_model
+from node.export.open_model import evaluate_model
 from node.export.source import read_decoder
 from node.export.swarm_source import state_to_take
-from node.export.writer import Export, export
+from node.export.writer import export
 from node.model.decoder import Decoder
 from node.model.initialization import parameters_of
 from node.model.shapes import parameter_shapes
@@ -38,29 +38,19 @@ from swarm.vocabulary.errors import (
     Unreachable,
 )
 from swarm.vocabulary.types import AnchorVersion, ModuleId, PeerId
-from tests.node.checkpoint.saved_states import CPU, file_of, logits_of, noisy_model, save_checkpoint
+from tests.node.checkpoint.saved_states import (
+    CPU,
+    decoder_of,
+    exported,
+    file_of,
+    logits_of,
+    noisy_model,
+    save_checkpoint,
+)
 from tests.node.small_manifest import small_manifest
 
 TOKENS = torch.randint(257, (2, 16), generator=torch.Generator().manual_seed(1))
 A_FEW_TENSORS = 20_000
-
-
-def exported(source: Path, target: Path, *, replace: bool = False, shard_bytes: int = SHARD_BYTES) -> Export:
-    async def run() -> Export:
-        async with open_model(str(source)) as opened:
-            return await export(
-                opened.source, target, tokenizer_file=opened.tokenizer_file(), replace=replace, shard_bytes=shard_bytes
-            )
-
-    return asyncio.run(run())
-
-
-def decoder_of(folder: Path) -> Decoder:
-    async def run() -> Decoder:
-        async with open_model(str(folder)) as opened:
-            return await read_decoder(opened.source, CPU)
-
-    return asyncio.run(run())
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import os
 from pathlib import Path
@@ -14,12 +13,9 @@ import torch
 
 from node.data.places import ToldPlaces
 from node.data.tokenizers import ByteTokenizer, open_tokenizer
-from node.export.open_model import open_model
-from node.export.source import read_decoder
-from node.export.writer import export
 from node.model.decoder import Continuation, Sampling
 from protocol.manifest.manifest import Manifest
-from tests.node.checkpoint.saved_states import CPU, logits_of, noisy_model, save_checkpoint
+from tests.node.checkpoint.saved_states import decoder_of, exported, logits_of, noisy_model, save_checkpoint
 from tests.node.small_manifest import small_manifest
 
 TEXTS = ["", "hello world", "  spaces \n\t and\r\nlines ", "Grüße, 世界! 🦊", "<|endoftext|> is text", "\x00\x7f\u2028"]
@@ -33,18 +29,11 @@ def transformers() -> Any:
     return transformers
 
 
-def exported(
-    tmp_path: Path, manifest: Manifest, shard_bytes: int = 4 * 10**9, tokenizer: Path | None = None
-) -> tuple[Path, Any]:
+def folder_of(tmp_path: Path, manifest: Manifest, tokenizer: Path | None = None, **how: Any) -> tuple[Path, Any]:
+    """An exported model, and the model."""
     model = noisy_model(manifest)
     checkpoint = save_checkpoint(tmp_path / "checkpoint", manifest, model)
-
-    async def run() -> None:
-        async with open_model(str(checkpoint), told=ToldPlaces(tokenizer=tokenizer)) as opened:
-            file = opened.tokenizer_file()
-            await export(opened.source, tmp_path / "folder", tokenizer_file=file, shard_bytes=shard_bytes)
-
-    asyncio.run(run())
+    exported(checkpoint, tmp_path / "folder", told=ToldPlaces(tokenizer=tokenizer), **how)
     return tmp_path / "folder", model
 
 
@@ -53,7 +42,7 @@ def exported(
     [({}, 20_000), ({"model__kv_heads": 4, "model__rope_theta": 5e5}, 10**9), ({"stages__blocks": [0, 3]}, 10**9)],
 )
 def test_logits_are_the_same(transformers: Any, tmp_path: Path, changes: dict[str, Any], shard_bytes: int) -> None:
-    folder, model = exported(tmp_path, small_manifest(**changes), shard_bytes)
+    folder, model = folder_of(tmp_path, small_manifest(**changes), shard_bytes=shard_bytes)
     theirs, report = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not any(report.values()), report
     assert type(theirs).__name__ == "LlamaForCausalLM"
@@ -65,21 +54,17 @@ def test_logits_are_the_same(transformers: Any, tmp_path: Path, changes: dict[st
 
 
 def test_greedy_text_is_the_same(transformers: Any, tmp_path: Path) -> None:
-    folder, _ = exported(tmp_path, small_manifest(model__sequence=64, training__inner_tokens=128))
+    folder, _ = folder_of(tmp_path, small_manifest(model__sequence=64, training__inner_tokens=128))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
     prompt = list(b"The quick")
     found = theirs.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, 9), max_new_tokens=30, do_sample=False)
 
-    async def decoder() -> Any:
-        async with open_model(str(folder)) as opened:
-            return await read_decoder(opened.source, CPU)
-
-    ours = list(Continuation(asyncio.run(decoder()), ByteTokenizer(), prompt, 30, Sampling(temperature=0)).take(30))
+    ours = list(Continuation(decoder_of(folder), ByteTokenizer(), prompt, 30, Sampling(temperature=0)).take(30))
     assert found[0, 9:].tolist() == ours
 
 
 def test_bytes_are_the_same_tokens(transformers: Any, tmp_path: Path) -> None:
-    folder, _ = exported(tmp_path, small_manifest())
+    folder, _ = folder_of(tmp_path, small_manifest())
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
     for text in [*TEXTS, "".join(map(chr, range(1, 0x500)))]:
         ids = ByteTokenizer().encode(text.encode()).tolist()
@@ -100,7 +85,7 @@ def test_a_tokenizer_file_is_the_same_tokenizer(transformers: Any, tmp_path: Pat
     file.write_text(made.to_str())
     sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
     manifest = small_manifest(data__tokenizer=f"file:{file}", data__tokenizer_sha256=sha256)
-    folder, _ = exported(tmp_path, manifest, tokenizer=file)
+    folder, _ = folder_of(tmp_path, manifest, tokenizer=file)
     assert (folder / "tokenizer.json").read_bytes() == file.read_bytes()
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
     assert theirs("hello strange world!")["input_ids"] == [1, 0, 2, 3]

@@ -15,15 +15,14 @@ from node.observability.events import PeerChange
 from protocol.identity.certificates import make_credentials
 from protocol.identity.keys import Identity
 from protocol.identity.signed_records import MAX_LIFETIME_S, RECORD_LIFETIME_S, decode_announced, encode_record
-from protocol.interfaces.tensor_spec import TensorSpec
-from protocol.interfaces.transport import LinkFigures, Question, QuestionAbout
+from protocol.interfaces.transport import Question, QuestionAbout
 from protocol.transport.handshake import FORMER_LIFE_MS
 from swarm.membership.membership import FIRST_PAUSE_S, Membership
 from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.errors import IdentityError, Stalled, Unreachable
-from swarm.vocabulary.pipeline_messages import ControlMessage, TensorMessage
 from swarm.vocabulary.types import ModuleId, PeerId, PeerState, RunId
 from tests.kit.events import KeptEvents
+from tests.kit.links import NoLinks
 from tests.kit.waiting import ManualClock, until
 
 RUN = RunId("7" * 64)
@@ -31,7 +30,7 @@ MODULE = ModuleId(1)
 GONE = Unreachable("the link broke")
 
 
-class Links:
+class Links(NoLinks):
     """`protocol.interfaces.transport.Transport` of which only questions and announcements are used."""
 
     def __init__(self) -> None:
@@ -46,15 +45,6 @@ class Links:
 
     def announce(self, record: bytes) -> None:
         self.announced.append(record)
-
-    async def send(self, peer: PeerId, message: TensorMessage, tensor: TensorSpec, data: memoryview) -> None:
-        raise AssertionError("nobody sends tensors here")
-
-    async def tell(self, peer: PeerId, message: ControlMessage) -> None:
-        raise AssertionError("nobody tells anything here")
-
-    def figures(self) -> dict[PeerId, LinkFigures]:
-        return {}
 
 
 class Shelf:
