@@ -26,7 +26,7 @@ from protocol.manifest.manifest import Manifest
 from swarm.vocabulary.errors import ResourceExhausted
 from swarm.vocabulary.types import AnchorVersion, ModuleId
 from tests.node.averaging.state_peers import MODULE, Faults, StatePeer, state_swarm
-from tests.node.checkpoint.small_states import state
+from tests.node.checkpoint.saved_states import state
 from tests.node.network.small_swarm import until
 from tests.node.start.tiny_models import write_folder
 

@@ -22,7 +22,7 @@ from swarm.vocabulary.types import Codec, PeerId
 from tests.kit.events import KeptEvents
 from tests.kit.waiting import until
 from tests.node.averaging.small_rounds import MODULE, RULE, TOKENS, Blocks, MadeUpOptimizer, Replica, hall
-from tests.node.checkpoint.small_states import state
+from tests.node.checkpoint.saved_states import state
 from tests.node.network.small_swarm import ManualClock
 
 INNER = 2

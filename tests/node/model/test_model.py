@@ -1,4 +1,4 @@
-"""The model's parts: types, documents, the head's loss in pieces, initial weights. (Logits: `test_transformers.py`.)"""
+"""The model's parts: types, documents, the head's loss in pieces, initial weights. (Logits: `test_generation.py`.)"""
 
 from __future__ import annotations
 

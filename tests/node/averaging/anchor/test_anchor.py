@@ -28,7 +28,7 @@ from swarm.vocabulary.errors import ResourceExhausted
 from swarm.vocabulary.types import Codec, MicrobatchId, ModuleId, PeerId
 from tests.kit.waiting import ManualClock
 from tests.node.averaging.small_rounds import vector
-from tests.node.checkpoint.small_states import small_layout, state, written
+from tests.node.checkpoint.saved_states import small_layout, state, written
 from tests.node.small_manifest import small_manifest
 
 LAYOUT = small_layout(3 * 4096)

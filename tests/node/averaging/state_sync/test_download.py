@@ -28,7 +28,7 @@ from swarm.vocabulary.errors import (
 )
 from swarm.vocabulary.types import Codec, ModuleId, PeerId
 from tests.node.averaging.state_peers import MODULE, Faults, StatePeer, state_swarm
-from tests.node.checkpoint.small_states import small_layout, state, written
+from tests.node.checkpoint.saved_states import small_layout, state, written
 from tests.node.network.small_swarm import ManualClock, until
 
 LAYOUT = small_layout()
