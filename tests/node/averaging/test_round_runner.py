@@ -20,10 +20,9 @@ from protocol.interfaces.transport import Refusal
 from swarm.vocabulary.averaging_messages import Contribution, Member, Roster, RoundId
 from swarm.vocabulary.types import Codec, PeerId
 from tests.kit.events import KeptEvents
-from tests.kit.waiting import until
+from tests.kit.waiting import ManualClock, until
 from tests.node.averaging.small_rounds import MODULE, RULE, TOKENS, Blocks, MadeUpOptimizer, Replica, hall
 from tests.node.checkpoint.saved_states import state
-from tests.node.network.small_swarm import ManualClock
 
 INNER = 2
 ROUNDS = 10
@@ -243,14 +242,6 @@ async def test_one_that_stands_where_no_rounds_lead_is_not_followed(part: str) -
         assert held.version.round == 3
         assert honest.settled[-1].members == (honest.peer,)
         assert np.abs(honest.vector()).max() < 10
-
-
-async def test_one_that_went_on_by_itself_is_followed() -> None:
-    async with hall(2, inner_steps=INNER) as here:
-        for number in (1, 2, 3):
-            await here.a_round(number, INNER)
-        await stand_alone(here[1], {"parameters": np.float32(0.01)})
-        await until(lambda: here[0].anchor.version == here[1].anchor.version)
 
 
 async def stand_alone(replica: Replica, shift: dict[str, np.float32]) -> None:

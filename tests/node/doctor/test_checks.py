@@ -45,7 +45,7 @@ from node.network.reach_status import ReachStep, Standing
 from swarm.pipeline.custody import DEFAULT_SLOTS
 from swarm.vocabulary.errors import ConfigError, Rejected
 from swarm.vocabulary.types import ModuleId, Reasoned
-from tests.node.network.small_swarm import ManualClock
+from tests.kit.waiting import ManualClock
 from tests.node.small_manifest import small_manifest
 
 HERE = "127.0.0.1"

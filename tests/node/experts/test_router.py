@@ -82,11 +82,6 @@ def test_what_follows_the_prefix_has_no_say(text: bytes) -> None:
     assert ROUTER.affinity("", tokens(b"8 bytes." + text)) == ROUTER.affinity("", tokens(b"8 bytes."))
 
 
-def test_the_shortest_documents_have_a_route() -> None:
-    for text in (b"", b"a"):
-        assert ROUTER.affinity("", tokens(text)) == tuple(tuple(map(int, t.bias)) for t in ROUTER.tables if t)
-
-
 def test_a_stage_of_one_expert_has_one_score() -> None:
     router = some_router((1, 1, 2))
     assert [len(scores) for scores in router.affinity("", tokens(b"text"))] == [1, 2]
@@ -199,10 +194,6 @@ def test_one_large_document_cannot_be_evened() -> None:
     scores = np.array([[9, 1], [1, 9], [1, 9]])
     bias = even_bias(scores, np.array([100, 3, 3]), 1.1)
     assert (scores + bias).argmax(axis=1).tolist() == [0, 1, 1], "the best there is"
-
-
-def test_one_expert_has_all() -> None:
-    assert even_bias(np.array([[3], [4]]), np.array([1, 2]), 1.1).tolist() == [0]
 
 
 KINDS = (b"abcd ", b"0123,", b"xyz;\n", b"(){}=")

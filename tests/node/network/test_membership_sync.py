@@ -226,16 +226,6 @@ async def test_a_directory_that_is_out_of_reach_is_asked_again() -> None:
         await until(lambda: len(there.store.published) > published)
 
 
-async def test_news_of_this_node_goes_to_the_links_and_the_directory() -> None:
-    async with place() as there:
-        links, published = len(there.links.announced), len(there.store.published)
-        there.membership_sync.announce()
-        await until(lambda: len(there.store.published) > published)
-        assert len(there.links.announced) > links
-        sequences = [announcement.sequence for announcement in there.store.published]
-        assert sequences == sorted(set(sequences))
-
-
 async def test_a_peer_whose_last_word_is_that_it_hosts_nothing_is_forgotten_with_its_link() -> None:
     async with place() as there:
         other = Other(there.clock)

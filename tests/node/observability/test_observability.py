@@ -47,7 +47,7 @@ from swarm.pipeline.custody_events import Work
 from swarm.vocabulary.errors import ConfigError, ProtocolViolation
 from swarm.workload.microbatch_sizes import SizeSummary
 from tests.kit.events import KeptEvents
-from tests.node.network.small_swarm import ManualClock
+from tests.kit.waiting import ManualClock
 from tests.test_project import ROOT
 
 RECORDED: dict[str, Any] = {

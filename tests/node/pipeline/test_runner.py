@@ -93,22 +93,6 @@ async def test_an_inner_step_that_is_due_is_owed_until_it_is_taken() -> None:
         assert [figures.step for figures in data.visits.steps] == [1]
 
 
-async def test_many_at_once_take_turns_with_few_slots() -> None:
-    async with small_swarm(A, B) as swarm:
-        started = [swarm.launch(number, AB) for number in range(12)]
-
-        def over() -> bool:
-            swarm.wait(0.1)
-            return len(swarm.ends.done) == len(started)
-
-        await until(over)
-        await swarm.all_clear()
-        assert sorted(swarm.ends.done) == started
-        assert [hop(swarm, peer).accumulated for peer in (A, B)] == [12, 12]
-        stepped = sum(figures.visits[0] for figures in swarm[A].visits.steps)
-        assert stepped + hop(swarm, A)._accumulator.visits == 12
-
-
 async def test_what_is_only_evaluated_leaves_nothing_behind() -> None:
     async with small_swarm(A, B) as swarm:
         microbatch = swarm.launch(5, AB, Purpose.EVALUATE)
@@ -412,18 +396,6 @@ async def test_a_peer_that_leaves_takes_nothing_new_but_finishes_what_it_holds()
         runner.broken_off(DATA, held, again)
         orphan = Backward(MicrobatchId(DATA, 1), AB, 0)
         assert runner.admit(B, orphan, tensor) == Refusal(False, "this peer is leaving the module"), "no substitute"
-
-
-async def test_a_data_node_that_leaves_brings_its_own_home() -> None:
-    async with small_swarm(A, B) as swarm:
-        gate = swarm.close(B, "before", Forward)
-        microbatch = swarm.launch(5, AB)
-        await until(lambda: gate.reached)
-        swarm[DATA].runner.take_new_work(False)
-        swarm.open(gate)
-        await until(lambda: swarm.ends.done == [microbatch])
-        await swarm.all_clear()
-        assert swarm.refused == []
 
 
 @pytest.mark.parametrize(("limit", "tolerance"), [("bf16", 2e-2), ("int8", 4e-2), ("int4", 0.5)])

@@ -16,7 +16,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from node.concurrency.device_threads import DeviceThreads
 from node.model import passes
-from node.model.blocks import Linear
 from node.model.optimizer import Accumulator, InnerOptimizer, inner_optimizer
 from node.model.parts import BlockStack, build_block_stack, build_embedding, build_head
 from node.model.passes import Gradients, OneDevice, OneHead, Passes
@@ -174,14 +173,6 @@ def test_a_gradient_that_is_not_finite_or_grows_beyond_all_numbers_is_refused_an
     assert stage.worker.accumulated == 0
 
 
-def test_what_is_evaluated_is_not_kept() -> None:
-    stage = Stage(MANY_GRAPHS)
-    torch.testing.assert_close(stage.forward(1, purpose=Purpose.EVALUATE), stage.expected(1)[0])
-    assert stage.worker._kept == {}
-    with pytest.raises(StateError, match="forgotten"):
-        stage.backward(1)
-
-
 def test_a_stand_in_computes_both_ways_in_one_with_the_same_gradients() -> None:
     stage = Stage(MANY_GRAPHS)
     _, of_source, of_parameters = stage.expected(1)
@@ -288,16 +279,6 @@ def test_a_visit_from_before_an_inner_step_has_the_gradient_of_the_weights_of_th
     assert replica.worker.recomputed - others == (not graphs and passes == "whole")
     now = replica.worker.passes.weights()
     assert all(torch.equal(*pair) for pair in zip(now, weights, strict=True)), "those of now are in place again"
-
-
-def test_a_copy_for_products_is_of_the_parameters_again() -> None:
-    replica = Replica(dtype="bfloat16", passes="blocks")
-    replica.step(10)
-    replica.forward(1)
-    replica.step(20)
-    replica.backward(1)
-    for linear in (module for module in replica.worker.part.modules() if isinstance(module, Linear)):
-        assert torch.equal(linear.matrix(torch.bfloat16), linear.weight.bfloat16())
 
 
 def test_no_more_versions_are_kept_than_the_staleness_and_those_the_newest() -> None:
@@ -515,15 +496,6 @@ def test_what_is_evaluated_is_not_kept_and_adds_nothing() -> None:
     with pytest.raises(StateError, match="nothing was kept"):
         ends.compute(microbatch, Work.BACKWARD, torch.zeros(ends.worker.tensor.shape))
     assert ends.worker.stage.head_sum.visits == 0
-
-
-def test_forgetting_frees_the_visit() -> None:
-    ends = Ends()
-    ends.embed(ends.started(1))
-    assert len(ends.worker._visits) == 1
-    ends.worker.forget(2)
-    ends.worker.forget(2)
-    assert ends.worker._visits == {}
 
 
 # ---- weight gradients that are put off -------------------------------------------------------------------------------

@@ -120,11 +120,6 @@ def test_it_stops_when_asked_and_counts_what_it_did(manifest: Manifest) -> None:
     assert summary["microbatches"]["completed"] == 5
 
 
-def test_no_steps_are_no_losses(manifest: Manifest) -> None:
-    summary, _ = train(manifest, 0)
-    assert (summary["loss_first"], summary["loss_last"], summary["tokens_per_s"]) == (None, None, 0)
-
-
 def test_a_checkpoint_gives_the_held_out_loss_of_the_trained_model(manifest: Manifest, tmp_path: Path) -> None:
     folder = folder_at(tmp_path / "checkpoint", manifest=manifest)
     train(manifest, 40, saves=CheckpointPlan(folder))

@@ -103,10 +103,6 @@ def test_a_leased_anchor_outlives_later_rounds_until_the_lease_ends():
     assert store.get(first.version.digest) is None
 
 
-def test_a_lease_on_what_is_not_there_is_refused():
-    assert not AnchorStore(state(0, LAYOUT)).lease(b"?" * 32, 600.0)
-
-
 def test_rounds_come_before_leases():
     store = AnchorStore(state(0, LAYOUT))
     leased = [advance(store, number) for number in range(1, 4)]
