@@ -454,17 +454,8 @@ def dispatcher() -> Dispatcher:
 
 
 def rules_for(inner_steps: int, fragments: int, rungs: tuple[Rung, ...]) -> Callable[[LocalReplica], RoundRules]:
-    return lambda local: RoundRules(
-        inner_steps,
-        fragments,
-        local.layout.chunks,
-        1e9,
-        answer_s=1.0,
-        prepare_s=5.0,
-        silence_s=1.0,
-        pulse_s=0.2,
-        rungs=rungs,
-    )
+    patience = {"answer_s": 1.0, "prepare_s": 5.0, "silence_s": 1.0, "pulse_s": 0.2}
+    return lambda local: RoundRules(inner_steps, fragments, local.layout.chunks, 1e9, rungs=rungs, **patience)
 
 
 @asynccontextmanager

@@ -42,6 +42,7 @@ from node.runtime.resume import NUMBERS, RESERVED_NUMBERS, capture_hop, counts_o
 from swarm.pipeline.in_flight import Counts
 from swarm.vocabulary.errors import CorruptSnapshot, ResourceExhausted, StateError
 from swarm.vocabulary.types import AnchorVersion, MicrobatchId, ModuleId, PeerId
+from tests.kit.events import KeptEvents
 from tests.kit.waiting import LONG_S, until
 from tests.node.checkpoint.saved_states import (
     CURSOR,
@@ -229,7 +230,7 @@ def test_what_was_damaged_is_told_and_when_all_is_damaged_the_node_begins_anew(t
 
 
 @dataclass
-class Bench:
+class Bench(KeptEvents):
     """A saver at work, the replica it saves, and what it says."""
 
     path: Path
@@ -238,9 +239,6 @@ class Bench:
     events: list[Event] = field(default_factory=list)
     disk: Callable[[str], None] = lambda step: None
     requests: SaveRequests = field(default_factory=SaveRequests)
-
-    def emit(self, event: Event) -> None:
-        self.events.append(event)
 
     def capture(self) -> ReplicaState:
         assert threading.current_thread().name == "compute"
