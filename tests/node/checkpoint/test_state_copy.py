@@ -628,32 +628,26 @@ def path(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_one_replica_is_taken_as_it_is(path: Path) -> None:
-    save(path, PEER, 0.1, None)
+@pytest.mark.parametrize(
+    ("replicas", "expected"),
+    [
+        ([(0.1, None, 256)], 0.1),
+        # Those of the newest anchor by their tokens, and alike right after a round.
+        ([(1.0, version(5), 100), (2.0, version(5), 300), (50.0, version(4), 900)], 1.75),
+        ([(1.0, version(5), 0), (2.0, version(5), 0)], 1.5),
+        # An anchor is newer than none, and two of one round are never mixed.
+        ([(1.0, None, 256), (2.0, version(1, digest=1), 256), (3.0, version(1, digest=2), 256)], 3.0),
+    ],
+)
+def test_replicas_of_a_module_become_one(
+    path: Path, replicas: list[tuple[float, AnchorVersion | None, int]], expected: float
+) -> None:
+    for peer, (value, anchor, tokens) in zip((PEER, OTHER, THIRD), replicas, strict=False):
+        save(path, peer, value, anchor, tokens)
     found = gather_modules(path)
-    assert list(found.modules) == [ModuleId(0), ModuleId(1), ModuleId(2)]
-    assert torch.equal(found.modules[ONE]["w"], state_of(0.1).local["w"])
+    assert list(found.modules) == [ModuleId(0), ONE, ModuleId(2)]
+    torch.testing.assert_close(found.modules[ONE]["w"], state_of(expected).local["w"])
     assert found.problems == ()
-
-
-def test_replicas_of_the_newest_anchor_are_averaged_by_their_tokens(path: Path) -> None:
-    save(path, PEER, 1.0, version(5), tokens=100)
-    save(path, OTHER, 2.0, version(5), tokens=300)
-    save(path, THIRD, 50.0, version(4), tokens=900)
-    torch.testing.assert_close(gather_modules(path).modules[ONE]["w"], state_of(1.75).local["w"])
-
-
-def test_replicas_right_after_a_round_weigh_the_same(path: Path) -> None:
-    save(path, PEER, 1.0, version(5), tokens=0)
-    save(path, OTHER, 2.0, version(5), tokens=0)
-    torch.testing.assert_close(gather_modules(path).modules[ONE]["w"], state_of(1.5).local["w"])
-
-
-def test_an_anchor_is_newer_than_none_and_two_of_one_round_are_never_mixed(path: Path) -> None:
-    save(path, PEER, 1.0, None)
-    save(path, OTHER, 2.0, version(1, digest=1))
-    save(path, THIRD, 3.0, version(1, digest=2))
-    assert torch.equal(gather_modules(path).modules[ONE]["w"], state_of(3.0).local["w"])
 
 
 def test_a_damaged_snapshot_is_passed_over_and_named(path: Path) -> None:

@@ -107,12 +107,16 @@ def test_every_stage_has_a_peer_and_the_others_go_where_most_blocks_are(
     peers: int, blocks: tuple[int, ...], expected: list[int]
 ) -> None:
     assert [module.stage for module in assign_modules(peers, blocks)] == expected
+    experts = assign_modules(7, (0, 1, 2), (1, 2, 2))
+    assert list(map(str, experts)) == ["0.0", "1.0", "1.1", "2.0", "2.1", "2.0", "2.1"]
 
 
 def test_too_few_peers_are_refused_with_the_number_needed() -> None:
     with pytest.raises(ConfigError, match="2 peers cannot host 3 stages") as raised:
         assign_modules(2, (0, 1, 1))
     assert "--peers 3" in raised.value.hint
+    with pytest.raises(ConfigError, match="4 peers cannot host 5 modules"):
+        assign_modules(4, (0, 1, 2), (1, 2, 2))
 
 
 def test_the_largest_memory_is_where_most_is_needed() -> None:
@@ -123,13 +127,6 @@ def test_the_largest_memory_is_where_most_is_needed() -> None:
     assert match_limits(run, modules, [90, 10, 30, 20, 80]) == [30, 10, 80, 20, 90]
     with pytest.raises(ConfigError, match="2 memory limits were given for 5 peers"):
         match_limits(run, modules, [1, 2])
-
-
-def test_every_expert_has_a_peer_before_a_module_has_two() -> None:
-    modules = assign_modules(7, (0, 1, 2), (1, 2, 2))
-    assert list(map(str, modules)) == ["0.0", "1.0", "1.1", "2.0", "2.1", "2.0", "2.1"]
-    with pytest.raises(ConfigError, match="4 peers cannot host 5 modules"):
-        assign_modules(4, (0, 1, 2), (1, 2, 2))
 
 
 def test_the_setup_is_what_a_first_node_and_the_others_need(tmp_path: Path) -> None:

@@ -570,23 +570,19 @@ def learning_rate(section: TrainingSection, step: float) -> float:
     return learning_rate_at(section, step * section.inner_tokens)
 
 
-def test_it_rises_linearly_to_the_peak() -> None:
-    section = training("cosine", 4, 100)
-    assert [learning_rate(section, step) for step in (1, 2, 3, 4)] == [0.125, 0.25, 0.375, 0.5]
-
-
 @pytest.mark.parametrize(
-    ("kind", "halfway", "end"), [("constant", 0.5, 0.5), ("linear", 0.275, 0.05), ("cosine", 0.275, 0.05)]
+    ("kind", "warmup", "rates"),
+    [
+        ("cosine", 10, {1: 0.05, 2: 0.1, 9: 0.45, 10: 0.5, 60: 0.275, 110: 0.05, 10_000: 0.05}),
+        ("linear", 10, {10: 0.5, 60: 0.275, 110: 0.05, 10_000: 0.05}),
+        ("constant", 10, {10: 0.5, 60: 0.5, 110: 0.5, 10_000: 0.5}),
+        ("linear", 0, {1: 0.5 * (0.1 + 0.9 * 109 / 110)}),
+        ("cosine", 0, {27.5: 0.05 + 0.225 * (1 + 2**-0.5)}),
+    ],
 )
-def test_it_falls_to_the_final_ratio_and_stays_there(kind: str, halfway: float, end: float) -> None:
-    section = training(kind, 10, 110)
-    assert learning_rate(section, 60) == pytest.approx(halfway)
-    assert learning_rate(section, 110) == pytest.approx(end)
-    assert learning_rate(section, 10_000) == pytest.approx(end)
-
-
-def test_without_warm_up_the_first_step_is_not_nothing() -> None:
-    assert learning_rate(training("linear", 0, 100), 1) == pytest.approx(0.5 * (0.1 + 0.9 * 0.99))
+def test_the_rate_rises_to_its_peak_falls_and_stays(kind: str, warmup: int, rates: dict[float, float]) -> None:
+    section = training(kind, warmup, 110)
+    assert [learning_rate(section, step) for step in rates] == pytest.approx([*rates.values()])
 
 
 @given(
