@@ -276,6 +276,14 @@ def test_who_is_held_up_by_another_owes_nothing() -> None:
     assert progress.owing() == {"c"}
     progress.added(PeerId("c"), second)
     assert progress.owing() == {"b", "c"}
+    for piece in rest:
+        for peer in "bc":
+            progress.added(PeerId(peer), piece)
+    assert progress.owing() == frozenset(), "a result is owed for what we have contributed"
+    progress.contributed(PeerId("b"))
+    assert progress.owing() == {"b"}
+    progress.applied(plan.shards[PeerId("b")][0])
+    assert progress.owing() == frozenset()
 
 
 def test_another_tenth_of_the_pieces_is_told_once() -> None:
