@@ -353,10 +353,10 @@ def expected() -> Tensor:
 @pytest.mark.usefixtures("small_slices")
 def test_what_waits_to_be_written_is_never_more_than_there_is_room_for() -> None:
     copy = StateCopy(TENSORS, lambda job: Future(), room=600)  # the compute thread has no time: it finishes
-    held = []
     finishing = threading.Thread(target=copy.finish)
     finishing.start()
-    pieces = []
+    finishing.join(0.05)  # it fills the room, and waits for the writer
+    held, pieces = [copy.waiting_bytes], []
     for piece in copy.pieces():
         held.append(copy.waiting_bytes)
         pieces.append(piece)
